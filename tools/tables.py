@@ -43,18 +43,19 @@ def operations() -> list[tuple[str, str, str, str]]:
 
 
 def operations_table() -> str:
-    found = platforms()
+    by_operation = platforms()
     rows = ["| function | what it computes | kernels |", "|---|---|---|"]
-    for function, page, name, what in operations():
-        kernels = ", ".join(PLATFORMS[p] for p in found.get(name, [])) or "none yet"
-        rows.append(f"| [`{function}`](docs/operations/{page}) | {what} | {kernels} |")
+    for function, page, name, summary in operations():
+        kernels = ", ".join(PLATFORMS[p] for p in by_operation.get(name, [])) or "none yet"
+        rows.append(f"| [`{function}`](docs/operations/{page}) | {summary} | {kernels} |")
     return "\n".join(rows)
 
 
 def kernels_of(platform: str) -> str:
     """One sentence on what a kernel package holds."""
-    found = platforms()
-    have = [function for function, _, name, _ in operations() if platform in found.get(name, [])]
+    by_operation = platforms()
+    rows = ((function, name) for function, _, name, _ in operations())
+    have = [function for function, name in rows if platform in by_operation.get(name, [])]
     if not have:
         return NO_KERNELS
     return "Kernels:\n\n" + "\n".join(f"- `{function}`" for function in have)

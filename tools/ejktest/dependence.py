@@ -1,4 +1,4 @@
-"""What the traced program of a call depends on: its options, and which of its arrays it reads."""
+"""Dependences of the traced program of a call: its options, and the arrays that it reads."""
 
 from __future__ import annotations
 
@@ -121,15 +121,15 @@ class _TritonLaunch:
 
     shown: bool
 
-    def bind(self, *arrays: Any, plan: Any) -> list[Any]:
-        from ejkernel.kernels.triton.launch import input_order
+    def bind(self, *arrays: Any, launch: Any) -> list[Any]:
+        from ejkernel.kernels.triton.bound_launch import input_order
         from ejkernel.kernels.triton.targets import current_target
 
-        launch, results = plan.launch(current_target()), tuple(plan.outputs())
+        bound, results = launch.bind(current_target()), launch.result_types()
         parts = (
-            launch.kernel.__name__, launch.arguments, launch.constants, launch.grid,
-            launch.num_warps, launch.num_stages, launch.options, launch.aliases,
+            bound.kernel.__name__, bound.arguments, bound.constants, bound.grid, bound.options,
+            bound.aliases,
         )  # fmt: skip
-        read = tuple(sorted(set(input_order(launch, len(results)))))
+        read = tuple(sorted(set(input_order(bound, len(results)))))
         text = str(parts) if self.shown else ""
         return _launch.bind(*arrays, text=text, read=read, results=results)

@@ -1,21 +1,21 @@
-"""Triton's launcher without a GPU: what jax-triton's plugin is told, and the lowered calls."""
+"""Triton's launcher without a GPU: the arguments of jax-triton's plugin, and the lowered calls."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.triton.bridge import describe
-from ejkernel.kernels.triton.launch import In, Launch, Out, merge_leading
+from ejkernel.kernels.triton.launch import BATCHED, Launch, shapes_of
+from ejkernel.kernels.triton.resources import launch_source
 from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target
 
 HOPPER = cuda_target(90)
@@ -61,13 +61,13 @@ CALL = re.compile(r"custom_call @(\w+)\(([^)]*)\).*? : \(([^)]*)\) -> (.*)")
 
 def custom_calls(text: str) -> list[tuple[str, list[str], list[str]]]:
     """(target, operand names, operand types) of every custom call."""
-    found = []
+    calls = []
     for name, operands, types, _ in CALL.findall(text):
-        found.append((name, operands.split(", "), types.split(", ")))
-    return found
+        calls.append((name, operands.split(", "), types.split(", ")))
+    return calls
 
 
-# ---- the smallest plan -------------------------------------------------------------------------
+# ---- the smallest launch -----------------------------------------------------------------------
 
 
 @triton.jit
@@ -78,32 +78,40 @@ def affine(x, y, out, n, a, BLOCK: tl.constexpr):
 
 
 @dataclass(frozen=True)
-class Affine:
-    """a * x + y over ``[rows, n]``; y may be ``[1, n]``. ``order``: operands given as (y, x)."""
+class Affine(Launch):
+    """a * x + y over ``[rows, n]``; ``changes``: arguments with another value."""
+
+    kernel = affine
+    batching: ClassVar = {"x": BATCHED, "y": BATCHED}
 
     rows: int
     n: int
     a: float = 2.0
-    reversed: bool = False
     changes: tuple[tuple[str, Any], ...] = ()
 
     def outputs(self):
-        return (jax.ShapeDtypeStruct((self.rows, self.n), jnp.float32),)
+        return {"out": jax.ShapeDtypeStruct((self.rows, self.n), jnp.float32)}
 
-    def launch(self, target):
-        total = self.rows * self.n
-        x, y = (1, 0) if self.reversed else (0, 1)
-        arguments = {"x": In(x), "y": In(y), "out": Out(0), "n": total, "a": self.a}
-        arguments |= dict(self.changes)
-        return Launch(affine, arguments, {"BLOCK": 512}, (-(-total // 512),))
+    def grid(self, target):
+        return (-(-self.rows * self.n // 512),)
 
-    def fold(self, size, arrays, batched):
-        folded = [
-            merge_leading(size, a, m, self.rows) for a, m in zip(arrays, batched, strict=True)
-        ]
-        return replace(self, rows=self.rows * size), folded
+    def options(self, target):
+        return {"num_warps": 4, "num_stages": 2}
+
+    def arguments(self, target):
+        return {"n": self.rows * self.n, "a": self.a, "BLOCK": 512, **dict(self.changes)}
+
+    def with_batch(self, size):
+        return replace(self, rows=size * self.rows)
 
 
-def source_of(plan, *shapes):
-    avals = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes or [(plan.rows, plan.n)] * 2]
-    return describe(plan.launch(HOPPER), avals, plan.outputs())
+def on_operands(launch: Any, avals: Mapping[str, Any]) -> Any:
+    """Returns a launch on operands by name, as ``bridge.call`` makes it."""
+    return replace(launch, operands=shapes_of(avals))
+
+
+def source_of(launch):
+    """Returns the specialisation of an ``Affine`` launch for Hopper."""
+    avals = [jax.ShapeDtypeStruct((launch.rows, launch.n), jnp.float32)] * 2
+    launch = on_operands(launch, dict(zip(("x", "y"), avals, strict=True)))
+    return launch_source(launch, avals, HOPPER)

@@ -1,4 +1,4 @@
-"""Walks over the split schedule of latent decoding, as its kernel does."""
+"""Iterates over the split schedule of latent decoding, as its kernel does."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def unit_steps(
     schedule: Sequence[SplitUnit], lengths: np.ndarray, step: int
 ) -> dict[tuple[int, int], list[int]]:
     """Returns the steps of every sequence in every unit that has some, by (unit, sequence)."""
-    found = defaultdict(list)
+    steps_of = defaultdict(list)
     for number, unit in enumerate(schedule):
         sequence, j = unit.sequence, unit.step
         for _ in range(unit.steps):
             while lengths[sequence] <= j * step:
                 sequence, j = sequence + 1, 0
-            found[number, sequence].append(j)
+            steps_of[number, sequence].append(j)
             j += 1
-    return found
+    return steps_of
 
 
 def partial_of(
     schedule: Sequence[SplitUnit], lengths: np.ndarray, step: int, unit: int, sequence: int
 ) -> int:
-    """Returns the number of what a unit accumulates of a sequence."""
+    """Returns the number of the partial result, or output, of a sequence in a unit."""
     steps = unit_steps(schedule, lengths, step)[unit, sequence]
     if len(steps) == -(-lengths[sequence] // step):
         return 2 * len(schedule) + sequence

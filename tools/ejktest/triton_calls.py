@@ -6,6 +6,7 @@ its gradients where it has a kernel for them; what its program launches is compi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,12 +14,22 @@ from typing import Any
 import jax
 
 from ejkernel.kernels import triton
-from ejkernel.kernels.triton.flash_attention.plans import AttentionPlan
+from ejkernel.kernels.triton.flash_attention.launch import AttentionLaunch
 from ejkernel.kernels.triton.flash_attention.tiles import can_use_tensor_maps
-from ejkernel.kernels.triton.resources import Resources, measure, plan_source
+from ejkernel.kernels.triton.resources import Resources, launch_source, measure
 from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target, rocm_target
 from ejktest.abstract import AbstractCall
-from ejktest.cases import attention, grouped, latent, linear, paged, pooling, ragged, sparse
+from ejktest.cases import (
+    attention,
+    convolution,
+    grouped,
+    latent,
+    linear,
+    paged,
+    pooling,
+    ragged,
+    sparse,
+)
 
 TARGETS = {
     "sm_80": cuda_target(80, 108),
@@ -36,7 +47,7 @@ TARGETS = {
 FLASH = attention.COMPILED
 OTHERS = {
     **latent.COMPILED, **paged.PAGED, **ragged.COMPILED, **paged.CONTIGUOUS, **grouped.COMPILED,
-    **linear.COMPILED, **pooling.COMPILED, **sparse.COMPILED,
+    **linear.COMPILED, **convolution.COMPILED, **pooling.COMPILED, **sparse.COMPILED,
 }  # fmt: skip
 CALLS = FLASH | OTHERS
 # one of each kind of code path, for every run of the tests
@@ -62,22 +73,23 @@ def plans(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
     """(plan, operand types) of every launch of a program."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "ejkernel_triton":
-            yield eqn.params["plan"], [v.aval for v in eqn.invars]
+            yield eqn.params["launch"], [v.aval for v in eqn.invars]
         for value in eqn.params.values():
-            for one in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(one, "jaxpr", one)
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(item, "jaxpr", item)
                 if hasattr(inner, "eqns"):
                     yield from plans(inner)
 
 
 def named_launches(program: Any) -> dict[str, tuple[Any, list[Any]]]:
     """The launches of a program by the names of their plans, numbered where there are several."""
-    found: dict[str, tuple[Any, list[Any]]] = {}
+    launches: dict[str, tuple[Any, list[Any]]] = {}
     for plan, avals in plans(program.jaxpr):
-        name = type(plan).__name__.removesuffix("Plan").lower()
-        again = sum(earlier.split()[0] == name for earlier in found)
-        found[f"{name} {again + 1}" if again else name] = plan, avals
-    return found
+        name = type(plan).__name__.removesuffix("Plan").removesuffix("Launch")
+        name = re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
+        again = sum(re.sub(r" \d+$", "", earlier) == name for earlier in launches)
+        launches[f"{name} {again + 1}" if again else name] = plan, avals
+    return launches
 
 
 def launches(call: str | AbstractCall, target_name: str) -> dict[str, tuple[Any, list[Any]]]:
@@ -93,7 +105,7 @@ def launches_of(program: Any, target: Target) -> dict[str, tuple[Any, list[Any]]
     # whether this machine's jax-triton knows tensor maps is no matter here
     return {
         name: (replace(plan, tensor_maps=can_use_tensor_maps(plan.problem, target)), avals)
-        if isinstance(plan, AttentionPlan)
+        if isinstance(plan, AttentionLaunch)
         else (plan, avals)
         for name, (plan, avals) in named_launches(program).items()
     }
@@ -103,6 +115,6 @@ def resources(call: str | AbstractCall, target_name: str) -> dict[str, Resources
     """Kernel name -> what its binary uses."""
     target = TARGETS[target_name]
     return {
-        kernel: measure(plan_source(plan, avals, target), target)
+        kernel: measure(launch_source(plan, avals, target), target)
         for kernel, (plan, avals) in launches(call, target_name).items()
     }

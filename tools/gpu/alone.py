@@ -23,6 +23,7 @@ from jax._src.pallas import mpmd
 from jax.experimental.mosaic.gpu import core as mosaic
 
 from ejkernel.kernels.triton import bridge
+from ejkernel.kernels.triton.bound_launch import In, Out, TensorMap, rebuilt
 from ejkernel.kernels.triton.targets import current_target
 
 BITS = {  # what NumPy and PyTorch exchange as integers
@@ -39,7 +40,7 @@ def install(short: bool) -> None:
 
     ``short``: its operands lack their last element.
     """
-    bridge._primitive.def_impl(lambda *x, plan: launch_triton(*x, plan=plan, short=short))
+    bridge._primitive.def_impl(lambda *x, launch: launch_triton(*x, launch=launch, short=short))
     mpmd.mpmd_map_p.def_impl(lambda *x, **params: launch_mosaic(*x, short=short, **params))
 
 
@@ -83,31 +84,28 @@ def descriptors(kernel):
     )
 
 
-def launch_triton(*arrays, plan, short=False):
-    """The results of a plan, launched by Triton itself."""
-    launch, outs = plan.launch(current_target()), plan.outputs()
-    tensors, results = operands_and_results(arrays, outs, launch.aliases, short)
-    described = descriptors(launch.kernel)
+def launch_triton(*arrays, launch, short=False):
+    """Returns the results of a launch, made by Triton itself."""
+    bound, outs = launch.bind(current_target()), launch.result_types()
+    tensors, results = operands_and_results(arrays, outs, bound.aliases, short)
+    described = descriptors(bound.kernel)
 
     def argument(value, path, constant):
         if constant and value is not None:
             return tl.constexpr(value)
-        if isinstance(value, (bridge.In, bridge.Out)):
-            x = (tensors if isinstance(value, bridge.In) else results)[value.index]
+        if isinstance(value, (In, Out)):
+            x = (tensors if isinstance(value, In) else results)[value.index]
             return x if value.view is None else x.view(getattr(torch, value.view))
-        if isinstance(value, bridge.TensorMap):
+        if isinstance(value, TensorMap):
             x = (results if value.result else tensors)[value.index]
             x = x if value.view is None else x.view(getattr(torch, value.view))
             return described(x, list(value.shape), list(value.strides), list(value.block))
         return value
 
-    arguments = {name: bridge.rebuilt(x, argument) for name, x in launch.arguments.items()}
-    launch.kernel[launch.grid](
-        **arguments, **launch.constants, num_warps=launch.num_warps,
-        num_stages=launch.num_stages, **launch.options,
-    )  # fmt: skip
+    arguments = {name: rebuilt(x, argument) for name, x in bound.arguments.items()}
+    bound.kernel[bound.grid](**arguments, **bound.constants, **bound.options)
     torch.cuda.synchronize()
-    launched.append(launch.kernel.__name__)
+    launched.append(bound.kernel.__name__)
     return [to_jax(x, o) for x, o in zip(results, outs, strict=True)]
 
 
@@ -158,13 +156,13 @@ def mosaic_call(arrays, params) -> Kernel:
         for x in kernel.operands
     ]
     alias = r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)"
-    found = re.findall(alias, str(kernel.attributes["output_operand_aliases"]))
+    aliases = re.findall(alias, str(kernel.attributes["output_operand_aliases"]))
     return Kernel(
         params["name"],
         module,
         operands,
         [jax.ShapeDtypeStruct(*shape_and_dtype(x)) for x in results],
-        {int(operand): int(result or 0) for result, operand in found},
+        {int(operand): int(result or 0) for result, operand in aliases},
         [results.index(x) for x in out.operands],
     )
 

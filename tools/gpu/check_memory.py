@@ -185,7 +185,13 @@ def varied(operation: str, label: str):
 
 VARIANTS = {
     (operation, label): call
-    for operation in ("recurrent_attention", "gla_attention", "lightning_attention", "mean_pooling")
+    for operation in (
+        "recurrent_attention",
+        "gla_attention",
+        "lightning_attention",
+        "causal_conv1d",
+        "mean_pooling",
+    )
     for label, call in variants.options()[operation]
 }
 CALLS = (

@@ -271,4 +271,4 @@ def test_a_dense_mask_is_walked_by_its_blocks() -> None:
     with compile_for(cuda_target(90)):
         check(call, x, *run(flash_attention, call, x))
         program = str(jax.make_jaxpr(partial(run, flash_attention, call))(x))
-    assert program.count("ListsPlan") == 3
+    assert program.count("ListsLaunch") == 3

@@ -1,6 +1,9 @@
-"""From a plan to a launch: the launcher's parameters and buffers, vmap, errors."""
+"""From a launch to the launcher: the launcher's parameters and buffers, vmap, errors."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +14,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 
 from ejkernel.kernels.triton import bridge, compat, flash_attention
+from ejkernel.kernels.triton.bound_launch import RUNS, In, TensorMap, leaves, runs_map
 from ejkernel.kernels.triton.bridge import call, describe
 from ejkernel.kernels.triton.compiled import (
     Code,
 )
-from ejkernel.kernels.triton.launch import RUNS, In, TensorMap, leaves, runs_map
+from ejkernel.kernels.triton.launch import BATCHED, SEQUENTIAL, SHARED
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
@@ -30,7 +34,7 @@ HOPPER, AMPERE = cuda_target(90), cuda_target(80)
 
 def test_lowering(launcher) -> None:
     x = numbers(2, 520)
-    text = lowered(lambda x, y: call(Affine(2, 520, a=3.0), x, y)[0], x, x)
+    text = lowered(lambda x, y: call(Affine(2, 520, a=3.0), x=x, y=y)["out"], x, x)
     ((name, _, types),) = custom_calls(text)
     assert name == launcher.name
     assert types == ["tensor<2x520xf32>"] * 2
@@ -49,7 +53,7 @@ def test_lowering(launcher) -> None:
 def test_rocm_lowering_hands_over_a_code_object(launcher) -> None:
     x = numbers(1, 20)
     target = rocm_target("gfx942")
-    lowered(lambda x: call(Affine(1, 20), x, x)[0], x, target=target)
+    lowered(lambda x: call(Affine(1, 20), x=x, y=x)["out"], x, target=target)
     path = launcher.launches[0].kernel["text"]
     with open(path, "rb") as file:
         assert file.read(4) == b"\x7fELF"
@@ -58,12 +62,12 @@ def test_rocm_lowering_hands_over_a_code_object(launcher) -> None:
 def test_operands_follow_the_parameters(launcher) -> None:
     """The launcher deals out buffers in order: reversed and repeated operands are put in place."""
     x, y = numbers(1, 20), numbers(1, 20)
-    text = lowered(lambda x, y: call(Affine(1, 20, reversed=True), y, x)[0], x, y)
+    text = lowered(lambda x, y: call(Affine(1, 20), y=y, x=x)["out"], x, y)
     assert custom_calls(text)[0][1] == ["%arg0", "%arg1"]
     twice = Affine(1, 20, changes=(("y", In(0)),))
-    assert custom_calls(lowered(lambda x: call(twice, x)[0], x))[0][1] == ["%arg0", "%arg0"]
+    assert custom_calls(lowered(lambda x: call(twice, x=x)["out"], x))[0][1] == ["%arg0", "%arg0"]
     unread = Affine(1, 20, changes=(("x", In(1)),))
-    text = lowered(lambda x, y: call(unread, x, y)[0], x, y)
+    text = lowered(lambda x, y: call(unread, x=x, y=y)["out"], x, y)
     assert custom_calls(text)[0][1] == ["%arg1", "%arg1"]
 
 
@@ -128,10 +132,10 @@ def test_scratch_memory_needs_the_newer_launcher(launcher, monkeypatch) -> None:
     monkeypatch.setattr(bridge, "compile_kernel", lambda source, target: code)
     x = numbers(1, 20)
     if launcher.modern:
-        lowered(lambda x: call(Affine(1, 20), x, x)[0], x)
+        lowered(lambda x: call(Affine(1, 20), x=x, y=x)["out"], x)
     else:
         with pytest.raises(compat.IncompatibleVersions, match=r"scratch memory.*jax-triton>=0\.4"):
-            lowered(lambda x: call(Affine(1, 20), x, x)[0], x)
+            lowered(lambda x: call(Affine(1, 20), x=x, y=x)["out"], x)
 
 
 def test_lowering_with_the_installed_jax_triton(tmp_path, monkeypatch) -> None:
@@ -155,13 +159,15 @@ def test_lowering_with_the_installed_jax_triton(tmp_path, monkeypatch) -> None:
 def test_needs_a_gpu_or_interpretation() -> None:
     x = numbers(1, 20)
     with interpret_mode(False), pytest.raises(NotImplementedError, match="EJKERNEL_INTERPRET=1"):
-        call(Affine(1, 20), x, x)
+        call(Affine(1, 20), x=x, y=x)
 
 
 def test_lowering_for_another_platform_than_the_target(launcher) -> None:
     x = numbers(1, 20)
     with compile_for(AMPERE), pytest.raises(compat.IncompatibleVersions, match="target is sm_80"):
-        jax.jit(lambda x: call(Affine(1, 20), x, x)).trace(x).lower(lowering_platforms=("rocm",))
+        jax.jit(lambda x: call(Affine(1, 20), x=x, y=x)).trace(x).lower(
+            lowering_platforms=("rocm",)
+        )
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0), (1, None), (None, 2)], ids=str)
@@ -172,7 +178,7 @@ def test_vmap_lays_the_axis_into_the_grid(in_axes) -> None:
     )
 
     def one(x, y):
-        return call(Affine(2, 20), x, y)[0]
+        return call(Affine(2, 20), x=x, y=y)["out"]
 
     with interpret_mode():
         for f in (jax.vmap(one, in_axes), jax.jit(jax.vmap(one, in_axes))):
@@ -181,6 +187,57 @@ def test_vmap_lays_the_axis_into_the_grid(in_axes) -> None:
         nested = jax.vmap(jax.vmap(one))(numbers(2, 3, 2, 20), numbers(2, 3, 2, 20, seed=1))
     want = 2 * numbers(2, 3, 2, 20) + numbers(2, 3, 2, 20, seed=1)
     np.testing.assert_allclose(nested, want, rtol=1e-6)
+
+
+class Sequential(Affine):
+    batching: ClassVar = {"x": BATCHED, "y": SEQUENTIAL}
+
+
+def test_a_mapped_sequential_operand_makes_calls_run_one_after_the_other() -> None:
+    x, y = numbers(3, 2, 20), numbers(3, 2, 20, seed=1)
+
+    def one(x, y):
+        return call(Sequential(2, 20), x=x, y=y)["out"]
+
+    with interpret_mode():
+        np.testing.assert_allclose(jax.vmap(one)(x, y), 2 * x + y, rtol=1e-6)
+        np.testing.assert_allclose(jax.vmap(one, (0, None))(x, y[0]), 2 * x + y[0], rtol=1e-6)
+    loops = {
+        axes: "scan[" in str(jax.make_jaxpr(jax.vmap(one, axes))(x, y if axes[1] == 0 else y[0]))
+        for axes in ((0, 0), (0, None))
+    }
+    assert loops == {(0, 0): True, (0, None): False}
+
+
+@dataclass(frozen=True)
+class Shared(Affine):
+    """The types of operands alone are looked at."""
+
+    batching: ClassVar = {"x": SHARED, "y": SHARED, "z": SHARED}
+    shared_together = (frozenset({"x", "y"}),)
+
+    @property
+    def batch(self):
+        return self.rows
+
+
+def test_a_shared_operand_stays_one_row_until_it_or_its_partner_is_mapped() -> None:
+    def shapes(*axes):
+        arrays = [jnp.zeros((3, 1, 20)[axis is None :]) for axis in axes]
+        launch = jax.make_jaxpr(
+            jax.vmap(lambda x, y, z: call(Shared(2, 20), x=x, y=y, z=z)["out"], axes)
+        )(*arrays)
+        (equation,) = (e for e in launch.eqns if e.primitive.name == "ejkernel_triton")
+        return [v.aval.shape[0] for v in equation.invars], equation.params["launch"].rows
+
+    assert shapes(None, None, 0) == ([1, 1, 6], 6)
+    assert shapes(0, None, None) == ([6, 6, 1], 6)
+
+
+def test_an_operand_that_the_launch_does_not_declare() -> None:
+    x = numbers(1, 20)
+    with pytest.raises(TypeError, match=r"Affine: no operand is named \['z'\]"):
+        call(Affine(1, 20), x=x, y=x, z=x)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out
 from ejkernel.kernels.triton.common import eight_bit
 from ejkernel.kernels.triton.common.narrow import eight_bits
 from ejkernel.kernels.triton.interpret import run_launch
-from ejkernel.kernels.triton.launch import In, Launch, Out
 
 U32 = np.uint32
 
@@ -175,13 +175,13 @@ def test_the_way_back_rounds_to_nearest_even(kind):
     x = np.concatenate([x, [-0.0, 1e9, -1e9, 1e-30, -1e-45, np.inf, -np.inf]]).astype(np.float32)
     out = np.zeros(x.size, np.int8)
     arguments = {"x": In(0), "out": Out(0), "n": x.size}
-    run_launch(Launch(narrowed, arguments, {"KIND": kind, "BLOCK": 2048}, (1,)), [x], [out])
+    run_launch(BoundLaunch(narrowed, arguments, {"KIND": kind, "BLOCK": 2048}, (1,)), [x], [out])
     want = np.rint(x) if kind == "int8" else x
     want = np.clip(want, numbers[0], numbers[-1]).astype(dtype)
     np.testing.assert_array_equal(out.view(np.uint8), want.view(np.uint8))
     if kind != "int8":
         nan = np.array([np.nan, -np.nan], np.float32)
-        launch = Launch(narrowed, arguments | {"n": 2}, {"KIND": kind, "BLOCK": 2}, (1,))
+        launch = BoundLaunch(narrowed, arguments | {"n": 2}, {"KIND": kind, "BLOCK": 2}, (1,))
         with np.errstate(invalid="ignore"):
             run_launch(launch, [nan], [out[:2]])
         assert np.isnan(out[:2].view(dtype).astype(np.float32)).all()

@@ -265,17 +265,17 @@ def test_empty(q_len: int, kv_len: int, b: int) -> None:
 
 def test_reading_past_an_operand_raises() -> None:
     """The interpreter refuses a launch that reads past an operand."""
-    from ejkernel.kernels.triton.flash_attention.plans import ForwardPlan
+    from ejkernel.kernels.triton.flash_attention.forward_kernel import ForwardLaunch
     from ejkernel.kernels.triton.flash_attention.tiles import Tiles
-    from ejkernel.kernels.triton.interpret import run_plan
+    from ejkernel.kernels.triton.interpret import run_interpreted
     from ejkernel.types.attention.problem import Problem
     from ejkernel.types.masks.structure import Rules
 
     shapes = tuple((name, (1, 32, 1, 16)) for name in ("q", "k", "v"))
     problem = Problem(1, 32, 32, 1, 1, 16, 16, "float32", 0.25)
-    plan = ForwardPlan(problem, Rules(), Tiles(16, 16), shapes, False)
+    launch = ForwardLaunch(problem, Rules(), Tiles(16, 16), False, operands=shapes)
     short = np.ones((1, 31, 1, 16), np.float32)
     full = np.ones((1, 32, 1, 16), np.float32)
-    run_plan(plan, full, full, full)
+    run_interpreted(launch, full, full, full)
     with pytest.raises(IndexError, match="out-of-bounds load"):
-        run_plan(plan, full, full, short)
+        run_interpreted(launch, full, full, short)

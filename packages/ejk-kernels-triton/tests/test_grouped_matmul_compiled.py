@@ -9,7 +9,7 @@ import pytest
 from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.grouped_matmul import tiles
 from ejkernel.kernels.triton.grouped_matmul.implementation import RowsPlan, WeightsPlan
-from ejkernel.kernels.triton.resources import measure, plan_source
+from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 
 pytest.importorskip("triton")
@@ -82,7 +82,7 @@ def check(shape, which, chip):
         plan, avals = planned_stored(shape, which, target)
     else:
         plan, avals = planned(shape, which, target)
-    used = measure(plan_source(plan, avals, target), target)
+    used = measure(launch_source(plan, avals, target), target)
     print(f"{shape} {which} {chip}: {plan.tiles}: {used}")
     assert used.spills == 0
     assert not used.serialized
@@ -123,7 +123,7 @@ def test_the_copies_of_later_steps_fly_while_one_is_multiplied(which):
     """One loop over the steps of all tiles, filled before it starts and never drained."""
     target = TARGETS["sm_90"]
     plan, avals = planned("large", which, target)
-    text = stages(plan_source(plan, avals, target), target, "ttgir")[0]["ttgir"]
+    text = stages(launch_source(plan, avals, target), target, "ttgir")[0]["ttgir"]
     copies = text.count("async_tma_copy_global_to_local")
     assert copies == 2 * plan.tiles.num_stages
     assert "pendings = 1" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import triton.language as tl
 
 from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
 from ejkernel.kernels.triton.bridge import call
-from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.launch import BATCHED, Launch
 from ejkernel.kernels.triton.ragged_page_attention import tiles
 from ejkernel.kernels.triton.ragged_page_attention.plans import RaggedMergePlan
 from ejkernel.kernels.triton.ragged_page_attention_v3.implementation import WritePlan
@@ -36,31 +37,46 @@ def bump_even(given, out, n, BLOCK: tl.constexpr):
 
 
 @dataclass(frozen=True)
-class InPlace:
+class InPlace(Launch):
     """x + 1 at even places, in the memory of x; an operand before it is not read."""
+
+    kernel = bump_even
+    batching: ClassVar = {"unread": BATCHED, "given": BATCHED}
 
     n: int
 
     def outputs(self):
-        return (jax.ShapeDtypeStruct((self.n,), jnp.float32),)
+        return {"out": jax.ShapeDtypeStruct((self.n,), jnp.float32)}
 
-    def launch(self, target):
-        arguments = {"given": In(1), "out": Out(0), "n": self.n}
-        return Launch(bump_even, arguments, {"BLOCK": 16}, (1,), aliases={1: 0})
+    def grid(self, target):
+        return (1,)
+
+    def options(self, target):
+        return {"num_warps": 4, "num_stages": 2}
+
+    def arguments(self, target):
+        return {"n": self.n, "BLOCK": 16}
+
+    def in_place(self):
+        return {"out": "given"}
 
 
 def test_a_result_in_the_memory_of_an_operand(launcher):
     x = numbers(21)
-    text = lowered(lambda unread, x: call(InPlace(21), unread, x)[0], numbers(3), x)
+
+    def bumped(unread, x):
+        return call(InPlace(21), unread=unread, given=x)["out"]
+
+    text = lowered(bumped, numbers(3), x)
     assert custom_calls(text)[0][1] == ["%arg1"]
     alias = "output_operand_alias<output_tuple_indices = [], operand_index = 0,"
     assert alias in text
     with compile_for(HOPPER):
-        step = jax.jit(lambda x: call(InPlace(21), x, x)[0], donate_argnums=0)
+        step = jax.jit(lambda x: call(InPlace(21), unread=x, given=x)["out"], donate_argnums=0)
         donated = step.trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert "tf.aliasing_output = 0" in donated and alias in donated
     with interpret_mode():
-        out = call(InPlace(21), x, x)[0]
+        out = call(InPlace(21), unread=x, given=x)["out"]
     np.testing.assert_array_equal(out, np.asarray(x) + (np.arange(21) % 2 == 0))
 
 

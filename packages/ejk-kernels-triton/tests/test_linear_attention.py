@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.kernels.triton import gla_attention, lightning_attention, recurrent_attention
-from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.linear_attention import tiles, walk
+from ejkernel.kernels.triton.plan import bound as make_bound
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
@@ -149,12 +149,10 @@ def test_whole_chunks(long_segments):
 def test_float32_products_in_three_parts(monkeypatch):
     """As on Hopper; elsewhere the interpreter multiplies float32 numbers as they are."""
 
-    class Same(Launch):
-        @classmethod
-        def of(cls, *args, interpreted, **options):
-            return Launch.of(*args, **options)
+    def same(*args, interpreted, **options):
+        return make_bound(*args, **options)
 
-    monkeypatch.setattr(walk, "Launch", Same)
+    monkeypatch.setattr(walk, "bound", same)
     args = make(KINDS["per head"], **{**WHOLE, "s": 96})
     want = oracle.linear_attention(**args)
     o, state = recurrent_attention(**args, return_state=True, cfg={**SMALL, "time_tile": 64})

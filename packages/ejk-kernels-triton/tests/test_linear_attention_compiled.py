@@ -20,7 +20,7 @@ from ejkernel.kernels.triton.linear_attention.plans import (
     WalkPlan,
 )
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.resources import measure, plan_source
+from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 
 pytest.importorskip("triton")
@@ -147,7 +147,7 @@ def planned(shape, which, target):
 def check(shape, which, chip):
     target = TARGETS[chip]
     plan, avals = planned(shape, which, target)
-    used = measure(plan_source(plan, avals, target), target)
+    used = measure(launch_source(plan, avals, target), target)
     print(f"{shape} {which} {chip}: {plan.tiles}: {used}")
     # halvings of columns; sums in float32 from addresses of a padded head dim
     few = 64 if any(SHAPES[shape][8]) else 16
@@ -204,7 +204,7 @@ def test_a_walk_of_constants_spills_nothing():
     constant = jax.ShapeDtypeStruct((1, p.heads), jnp.float32)
     assert list(roles.OUTPUT.operands(p)) == ["query", "key", "value", "constant", "starts"]
     plan = WalkPlan(p, t, replace(roles.OUTPUT, out=p.out))
-    used = measure(plan_source(plan, [rows, rows, rows, constant, starts], target), target)
+    used = measure(launch_source(plan, [rows, rows, rows, constant, starts], target), target)
     assert used.spills == 0 and not used.serialized
 
 

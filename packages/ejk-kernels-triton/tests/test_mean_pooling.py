@@ -59,19 +59,19 @@ def test_packed(chunk, masked):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_long_groups_are_summed_in_parts(masked):
-    """Few groups of many rows, in a batch, in chunks, and packed with a border inside a part."""
+def test_long_groups_are_split(masked):
+    """Few groups of many rows, in a batch, in chunks, and packed with a border inside a split."""
     mask = np.random.default_rng(1).integers(0, 2, (1, 700))
     x, cu = normal(1, 700, 20), np.array([0, 130, 130, 650], np.int32)
-    kept = mask if masked else None
-    assert tiles.choose(tiles.Problem(1, 700, 20, 400, 0, False, "float32"), cuda_target(90)).part
-    check(x, None, kept, None, None)
-    check(x, None, kept, 400, None)
-    check(x[0], cu, kept[0] if masked else None, None, None)
+    row_mask = mask if masked else None
+    assert tiles.choose(tiles.Problem(1, 700, 20, 400, 0, False, "float32"), cuda_target(90)).split
+    check(x, None, row_mask, None, None)
+    check(x, None, row_mask, 400, None)
+    check(x[0], cu, row_mask[0] if masked else None, None, None)
 
 
 def test_narrow_and_excluded_rows():
-    """Rows that count nowhere may hold anything."""
+    """Masked rows may hold anything."""
     for dtype in (jnp.bfloat16, jnp.float16):
         check(normal(2, 40, 3, dtype=dtype), chunk=7)
     x = normal(23, 2).at[jnp.array([3, 22])].set(jnp.nan)
@@ -90,7 +90,7 @@ def test_nothing_to_average():
 
 
 def test_many_sequences(monkeypatch):
-    """More sequences than a program looks at together."""
+    """More sequences than a program looks at at once."""
     for module in (forward, backward):
         monkeypatch.setattr(module, "lane_count", lambda sequences: 4)
     check(normal(24, 3), np.array([0, 0, 2, 2, 2, 9, 10, 10, 20, 20, 20], np.int32))

@@ -14,7 +14,7 @@ from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.mla_decode import tiles
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
 from ejkernel.kernels.triton.page_attention.tiles import share_count
-from ejkernel.kernels.triton.resources import measure, plan_source
+from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import LatentProblem
@@ -75,7 +75,7 @@ def planned(name, target):
 def test_split_kernel(name, chip):
     target = TARGETS[chip]
     plan, avals = planned(name, target)
-    used = measure(plan_source(plan, avals, target), target)
+    used = measure(launch_source(plan, avals, target), target)
     print(f"{name} {chip}: {plan.tiles}: {used}")
     assert used.spills == 0
     assert used.products > 0 and not used.serialized
@@ -93,7 +93,7 @@ def test_split_kernel(name, chip):
 def test_8_bit_numbers_are_converted_once_for_both_products():
     target = TARGETS["sm_90"]
     plan, avals = planned("int8", target)
-    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
     words = plan.tiles.block * plan.problem.token_bytes // 4 // (32 * plan.tiles.num_warps)
     assert text.count("fma.rn.bf16x2") == 2 * words
 
@@ -101,7 +101,7 @@ def test_8_bit_numbers_are_converted_once_for_both_products():
 def test_few_heads_take_int8_keys_as_they_are():
     target = TARGETS["sm_90"]
     plan, avals = planned("int8, 16 heads", target)
-    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
     # both digits of 16 heads beside each other, in 18 steps of 32 columns
     assert len(re.findall(r"wgmma\S*\.m64n32k32\.s32\.s8", text)) == 18
     # 512 columns by 64 tokens, even and odd ones apart
@@ -113,7 +113,7 @@ def test_few_heads_take_int8_keys_as_they_are():
 def test_a_place_is_freed_when_all_warps_have_read_it(name):
     target = TARGETS["sm_90"]
     plan, avals = planned(name, target)
-    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
     (freed,) = (m.start() for m in re.finditer(r"mbarrier\.arrive\.shared", text))
     read = max(text.rindex(word, 0, freed) for word in ("ldmatrix", "wgmma.wait_group"))
     assert "bar.sync" in text[read:freed]
@@ -124,7 +124,7 @@ def test_few_heads_take_int8_keys_as_they_are_without_gluon(monkeypatch):
     monkeypatch.setattr(compat, "has_gluon", lambda: False)
     target = TARGETS["sm_90"]
     plan, avals = planned("int8, 16 heads", target)
-    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
     # a warp has 16 of 64 keys: two digits times 18 steps of 32 columns times two of eight keys
     assert len(re.findall(r"mma\.sync\S*\.s32\.s8", text)) == 2 * 18 * 2
     assert "sub.rn.f16x2" not in text
@@ -134,7 +134,7 @@ def test_few_heads_take_int8_keys_as_they_are_without_gluon(monkeypatch):
 def test_warps_find_their_share_alone():
     target = TARGETS["sm_90"]
     plan, avals = planned("16 heads", target)
-    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
     assert plan.problem.batch > 32  # more sequences than a warp has lanes
     assert "bar.sync" not in text[: text.rindex("redux.sync")]
 
@@ -177,7 +177,7 @@ def test_merge_kernel():
     operands["sink"] = jax.ShapeDtypeStruct((1, 128, 2), jnp.float32)
     shapes = tuple((n, x.shape) for n, x in operands.items())
     plan = MergePlan(split.problem, split.tiles, split.shares, shapes)
-    used = measure(plan_source(plan, list(operands.values()), target), target)
+    used = measure(launch_source(plan, list(operands.values()), target), target)
     assert used.spills == 0
 
 
@@ -195,7 +195,7 @@ def test_few_parts_are_merged_by_threads_that_need_no_other():
     target = TARGETS["sm_90"]
     plan, avals = merge_of("int8, 16 heads")
     assert avals[0].dtype == jnp.float16
-    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
     assert "shfl.sync" not in text and "bar.sync" not in text
 
 
@@ -203,7 +203,7 @@ def test_lanes_that_add_many_parts_have_the_same_sum():
     """What lanes exchange is no product: added to another in one instruction it is not rounded."""
     target = TARGETS["sm_90"]
     plan, avals = merge_of("16 heads", batch=2)
-    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
     exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+%r\d+, (%r\d+)", text))
     assert exchanged
     products = set(re.findall(r"mul\.(?:rn\.)?f32\s+(%r\d+)", text))

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.kernels.triton.flash_attention.dkv_kernel import DkvLaunch
 from ejkernel.kernels.triton.flash_attention.implementation import flash_attention
-from ejkernel.kernels.triton.flash_attention.plans import DkvPlan
 from ejkernel.kernels.triton.native_sparse_attention import lists, plans, select, tiles
 from ejkernel.kernels.triton.native_sparse_attention.implementation import native_sparse_attention
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
@@ -380,8 +380,8 @@ def test_few_means_of_many_tokens(group):
 
     compare(ours, theirs, [q, k, v])
     traced = jax.make_jaxpr(lambda *x: jax.vjp(ours, *x[:3])[1](x[3]))(q, k, v, theirs(q, k, v))
-    found = [plan.neighbours() for plan, _ in plans_of(traced.jaxpr) if isinstance(plan, DkvPlan)]
-    assert found == [2]
+    launches = (launch for launch, _ in plans_of(traced.jaxpr))
+    assert [x.neighbours() for x in launches if isinstance(x, DkvLaunch)] == [2]
 
 
 def test_memory_is_linear_in_the_length():

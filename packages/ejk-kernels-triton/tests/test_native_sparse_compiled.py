@@ -10,7 +10,7 @@ import pytest
 
 from ejkernel.kernels.triton.native_sparse_attention import plans, select, tiles
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
-from ejkernel.kernels.triton.resources import Resources, measure, plan_source
+from ejkernel.kernels.triton.resources import Resources, launch_source, measure
 from ejkernel.kernels.triton.targets import Target, cuda_target, rocm_target
 
 pytest.importorskip("triton")
@@ -73,7 +73,7 @@ def used(shape: str, kind: str, target: Target) -> Resources:
         added = plans.OTHERS if kind in ("forward added", "total") else ()
         plan = plans.SelectedPlan(p, tile, kind.removesuffix(" added"), added)
     given = operands(p, chosen.dkv)
-    found = measure(plan_source(plan, [given[n] for n in plan.names], target), target)
+    found = measure(launch_source(plan, [given[n] for n in plan.names], target), target)
     print(f"{shape} {kind} {target.name}: {plan.tiles}: {found}")
     assert found.shared <= target.shared_limit
     return found

@@ -30,7 +30,7 @@ from ejkernel.kernels import triton as package
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.compiled import Source, stages
 from ejkernel.kernels.triton.page_attention.stages import CacheKernel
-from ejkernel.kernels.triton.resources import plan_source
+from ejkernel.kernels.triton.resources import launch_source
 from ejkernel.kernels.triton.targets import compile_for
 from ejkernel.types import InvalidArgument
 from ejkernel.types.masks.structure import Unsupported
@@ -125,7 +125,7 @@ def traced(operation: str) -> Traced:
                 if key not in traced_calls:
                     launches = launches_of(program(kernel, case, arrays), HOPPER)
                     for plan, avals in launches.values():
-                        found.sources.setdefault(plan_source(plan, avals, HOPPER), case)
+                        found.sources.setdefault(launch_source(plan, avals, HOPPER), case)
                 traced_calls.add(key)
             except (InvalidArgument, Unsupported) as error:
                 found.refused.append((case, str(error)))

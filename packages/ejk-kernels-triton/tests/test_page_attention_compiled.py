@@ -9,7 +9,7 @@ import pytest
 from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.page_attention import tiles
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
-from ejkernel.kernels.triton.resources import measure, plan_source
+from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem
@@ -60,7 +60,7 @@ def planned(name, target):
 def test_split_kernel(name, chip):
     target = TARGETS[chip]
     plan, avals = planned(name, target)
-    used = measure(plan_source(plan, avals, target), target)
+    used = measure(launch_source(plan, avals, target), target)
     print(f"{name} {chip}: {plan.tiles}: {used}")
     assert used.spills == 0
     assert used.products > 0
@@ -78,7 +78,7 @@ def test_split_kernel(name, chip):
 def test_8_bit_numbers_move_and_convert_together(name):
     target = TARGETS["sm_90"]
     plan, avals = planned(name, target)
-    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
     # whole matrices from shared memory, never bytes; four numbers to a conversion of one register
     assert "ldmatrix" in text
     assert "ld.shared.b8" not in text and "cvt.rn.f32.s" not in text
@@ -96,6 +96,6 @@ def test_merge_kernel(chip):
     operands["sink"] = jax.ShapeDtypeStruct((1, p.heads, 2), jnp.float32)
     shapes = tuple((n, x.shape) for n, x in operands.items())
     plan = MergePlan(p, split.tiles, split.shares, shapes)
-    used = measure(plan_source(plan, list(operands.values()), target), target)
+    used = measure(launch_source(plan, list(operands.values()), target), target)
     print(f"{chip}: {used}")
     assert used.spills == 0

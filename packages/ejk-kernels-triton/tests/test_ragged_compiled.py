@@ -11,7 +11,7 @@ import pytest
 from ejkernel.kernels.triton import compiled
 from ejkernel.kernels.triton.ragged_page_attention import plans, tiles
 from ejkernel.kernels.triton.ragged_page_attention_v3.implementation import BLOCK, WritePlan
-from ejkernel.kernels.triton.resources import measure, plan_source
+from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
@@ -78,7 +78,7 @@ def used(kernel: str, problem: RaggedProblem, target):
     given = operands(problem, launch, target)
     shapes = tuple((n, given[n].shape) for n in names.split())
     made = plan(problem, launch, target, shapes)
-    found = measure(plan_source(made, [given[n] for n in names.split()], target), target)
+    found = measure(launch_source(made, [given[n] for n in names.split()], target), target)
     print(f"{kernel} {target.name}: {launch}: {found}")
     return launch, found
 
@@ -146,7 +146,7 @@ def test_numbers_for_an_8_bit_cache_are_made_by_instructions_for_them():
     given = operands(p, tiles.choose(p, target), target)
     shapes = tuple((n, given[n].shape) for n in names)
     plan = WritePlan(p, tiles.choose(p, target), target, shapes)
-    source = plan_source(plan, [given[n] for n in names], target)
+    source = launch_source(plan, [given[n] for n in names], target)
     text = str(compiled.stages(source, target, "ptx")[0]["ptx"])
     numbers = 2 * BLOCK * p.paged.dim // 128  # keys and values of a thread
     assert text.count("cvt.rn.satfinite.e4m3x2.f32") >= numbers // 2

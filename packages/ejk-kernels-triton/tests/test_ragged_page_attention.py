@@ -32,7 +32,7 @@ from ejktest.tolerance import check_close
 pytest.importorskip("triton")
 
 from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
-from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.ragged_page_attention import plans, tiles
 
@@ -181,7 +181,7 @@ def test_schedule_is_that_of_the_reference(name, window):
     shapes = shapes_of(dict(zip(("starts", "lens", "valid"), operands, strict=True)))
     plan = plans.SchedulePlan(problem, t, target, shapes)
     with compile_for(target):
-        *found, _, work_tiles, decode_rows = map(np.asarray, call(plan, *operands))
+        *found, _, work_tiles, decode_rows = map(np.asarray, call_plan(plan, *operands))
     found = RaggedSchedule(*found, work_tiles, decode_rows)
     sizes = ScheduleSizes(
         problem.rows, problem.paged.capacity, h, hk, t.block, t.tile, t.decode_tokens, plan.fair,
@@ -269,7 +269,7 @@ def test_a_step_of_decoding_is_merged_by_programs_that_all_run_at_once():
     assert len(kinds) == 4
     merge = kinds[-1].launch(card)
     # 64 warps fit a multiprocessor; no program loads many more parts than a row has
-    assert merge.grid[0] * merge.num_warps <= 132 * 64 and merge.constants["PARTS"] == 4
+    assert merge.grid[0] * merge.options["num_warps"] <= 132 * 64 and merge.constants["PARTS"] == 4
 
 
 def test_long_walks_are_cut_into_parts(monkeypatch):

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
+from ejkernel.kernels.triton.bound_launch import In, Out
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.compiled import (
     Code,
@@ -23,7 +24,7 @@ from ejkernel.kernels.triton.compiled import (
     compile_kernel,
     stages,
 )
-from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.launch import struct
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, current_target, rocm_target
 from ejkernel.ops import interpret_mode
 from ejktest.drawn import normal as numbers
@@ -97,11 +98,19 @@ class Unit(NamedTuple):
 class Grouped(Affine):
     """(2 * x + 3 * x + y) * 0.5 by a kernel that takes groups."""
 
-    def launch(self, target):
-        pairs = (Pair(In(0), In(1)), Pair(In(0), In(1), more=5))
-        given = Scaled(pairs, self.rows * self.n, (2.0, 3.0), BLOCK=64)
-        arguments = {"given": given, "out": Result(Out(0)), **dict(self.changes)}
-        return Launch(grouped, arguments, {"UNIT": Unit(0.5)}, (-(-self.rows * self.n // 64),))
+    kernel = grouped
+
+    def outputs(self):
+        return {"sum": struct("float32", self.rows, self.n)}
+
+    def grid(self, target):
+        return (-(-self.rows * self.n // 64),)
+
+    def arguments(self, target):
+        x, y = self.operand("x"), self.operand("y")
+        given = Scaled((Pair(x, y), Pair(x, y, more=5)), self.rows * self.n, (2.0, 3.0), BLOCK=64)
+        out = Result(self.result("sum"))
+        return {"given": given, "out": out, "UNIT": Unit(0.5), **dict(self.changes)}
 
 
 def test_groups_are_types_and_places_of_their_fields(launcher) -> None:
@@ -119,7 +128,7 @@ def test_groups_are_types_and_places_of_their_fields(launcher) -> None:
     with pytest.raises(TypeError, match="parameter given given True"):
         source_of(Grouped(1, 32, changes=(("given", Pair(In(0), True)),)))
 
-    lowered(lambda x, y: call(Grouped(1, 33), x, y)[0], numbers(1, 33), numbers(1, 33))
+    lowered(lambda x, y: call(Grouped(1, 33), x=x, y=y)["sum"], numbers(1, 33), numbers(1, 33))
     array = ("array", 16)
     scalars = [("scalar", *x) for x in ((5, "i32"), (33, "i32"), (2.0, "fp32"), (3.0, "fp32"))]
     assert launcher.launches[0].parameters == [*[array] * 4, *scalars, array]
@@ -133,7 +142,7 @@ def test_groups_are_types_and_places_of_their_fields(launcher) -> None:
 def test_groups_in_the_interpreter() -> None:
     x, y = numbers(1, 70), numbers(1, 70)
     with interpret_mode():
-        (made,) = call(Grouped(1, 70), x, y)
+        made = call(Grouped(1, 70), x=x, y=y)["sum"]
     np.testing.assert_allclose(made, (5 * np.asarray(x) + y) * 0.5, rtol=1e-6)
 
 

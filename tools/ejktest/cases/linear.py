@@ -57,13 +57,13 @@ def linear_cotangents(args: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
 
 def check_linear(
     args: Mapping[str, jax.Array],
-    found: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
+    actual: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
     *,
     state_dtype: Any = None,
     **options: Any,
 ) -> None:
     """Output, state and gradients, pulled through ``linear_cotangents``, against the oracle."""
-    (o, state, grads), (do, dstate) = found, linear_cotangents(args)
+    (o, state, grads), (do, dstate) = actual, linear_cotangents(args)
     want = linear.linear_attention(**args, do=do, dstate=dstate, **options)
     check_close(o, want.o, dtype=args["query"].dtype, name="o")
     check_close(state, want.state, dtype=state_dtype, name="state")
@@ -79,7 +79,7 @@ def cotangents(o: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def check_recurrence(
     args: Mapping[str, jax.Array],
-    found: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
+    actual: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
     want: linear.Result,
     plain: linear.Result | None = None,
     *,
@@ -89,7 +89,7 @@ def check_recurrence(
 
     ``plain``: results of the reference dtype, as in ``check_close``.
     """
-    o, state, grads = found
+    o, state, grads = actual
     check_close(o, want.o, plain and plain.o, name="o")
     check_close(state, want.state, plain and plain.state, dtype=state_dtype, name="state")
     for name, x in args.items():

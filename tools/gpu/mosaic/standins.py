@@ -1,4 +1,4 @@
-"""What instructions of the compiler's own (``inline_mgpu``) do, in the language of arrays.
+"""Stand-ins on arrays for instructions that only the compiler has (``inline_mgpu``).
 
 One for each function of ours that has them, by its module and name: ``masks.hide_outside``. Each is
 called with the interpreter's ``Kernel``, the names that the function closes over, and its operands;
@@ -113,10 +113,10 @@ def store_row_range(k: Any, names: Any, ref: Any, x: Any, *numbers: Any) -> None
             return
         columns = slice(column, column + x.shape[1])
         if names.heads:
-            place = (batch, top, slice(head + first, head + last), columns)
+            index = (batch, top, slice(head + first, head + last), columns)
         else:
-            place = (batch, slice(top + first, top + last), head, columns)
-        host.put(ref, np.asarray(x)[first:last], place)
+            index = (batch, slice(top + first, top + last), head, columns)
+        host.put(ref, np.asarray(x)[first:last], index)
 
     k.on_host(store, (), ref, x, *numbers)
 
@@ -127,8 +127,8 @@ def clear_rows(k: Any, names: Any, ref: Any, first: Any, last: Any) -> None:
         rows, columns = host.shape(ref)
         for start, stop in ((0, min(int(first), rows)), (max(int(last), 0), rows)):
             if start < stop:
-                place = (slice(start, stop), slice(0, columns))
-                host.put(ref, np.zeros((stop - start, columns)), place)
+                index = (slice(start, stop), slice(0, columns))
+                host.put(ref, np.zeros((stop - start, columns)), index)
 
     k.on_host(clear, (), ref, first, last)
 
@@ -194,8 +194,8 @@ def word(k: Any, names: Any, words: Any, *place: Any) -> Any:
 @standin("mla_split.find_unit")
 def find_unit(k: Any, names: Any, lengths: Any, unit: Any) -> Any:
     def find(host: Any, lengths: Any, unit: Any) -> Any:
-        known = np.clip(host.get(lengths), 0, names.capacity)
-        *work_range, cut = split_schedule(known, names.units, names.step)[int(unit)]
+        clipped = np.clip(host.get(lengths), 0, names.capacity)
+        *work_range, cut = split_schedule(clipped, names.units, names.step)[int(unit)]
         return (*work_range, *cut)
 
     return k.on_host(find, (INT,) * 7, lengths, unit)
@@ -216,12 +216,12 @@ def make_list(k: Any, names: Any, item: Any, tiles: Any, lists: Any, lengths: An
             visited = int(seen.sum())
             if names.by_query:
                 length = max(visited, 1)
-                found = [*np.flatnonzero(every), *np.flatnonzero(seen & ~every)]
-                line = [int(every.sum()), length, *found, *[n] * (n - visited)]
+                blocks = [*np.flatnonzero(every), *np.flatnonzero(seen & ~every)]
+                line = [int(every.sum()), length, *blocks, *[n] * (n - visited)]
             else:
                 length = visited
-                found = np.flatnonzero(seen) + LIMIT * ~every[seen]
-                line = [length, *found, *[0] * (n - visited)]
+                blocks = np.flatnonzero(seen) + LIMIT * ~every[seen]
+                line = [length, *blocks, *[0] * (n - visited)]
             host.put(lists, line, (row, slice(0, len(line))))
             host.put(lengths, length, (row,))
 

@@ -1,4 +1,4 @@
-"""Differences between versions of JAX, and what its public interface does not say."""
+"""Differences between versions of JAX, and properties that its public interface lacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def placed(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
     now = typed_sharding(x)
     if now is not None and not now.mesh.empty and _entries(now.spec) == _entries(spec):
-        return x  # to say it again would spread it over no other axis, those of the compiler too
+        return x  # resharding would replicate it over the axes left to the compiler
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 

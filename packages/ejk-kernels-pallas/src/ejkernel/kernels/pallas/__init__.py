@@ -13,6 +13,14 @@ _HOPPER = (
     *(f"fwd_params.{size}" for size in (*_SIZES, "warpgroups")),
     *(f"bwd_params.{size}" for size in _SIZES),
 )
+_TPU_FLASH = (
+    "fwd_params.q_blocksize",
+    "fwd_params.kv_blocksize",
+    "bwd_params.q_blocksize",
+    "bwd_params.kv_blocksize",
+    "bwd_params.blocksize_m",
+    "bwd_params.blocksize_n",
+)
 _RAGGED = (
     "num_queries_per_block",
     "num_kv_pages_per_block",
@@ -28,24 +36,18 @@ def _hopper(name: str, *config_fields: str, module: str = "") -> Entry:
     return Entry(name, target, priority=110, hooks=HOOKS, config_fields=config_fields)
 
 
+def _tpu(name: str, *config_fields: str, folder: str = "") -> Entry:
+    """A kernel for TPUs."""
+    target = f"tpu.{folder or name}.implementation:{name}"
+    return Entry(name, target, backend="tpu", config_fields=config_fields)
+
+
 PACKAGE = KernelPackage(
     __name__,
     "pallas",
     (
         _hopper("flash_attention", *_HOPPER),
-        Entry(
-            "flash_attention",
-            "tpu.flash_attention.implementation:flash_attention",
-            backend="tpu",
-            config_fields=(
-                "fwd_params.q_blocksize",
-                "fwd_params.kv_blocksize",
-                "bwd_params.q_blocksize",
-                "bwd_params.kv_blocksize",
-                "bwd_params.blocksize_m",
-                "bwd_params.blocksize_n",
-            ),
-        ),
+        _tpu("flash_attention", *_TPU_FLASH),
         _hopper("blocksparse_attention", *_HOPPER),
         _hopper("scaled_dot_product_attention", module="flash_attention.implementation"),
         _hopper("mla_attention", *_HOPPER, module="flash_attention.implementation"),
@@ -55,6 +57,8 @@ PACKAGE = KernelPackage(
         ),
         _hopper("mla_decode", module="serving.mla_implementation"),
         _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
+        _tpu("grouped_matmul", "block_m", "block_n", "block_k"),
+        _tpu("mean_pooling"),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

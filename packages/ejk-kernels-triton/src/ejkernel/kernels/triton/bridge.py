@@ -1,12 +1,13 @@
 """Triton kernels as JAX primitives: the one way from a kernel here into a JAX program.
 
-A *plan* (``launch.Plan``) describes one call: a frozen, hashable object that knows its result
-types, how its operands map to kernel parameters (``launch``), and how to lay a ``vmap`` axis into
-its grid (``fold``). ``call(plan, *arrays)`` binds one primitive:
+A ``launch.Launch`` describes one call: a frozen, hashable object that knows the types of its
+results, which operand and which number goes to which kernel parameter, and how each operand
+batches. ``call(launch, **operands)`` binds one primitive:
 
 * lowered for CUDA or ROCm it compiles the kernel (through the code cache) and emits jax-triton's
   custom call, with exactly one configuration: nothing is timed at launch;
-* under ``vmap`` it becomes one call of the folded plan;
+* under ``vmap`` it becomes one launch over the batch rows of all calls, or a loop of launches where
+  a mapped operand is sequential;
 * lowered for the CPU while interpretation is on (``EJKERNEL_INTERPRET=1``) it runs the same
   kernel through Triton's interpreter; otherwise lowering for the CPU is an error.
 
@@ -20,6 +21,7 @@ import functools
 import os
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,20 +30,22 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.compiled import CONSTANT, Code, Place, Source, compile_kernel
-from ejkernel.kernels.triton.interpret import run_plan
-from ejkernel.kernels.triton.launch import (
+from ejkernel.kernels.triton.bound_launch import (
+    BoundLaunch,
     In,
-    Launch,
     Out,
-    Plan,
     TensorMap,
     input_order,
     leaves,
     rebuilt,
 )
+from ejkernel.kernels.triton.compiled import CONSTANT, Code, Place, Source, compile_kernel
+from ejkernel.kernels.triton.interpret import run_interpreted
+from ejkernel.kernels.triton.launch import Launch, shapes_of
+from ejkernel.kernels.triton.plan import Plan
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.ops.execution.program_cache import bounded_jit
+from ejkernel.ops.in_turn import in_turn
 from ejkernel.ops.interpret import interpreting
 
 TRITON_TYPES = {
@@ -61,9 +65,24 @@ TRITON_TYPES = {
 }
 
 
-def call(plan: Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Run ``plan`` on ``arrays``; returns its results as a tuple."""
-    return tuple(_primitive.bind(*arrays, plan=plan))
+def call(launch: Launch, /, **operands: jax.Array | None) -> dict[str, jax.Array]:
+    """Launches a kernel on operands by name, None for one left out; returns its results by name.
+
+    Raises:
+        TypeError: the launch does not declare an operand.
+    """
+    arrays = {name: x for name, x in operands.items() if x is not None}
+    unknown = arrays.keys() - launch.batching.keys()
+    if unknown:
+        raise TypeError(f"{type(launch).__name__}: no operand is named {sorted(unknown)}")
+    launch = replace(launch, operands=shapes_of(arrays))
+    names = [name for name, kind in launch.outputs().items() if kind is not None]
+    return dict(zip(names, _primitive.bind(*arrays.values(), launch=launch), strict=True))
+
+
+def call_plan(plan: Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Runs ``plan`` on ``arrays``; returns its results as a tuple."""
+    return tuple(_primitive.bind(*arrays, launch=plan))
 
 
 _primitive = Primitive("ejkernel_triton")
@@ -71,28 +90,32 @@ _primitive.multiple_results = True
 
 
 @_primitive.def_abstract_eval
-def _abstract(*avals, plan):
-    return [compat.result_aval(avals, o.shape, o.dtype) for o in plan.outputs()]
+def _abstract(*avals, launch):
+    return [compat.result_aval(avals, o.shape, o.dtype) for o in launch.result_types()]
 
 
 @bounded_jit
-def _eager(*arrays, plan):
-    return _primitive.bind(*arrays, plan=plan)
+def _eager(*arrays, launch):
+    return _primitive.bind(*arrays, launch=launch)
 
 
 @_primitive.def_impl
-def _run(*arrays, plan):
-    return _eager(*arrays, plan=plan)
+def _run(*arrays, launch):
+    return _eager(*arrays, launch=launch)
 
 
-def _batch(arrays, dims, *, plan):
+def _batch(arrays, dims, *, launch):
     size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
     batched = [d is not None for d in dims]
     front = [
         a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(arrays, dims, strict=True)
     ]
-    folded, operands = plan.fold(size, front, batched)
-    results = _primitive.bind(*operands, plan=folded)
+    if launch.is_sequential(batched):
+        run = functools.partial(_primitive.bind, launch=launch)
+        results = in_turn(run, front, batched)
+        return results, [0] * len(results)
+    folded, operands = launch.fold(size, front, batched)
+    results = _primitive.bind(*operands, launch=folded)
     split = [r.reshape(size, r.shape[0] // size, *r.shape[1:]) for r in results]
     return split, [0] * len(split)
 
@@ -100,7 +123,7 @@ def _batch(arrays, dims, *, plan):
 batching.primitive_batchers[_primitive] = _batch
 
 
-def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Source:
+def describe(launch: BoundLaunch, avals: Sequence[Any], outs: Sequence[Any]) -> Source:
     """The specialisation a launch needs: types, alignment, constants.
 
     Arrays start at multiples of 16 bytes under XLA; integers are specialised on being a multiple
@@ -146,17 +169,12 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
         constant = name in launch.constants
         value = (launch.constants if constant else launch.arguments)[name]
         signature[name] = rebuilt(value, functools.partial(kind, name), constant=constant)
-    options = {
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-        **launch.options,
-    }
     return Source(
         kernel=kernel,
         signature=tuple(signature.items()),
         constants=tuple(constants.items()),
         aligned=tuple(aligned),
-        options=tuple(sorted(options.items())),
+        options=tuple(sorted(launch.options.items())),
     )
 
 
@@ -175,7 +193,7 @@ def _layout(kernel: Any, block: tuple[int, ...], bits: int) -> str:
     return f",{tile_layout(block, bits)!r}" if isinstance(kernel, GluonJITFunction) else ""
 
 
-def _parameters(native, launch: Launch, source: Source, code: Code) -> list:
+def _parameters(native, launch: BoundLaunch, source: Source, code: Code) -> list:
     parameters, maps = [], iter(code.tensor_maps)
     given = {**launch.arguments, **launch.constants}
     for name, kinds in source.signature:
@@ -210,7 +228,7 @@ def _tensor_map(native, value: TensorMap, facts: dict) -> list:
     return [descriptor, *shape, *strides]
 
 
-def _lower(platform: str, context, *operands, plan):
+def _lower(platform: str, context, *operands, launch):
     tools = compat.toolchain()
     native = tools.native
     target = current_target()
@@ -218,8 +236,8 @@ def _lower(platform: str, context, *operands, plan):
         raise compat.IncompatibleVersions(
             f"lowering for {platform}, but the target is {target.name}"
         )
-    launch = plan.launch(target)
-    source = describe(launch, context.avals_in, context.avals_out)
+    bound = launch.bind(target)
+    source = describe(bound, context.avals_in, context.avals_out)
     code = compile_kernel(source, target)
     text = code.text if platform == "cuda" else _code_object(code)
     facts = [
@@ -238,17 +256,17 @@ def _lower(platform: str, context, *operands, plan):
                 f"{compat.WORKS}"
             )
         facts += [code.scratch, code.scratch_align]
-    grid = (*launch.grid, 1, 1)[:3]
+    grid = (*bound.grid, 1, 1)[:3]
     launched = native.TritonKernelCall(
         native.TritonKernel(*facts),
         *(int(n) for n in grid),
-        _parameters(native, launch, source, code),
+        _parameters(native, bound, source, code),
     )
     opaque = zlib.compress(launched.to_proto(code.name, b""))
-    order = input_order(launch, len(context.avals_out))
+    order = input_order(bound, len(context.avals_out))
     operands = [operands[i] for i in order]
     context = context.replace(avals_in=[context.avals_in[i] for i in order])
-    aliases = {order.index(operand): result for operand, result in launch.aliases.items()}
+    aliases = {order.index(operand): result for operand, result in bound.aliases.items()}
     lowering = functools.partial(
         jax.ffi.ffi_lowering, tools.call_target, operand_output_aliases=aliases
     )
@@ -267,15 +285,16 @@ def _code_object(code: Code) -> str:
     return path
 
 
-def _lower_cpu(context, *operands, plan):
+def _lower_cpu(context, *operands, launch):
     if not interpreting():
         raise NotImplementedError(
-            f"{type(plan).__name__}: a Triton kernel needs a GPU; on the CPU set "
+            f"{type(launch).__name__}: a Triton kernel needs a GPU; on the CPU set "
             "EJKERNEL_INTERPRET=1 or use platform 'xla'"
         )
 
     def run(*arrays):
-        return jax.pure_callback(functools.partial(run_plan, plan), list(plan.outputs()), *arrays)
+        run_kernel = functools.partial(run_interpreted, launch)
+        return jax.pure_callback(run_kernel, list(launch.result_types()), *arrays)
 
     return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 

@@ -23,17 +23,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ejkernel.kernels.triton.compiled import TRITON_LOCK
-from ejkernel.kernels.triton.interpret_types import constructors, quicken
-from ejkernel.kernels.triton.launch import (
+from ejkernel.kernels.triton.bound_launch import (
+    BoundLaunch,
     In,
-    Launch,
     Out,
-    Plan,
     TensorMap,
     input_order,
     rebuilt,
 )
+from ejkernel.kernels.triton.compiled import TRITON_LOCK
+from ejkernel.kernels.triton.interpret_types import constructors, quicken
+from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.targets import current_target
 
 _EXTENDED = {
@@ -218,7 +218,13 @@ def _prepare() -> None:
             value = rt.TensorHandle(bits, value.dtype)
         return old_store(self, pointers, value, mask, *args, **kwargs)
 
+    def splat(self, kind, x):
+        # the handle of a comparison names the dtype of its operands, but its data are bool, as
+        # masks must be
+        return rt.TensorHandle(np.full(kind.shape, x.data, x.data.dtype), x.dtype.scalar)
+
     rt._get_np_dtype = np_dtype
+    builder.create_splat = splat
     builder.cast_impl = builder.create_fp_ext = cast
     builder.create_fp_trunc = builder.create_fp_to_fp = cast
     builder.create_dot = dot
@@ -289,8 +295,10 @@ def _interpreted_library():
             setattr(module, name, value)
 
 
-def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
-    """Run a launch on numpy arrays, writing into ``outputs``.
+def run_launch(
+    launch: BoundLaunch, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]
+) -> None:
+    """Runs a launch on numpy arrays, writing into ``outputs``.
 
     Raises:
         IndexError: the kernel reads or writes outside the arrays.
@@ -341,19 +349,19 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
             _ranges.clear()
 
 
-def run_plan(plan: Plan, *arrays: Any) -> list[np.ndarray]:
-    """The results of ``plan`` on arrays, computed by the interpreter.
+def run_interpreted(launch: Launch, *arrays: Any) -> list[np.ndarray]:
+    """Returns the results of ``launch`` on arrays, computed by the interpreter.
 
     Outputs start as NaN (integers as -1), so that an element no program writes is seen; those in
     the memory of an operand start as it is.
     """
     inputs = [np.require(np.asarray(a), requirements=["C", "A"]) for a in arrays]
-    launch = plan.launch(current_target())
-    sources = {result: inputs[operand] for operand, result in launch.aliases.items()}
+    bound = launch.bind(current_target())
+    sources = {result: inputs[operand] for operand, result in bound.aliases.items()}
     results = []
-    for i, kind in enumerate(plan.outputs()):
+    for i, kind in enumerate(launch.result_types()):
         dtype = np.dtype(kind.dtype)
         fill = -1 if dtype.kind in "iu" else np.nan
         results.append(sources[i].copy() if i in sources else np.full(kind.shape, fill, dtype))
-    run_launch(launch, inputs, results)
+    run_launch(bound, inputs, results)
     return results

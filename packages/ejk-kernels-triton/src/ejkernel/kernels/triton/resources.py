@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 from ejkernel.kernels.triton.bridge import describe
 from ejkernel.kernels.triton.compiled import Source, stages
-from ejkernel.kernels.triton.launch import Plan
+from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.targets import Target
 
 
@@ -41,9 +41,9 @@ class Resources:
         )
 
 
-def plan_source(plan: Plan, avals, target: Target) -> Source:
-    """The specialisation that ``plan`` needs for operands like ``avals``."""
-    return describe(plan.launch(target), avals, plan.outputs())
+def launch_source(launch: Launch, avals, target: Target) -> Source:
+    """Returns the specialisation that ``launch`` needs for operands like ``avals``."""
+    return describe(launch.bind(target), avals, launch.result_types())
 
 
 def measure(source: Source, target: Target) -> Resources:

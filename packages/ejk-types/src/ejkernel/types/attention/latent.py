@@ -4,7 +4,7 @@
     dc = dk_nope w_kc^T + dv w_vc^T,  dw_kc = c^T dk_nope,  dw_vc = c^T dv
 
 ``mixins.FromLatent`` makes a kernel of flash attention one of latent attention. It keeps the latent
-rows for the gradient: the backward pass expands them again, which costs a product of
+rows for the gradient: the backward pass expands them again, which costs a matmul of
 ``2 * k * r * hk * (dn + dv)`` operations, and no expanded array lives from one pass to the other.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
@@ -76,17 +76,17 @@ def gradients(
     latent, w_kc, w_vc = (arrays[name] for name in LATENT[1:4])
     nope = w_kc.shape[2]
     dk_nope = dk[..., :nope]
-    found = {
+    by_name = {
         "query": dq,
         "key_value": product("bkhn,rhn->bkr", dk_nope, w_kc) + product("bkhn,rhn->bkr", dv, w_vc),
         "w_kc": product("bkr,bkhn->rhn", latent, dk_nope),
         "w_vc": product("bkr,bkhn->rhn", latent, dv),
     }
     if "b_k" in arrays:
-        found["b_k"] = _sum_heads(dk[..., nope:])
+        by_name["b_k"] = _sum_heads(dk[..., nope:])
     if "b_q" in arrays:
-        found["query"], found["b_q"] = dq[..., :nope], _sum_heads(dq[..., nope:])
-    return found
+        by_name["query"], by_name["b_q"] = dq[..., :nope], _sum_heads(dq[..., nope:])
+    return by_name
 
 
 def _sum_heads(x: jax.Array) -> jax.Array:

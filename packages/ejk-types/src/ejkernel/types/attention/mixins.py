@@ -62,10 +62,10 @@ class SoftmaxKernel:
         if "sink" not in arrays and self.finds_delta(work):
             return self.gradients(work, arrays | {"o": o, "dlse": dlse})
         delta = row_delta(o, do, dlse)
-        found = self.gradients(work, arrays | {"delta": delta})
+        gradients = self.gradients(work, arrays | {"delta": delta})
         if "sink" in arrays:
-            found["sink"] = sink_gradient(arrays["sink"], lse, delta)
-        return found
+            gradients["sink"] = sink_gradient(arrays["sink"], lse, delta)
+        return gradients
 
 
 def _rows_see_tiles(problem: Problem, tile_q: int, tile_kv: int) -> bool:
@@ -91,8 +91,8 @@ class FromLatent:
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         latent, flash = self._flash(work, arrays)
-        found = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
-        return gradients(latent, *(found.pop(name) for name in "qkv")) | found
+        flash_gradients = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
+        return gradients(latent, *(flash_gradients.pop(name) for name in "qkv")) | flash_gradients
 
     def _flash(self, work: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the arrays that only latent attention has, and the arrays of flash attention."""

@@ -97,16 +97,16 @@ def meaning(word: str) -> Axis:
     Raises:
         ValueError: the word is not in the table.
     """
-    found = AXES.get(word)
-    if found is not None:
-        return found
+    axis = AXES.get(word)
+    if axis is not None:
+        return axis
     name = bare(word)
     if name == "_" or name.isdigit():
         return _UNNAMED
-    found = AXES.get(name)
-    if found is None:
+    axis = AXES.get(name)
+    if axis is None:
         raise ValueError(f"axis word {name!r} is unknown, known are: {', '.join(AXES)}")
-    return found
+    return axis
 
 
 def mask_axes(x: Any) -> tuple[str, ...]:

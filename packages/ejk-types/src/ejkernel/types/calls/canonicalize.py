@@ -139,11 +139,11 @@ def _fits(value: float) -> bool:
 def precision(a: Arguments) -> None:
     """A precision that JAX knows by name."""
     name = a.get("precision")
-    for one in name if isinstance(name, tuple) else (name,):
-        if not isinstance(one, str) or one in jax.lax.DotAlgorithmPreset.__members__:
+    for level in name if isinstance(name, tuple) else (name,):
+        if not isinstance(level, str) or level in jax.lax.DotAlgorithmPreset.__members__:
             continue
         try:
-            jax.lax.Precision(one)
+            jax.lax.Precision(level)
         except ValueError:
             legal = "default, high, highest, or a jax.lax.DotAlgorithmPreset"
             raise out_of_range("precision", legal, name) from None

@@ -66,8 +66,8 @@ class CausalConv1D(Call):
             raise invalid("x", "batch 1 with cu_seqlens", x)
         expected = cls.state_shape(a)
         if state is not None and state.shape != expected:
-            what = "batch row" if packed is None else "sequence of cu_seqlens"
-            legal = f"float{list(expected)}, the width - 1 tokens before each {what}"
+            owner = "batch row" if packed is None else "sequence of cu_seqlens"
+            legal = f"float{list(expected)}, the width - 1 tokens before each {owner}"
             raise invalid("initial_state", legal, state)
 
     @classmethod

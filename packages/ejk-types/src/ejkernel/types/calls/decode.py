@@ -1,4 +1,4 @@
-"""What calls of the newest tokens of each sequence over a cache share: stages, mapped calls."""
+"""Stages and mapped calls of operations on the newest tokens of each sequence over a cache."""
 
 from __future__ import annotations
 

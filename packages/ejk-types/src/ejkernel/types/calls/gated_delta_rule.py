@@ -50,12 +50,12 @@ class GatedDeltaRule(LinearCall):
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Returns samples with keys of about unit length, so that the states stay bounded."""
-        found = super().samples(a, rng)
+        samples = super().samples(a, rng)
         for name in ("query", "key"):
             x = a[name]
             entries = rng.standard_normal(x.shape) * max(x.shape[-1], 1) ** -0.5
-            found[name] = jnp.asarray(entries, x.dtype)
+            samples[name] = jnp.asarray(entries, x.dtype)
         beta = a.get("beta")
         if beta is not None:
-            found["beta"] = jnp.asarray(rng.random(beta.shape), beta.dtype)
-        return found
+            samples["beta"] = jnp.asarray(rng.random(beta.shape), beta.dtype)
+        return samples

@@ -120,6 +120,6 @@ class GroupedMatmul(Call):
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Groups of equal size."""
         rows, groups = a["lhs"].shape[0], a["group_sizes"].shape[0]
-        found = {"group_sizes": np.diff(drawn.starts(groups, rows))}
+        samples = {"group_sizes": np.diff(drawn.starts(groups, rows))}
         stored = ("rhs", "rhs_scale") if is_eight_bit(a["rhs"]) else ()
-        return found | drawn.normal(a, rng, stored)
+        return samples | drawn.normal(a, rng, stored)

@@ -40,8 +40,8 @@ class LinearCall(Call):
         state, cu = a["initial_state"], a["cu_seqlens"]
         n = a["query"].shape[0] if cu is None else cu.shape[0] - 1
         if state is not None and state.shape[0] != n:
-            what = "batch row" if cu is None else "sequence of cu_seqlens"
-            legal = f"float[{n}, heads, key_dim, v_dim], one per {what}"
+            owner = "batch row" if cu is None else "sequence of cu_seqlens"
+            legal = f"float[{n}, heads, key_dim, v_dim], one per {owner}"
             raise invalid("initial_state", legal, state)
 
     @classmethod
@@ -66,13 +66,13 @@ class LinearCall(Call):
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Returns samples whose gates decay."""
-        found = super().samples(a, rng)
+        samples = super().samples(a, rng)
         for name in ("g", "g_gamma", "gk", "gv"):
             gate = a.get(name)
             if gate is not None:
                 decay = -np.abs(rng.standard_normal(gate.shape)) / 16
-                found[name] = jnp.asarray(decay, gate.dtype)
-        return found
+                samples[name] = jnp.asarray(decay, gate.dtype)
+        return samples
 
 
 class RecurrentAttention(LinearCall):

@@ -90,7 +90,7 @@ class MLADecode(DecodeCall, PagedCall):
     def outputs_of_stages(
         cls, arrays: Mapping[str, Any], problem: LatentProblem, outputs: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Returns the outputs of the call from those of the last stage."""
+        """Returns the outputs of the call from the arrays of the last stage."""
         rows = arrays["query"].shape[:-1]
         o, *lse = outputs
         return name_residuals(o.reshape(*rows, problem.latent_dim), *(x.reshape(rows) for x in lse))

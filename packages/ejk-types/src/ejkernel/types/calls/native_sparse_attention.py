@@ -63,13 +63,13 @@ class NativeSparseAttention(Call):
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Returns samples that choose the last blocks before each token."""
-        found = super().samples(a, rng)
+        samples = super().samples(a, rng)
         s, indices = a["query"].shape[1], a["block_indices"]
         if indices is not None:
             blocks = np.arange(s)[None, :, None, None] // a["block_size"]
             blocks = blocks - np.arange(indices.shape[-1])
-            found["block_indices"] = np.broadcast_to(blocks, indices.shape).astype(np.int32)
+            samples["block_indices"] = np.broadcast_to(blocks, indices.shape).astype(np.int32)
         if hasattr(a["block_counts"], "shape"):
             bound = a["max_block_count"] or -(-s // a["block_size"])
-            found["block_counts"] = np.full(a["block_counts"].shape, bound, np.int32)
-        return found
+            samples["block_counts"] = np.full(a["block_counts"].shape, bound, np.int32)
+        return samples

@@ -69,7 +69,7 @@ class PageAttention(DecodeCall, PagedCall, AttentionCall):
     def outputs_of_stages(
         cls, arrays: Mapping[str, Any], problem: PagedProblem, outputs: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Returns the outputs of the call from those of the last stage."""
+        """Returns the outputs of the call from the arrays of the last stage."""
         return (outputs[0].reshape(*arrays["query"].shape[:-1], problem.value_dim),)
 
     @classmethod

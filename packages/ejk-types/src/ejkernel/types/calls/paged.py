@@ -135,7 +135,7 @@ class RaggedCall(PagedCall):
     def outputs_of_stages(
         cls, arrays: Mapping[str, Any], problem: RaggedProblem, outputs: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Returns the outputs of the call from those of the last stage."""
+        """Returns the outputs of the call from the arrays of the last stage."""
         o, *cache = outputs
         return (name_output(o), *cache)
 

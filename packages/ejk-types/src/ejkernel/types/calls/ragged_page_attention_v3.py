@@ -103,7 +103,7 @@ class RaggedPageAttentionv3(RaggedCall):
         } | broadcast_operands(arrays)
         if "q_scale" in arrays:
             q, scale = operands["q"], arrays["q_scale"].astype(jnp.float32)
-            # products with a query quantised like the cache are exact in the query's own dtype
+            # the dot product with a query quantised like the cache is exact in its own dtype
             operands["q"] = quantise(q, scale, operands["k"].dtype).astype(q.dtype)
             k_scale = operands.get("k_scale", jnp.ones((1, 1)))
             operands["logit_scale"] = k_scale.astype(jnp.float32) * scale

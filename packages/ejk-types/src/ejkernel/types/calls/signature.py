@@ -218,15 +218,15 @@ class Boundary:
 
     def sizes(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """Size of every named axis, from the first array that has it."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for p in self.parameters:
             value = arguments.get(p.name)
             if not hasattr(value, "shape"):
                 continue
             for word, size in zip(axes_of(p, value), value.shape, strict=False):
                 if word.isidentifier() and not word.startswith("_"):
-                    found.setdefault(word, size)
-        return found
+                    sizes.setdefault(word, size)
+        return sizes
 
 
 def axes_of(p: Parameter, value: Any, override: Mapping[str, str] | None = None) -> list[str]:

@@ -78,13 +78,13 @@ class SoftmaxCall(AttentionCall):
         arrays = {name: a.get(name) for name in _MASKS} if packed else a["mask_info"]
         if not jax.tree.leaves(arrays):
             return read(a["mask_info"])
-        found: list[Any] = []
+        results: list[Any] = []
 
         def probe(arrays: Any) -> None:
-            found.append(read(mask_of({**a, **arrays}) if packed else arrays))
+            results.append(read(mask_of({**a, **arrays}) if packed else arrays))
 
         jax.eval_shape(probe, arrays)
-        return found[0]
+        return results[0]
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:

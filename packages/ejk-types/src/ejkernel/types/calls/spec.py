@@ -246,15 +246,15 @@ class Call:
         Dtypes are names: to NumPy ``np.dtype("float64") == None`` is true, and ``jax.jit`` finds
         its programs by the equality of static arguments alone.
         """
-        found = []
+        values = []
         for name in cls.StaticArguments._fields:
             x = a[name]
             if isinstance(x, np.dtype):
                 x = x.name
             elif hasattr(x, "shape") and hasattr(x, "dtype"):
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            found.append(x)
-        return cls.StaticArguments(*found)
+            values.append(x)
+        return cls.StaticArguments(*values)
 
     @classmethod
     def options(cls, a: Mapping[str, Any]) -> Any:
@@ -262,25 +262,25 @@ class Call:
 
         None stands for a PRNG key, which is an array in canonical form.
         """
-        found = []
+        values = []
         for name in cls.Options._fields:
             x = a[name]
             if isinstance(x, np.dtype):
                 x = x.name
             elif hasattr(x, "shape") and hasattr(x, "dtype"):
                 x = None
-            found.append(x)
-        return cls.Options(*found)
+            values.append(x)
+        return cls.Options(*values)
 
     @classmethod
     def array_arguments(cls, a: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays among the arguments, and the mask, by name."""
-        found = {}
+        arrays = {}
         for name in cls.boundary.names:
             x = a[name]
             if isinstance(x, MaskInfo) or (hasattr(x, "shape") and hasattr(x, "dtype")):
-                found[name] = x
-        return found
+                arrays[name] = x
+        return arrays
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Any:
@@ -323,8 +323,8 @@ class Call:
 
         Packed sequences are of equal length, contexts full, their pages in random order.
         """
-        found = drawn.sequences(a, cls.boundary.names[0])
+        samples = drawn.sequences(a, cls.boundary.names[0])
         if "block_tables" in a:
-            found |= drawn.tables(a, rng, cls.boundary.pools[0])
+            samples |= drawn.tables(a, rng, cls.boundary.pools[0])
         names = cls.boundary.float_names if cls.normal_samples else ()
-        return found | drawn.normal(a, rng, names)
+        return samples | drawn.normal(a, rng, names)

@@ -32,8 +32,8 @@ def concrete_value(value: Any) -> Any:
 
 def concrete_indices(value: Any) -> np.ndarray | None:
     """Returns ``concrete_value`` of a vector of integers."""
-    found = concrete_value(value)
-    return found if found is not None and found.ndim == 1 and found.dtype.kind in "iu" else None
+    array = concrete_value(value)
+    return array if array is not None and array.ndim == 1 and array.dtype.kind in "iu" else None
 
 
 def seeds_to_arrays(a: Arguments, *names: str) -> None:

@@ -105,11 +105,11 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 @lru_cache(maxsize=4096)
 def forms(annotation: Any) -> tuple[tuple[str, str], ...]:
     """``(family, axes)`` of every array arm, in order: ``(("float", "batch seq"), ...)``."""
-    found: dict[tuple[str, str], None] = {}
+    array_forms: dict[tuple[str, str], None] = {}
     for arm in alternatives(annotation):
         if hasattr(arm, "dim_str") and hasattr(arm, "dtype"):
-            found[(FAMILY[arm.dtype.__name__], arm.dim_str.strip())] = None
-    return tuple(found)
+            array_forms[(FAMILY[arm.dtype.__name__], arm.dim_str.strip())] = None
+    return tuple(array_forms)
 
 
 def is_array(annotation: Any) -> bool:

@@ -81,14 +81,14 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-def _check_names(place: str, names: Iterable[str]) -> None:
+def _check_names(owner: str, names: Iterable[str]) -> None:
     for name in names:
         if name not in _CHECKS:
             containing = [field for field in _CHECKS if name in field]
             similar = difflib.get_close_matches(name, _CHECKS, 1) or containing
             closest = f", closest: {similar[0]}" if similar else ""
             legal = ", ".join(_CHECKS)
-            raise TypeError(f"{place}: unknown field {name!r}{closest}; fields: {legal}")
+            raise TypeError(f"{owner}: unknown field {name!r}{closest}; fields: {legal}")
 
 
 def _by_name(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
@@ -96,10 +96,10 @@ def _by_name(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[
 
     @functools.wraps(init)
     def checked(self: Any, *values: P.args, **fields: P.kwargs) -> None:
-        place = type(self).__name__
+        class_name = type(self).__name__
         if len(values) > 0:
-            raise TypeError(f"{place}: fields are given by name; fields: {', '.join(_CHECKS)}")
-        _check_names(place, fields)
+            raise TypeError(f"{class_name}: fields are given by name; fields: {', '.join(_CHECKS)}")
+        _check_names(class_name, fields)
         init(self, *values, **fields)
 
     return checked
@@ -324,16 +324,16 @@ def term_with_positions(mask: Any) -> Any:
 
 def lengths_of(mask: Any) -> Lengths:
     """Axis sizes from any array of the mask and of its joined masks."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in (mask, *mask._and):
         for name, value, axes in members(with_private(part, _and=())):
             for axis, size in zip(axes, value.shape, strict=True):
                 stretched = part._broadcast and name == "attention_mask" and size == 1
                 if stretched and axis in ("q", "kv"):
                     continue
-                if found.get(axis, 1) == 1:
-                    found[axis] = size
-    return Lengths(*(found.get(axis) for axis in Lengths._fields))
+                if sizes.get(axis, 1) == 1:
+                    sizes[axis] = size
+    return Lengths(*(sizes.get(axis) for axis in Lengths._fields))
 
 
 def check_sizes(
@@ -360,6 +360,6 @@ def check_sizes(
                     want[axis] = size
                 elif want[axis] != size:
                     label = {"q": "q_len", "kv": "kv_len"}.get(axis, axis)
-                    place = name if argument is None else f"{argument}.{name}"
-                    one = " (or 1)" if is_loose else ""
-                    raise invalid(place, f"an array with {label} {want[axis]}{one}", value)
+                    path = name if argument is None else f"{argument}.{name}"
+                    or_one = " (or 1)" if is_loose else ""
+                    raise invalid(path, f"an array with {label} {want[axis]}{or_one}", value)

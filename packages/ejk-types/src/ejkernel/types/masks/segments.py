@@ -48,8 +48,8 @@ def check_starts(cu: np.ndarray, argument: str) -> None:
         where, value, legal = f"{at}:{at + 2}", pair, "never decrease"
     else:
         return
-    place = f"{argument}[{where}]" if cu.ndim == 1 else f"{argument}[{r}, {where}]"
-    raise ValueError(f"{place}: given {value}, expected cumulative lengths that {legal}")
+    entry = f"{argument}[{where}]" if cu.ndim == 1 else f"{argument}[{r}, {where}]"
+    raise ValueError(f"{entry}: given {value}, expected cumulative lengths that {legal}")
 
 
 def _rows(function: Any, x: Any) -> Any:
@@ -67,8 +67,8 @@ def _owner(cu: Any, total: int) -> Any:
     xp = namespace(cu)
     token = xp.arange(total, dtype=np.int32)
     # unrolled, the search is one kernel on a GPU; a loop would be several launches per step
-    how = {} if is_numpy(cu) else {"method": "scan_unrolled"}
-    owner = xp.searchsorted(cu, token, side="right", **how).astype(np.int32) - 1
+    method = {} if is_numpy(cu) else {"method": "scan_unrolled"}
+    owner = xp.searchsorted(cu, token, side="right", **method).astype(np.int32) - 1
     return xp.where(token < cu[-1], owner, np.int32(-1))
 
 

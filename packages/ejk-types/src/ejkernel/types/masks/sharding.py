@@ -1,4 +1,4 @@
-"""How the arrays of a mask lie on a mesh."""
+"""The layout of a mask's arrays on a mesh."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class MaskSharding(NamedTuple):
 def _present(name: AxisName, mesh: Any) -> AxisName:
     """The part of an axis name that the mesh has."""
     names = (name,) if isinstance(name, str) else name or ()
-    found = tuple(n for n in names if n in mesh.axis_names)
-    return found if len(found) > 1 else (found[0] if found else None)
+    mesh_axes = tuple(n for n in names if n in mesh.axis_names)
+    return mesh_axes if len(mesh_axes) > 1 else (mesh_axes[0] if mesh_axes else None)
 
 
 def mask_shardings(mask: MaskFields, sequence_parallel: bool, mesh: Any) -> MaskSharding:

@@ -183,9 +183,9 @@ def static_block_ranges(
     xp = jnp if traced else np
     if transposed:
         any_, all_ = xp.swapaxes(any_, -1, -2), xp.swapaxes(all_, -1, -2)
-    walked, block = (q_len, block_q) if transposed else (kv_len, block_kv)
-    if walked % block:
-        inside = np.arange(any_.shape[-1]) < walked // block
+    length, block = (q_len, block_q) if transposed else (kv_len, block_kv)
+    if length % block:
+        inside = np.arange(any_.shape[-1]) < length // block
         all_ = all_ & xp.broadcast_to(inside, all_.shape)
     any_, all_ = xp.broadcast_arrays(any_, all_)
     return matrix_range(xp, any_, all_ & any_).table(xp)

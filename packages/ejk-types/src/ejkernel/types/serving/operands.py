@@ -53,14 +53,14 @@ def in_order(operands: Mapping[str, Any]) -> dict[str, Any]:
 
 def broadcast_operands(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Returns sinks ``[1, h, sinks]`` and scales ``[1, 1 or hk]``, those that a call gives."""
-    found = {
+    operands = {
         name: arrays[name].reshape(1, *(arrays[name].shape or (1,)))
         for name in ("k_scale", "v_scale")
         if name in arrays
     }
     if "softmax_aux" in arrays:
-        found["sink"] = arrays["softmax_aux"][None]
-    return found
+        operands["sink"] = arrays["softmax_aux"][None]
+    return operands
 
 
 def fold_decode(

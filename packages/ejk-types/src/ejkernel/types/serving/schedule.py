@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-ROW_ALIGNMENT = 8  # a work tile begins at a multiple of so many rows
+ROW_ALIGNMENT = 8  # rows: a work tile begins at a multiple of it
 DECODE_LEAD = 2.0  # programs that decode, over those that would take as long as the prefill
 
 
@@ -106,7 +106,7 @@ class DecodeRow(NamedTuple):
 
 
 def columns_of(table: type[Any]) -> Any:
-    """Returns a table's columns: a tuple of its type that holds their numbers."""
+    """Returns a tuple of a table's type that holds the index of each column."""
     return table(*range(len(table._fields)))
 
 
@@ -135,7 +135,7 @@ class RaggedSchedule(NamedTuple):
 
 @dataclass(frozen=True)
 class LongPrefill:
-    """Which sequences a long-prefill kernel attends to, and its tiles.
+    """The sequences that a long-prefill kernel attends to, and its tiles.
 
     Attributes:
         min_rows: new tokens of a sequence from which its tiles are full.
@@ -159,7 +159,7 @@ class LongPrefill:
 
 @dataclass(frozen=True)
 class ScheduleSizes:
-    """What a schedule depends on besides starts and lengths.
+    """Sizes that a schedule depends on, besides starts and lengths.
 
     Attributes:
         rows: packed query rows.
@@ -201,13 +201,13 @@ def ragged_schedule(
     """
     n, long = len(lens), sizes.long
     valid = min(max(valid, 0), n)
-    here = np.arange(n) < valid
+    is_valid = np.arange(n) < valid
     first_row = int(np.clip(starts[0], 0, sizes.rows)) if valid else 0
-    first = np.where(here, np.clip(starts[:-1], 0, sizes.rows), 0)
+    first = np.where(is_valid, np.clip(starts[:-1], 0, sizes.rows), 0)
     first = np.maximum.accumulate(np.maximum(first, first_row))
-    end = np.maximum(first, np.where(here, np.minimum(starts[1:], sizes.rows), 0))
-    kv_len = np.where(here, np.clip(lens, 0, sizes.capacity), 0)
-    count = np.where(here, end - first, 0)
+    end = np.maximum(first, np.where(is_valid, np.minimum(starts[1:], sizes.rows), 0))
+    kv_len = np.where(is_valid, np.clip(lens, 0, sizes.capacity), 0)
+    count = np.where(is_valid, end - first, 0)
 
     min_prefill, prefill_decodes, programs = sizes.rows + 1, False, 0
     if long is not None and count[count >= long.min_rows].sum() >= long.min_total_rows:
@@ -233,24 +233,24 @@ def ragged_schedule(
     begins = np.zeros(n, np.int64)
     if sizes.window_left is not None:
         begins = np.maximum(kv_len - count - sizes.window_left, 0)
-    row_end = np.where(here, end, sizes.rows + 1)
+    row_end = np.where(is_valid, end, sizes.rows + 1)
     work = SequenceWork(row_end, kv_len, np.cumsum(units), splits, np.cumsum(slots))
-    end_row = max([first_row, *end[here]])
+    end_row = max([first_row, *end[is_valid]])
     header = ScheduleHeader(
         units.sum(), first_row, end_row, slots.sum(), min_prefill, prefill_decodes
     )
-    found = RaggedSchedule(
+    schedule = RaggedSchedule(
         np.where(is_decoded, kv_len, 0), begins, first, np.where(is_decoded, count, 0),
         np.stack(work), np.stack([np.int64(x) for x in header]),
     )  # fmt: skip
     if long is not None:
         is_single = (count == 1) & prefill_decodes
         rows = DecodeRow(first, np.where(is_single, kv_len, 0), np.full(n, programs))
-        found = found._replace(
+        schedule = schedule._replace(
             work_tiles=work_tiles(first, end, kv_len, count >= min_prefill, sizes),
             decode_rows=np.stack(rows, axis=1),
         )
-    return RaggedSchedule(*(None if x is None else x.astype(np.int32) for x in found))
+    return RaggedSchedule(*(None if x is None else x.astype(np.int32) for x in schedule))
 
 
 def work_tiles(
@@ -271,7 +271,7 @@ def work_tiles(
         )
         shared = (len(lines), len(rows), kv_heads * sizes.heads // sizes.kv_heads)
         lines += [WorkTile(i, row, first[i], end[i], kv_len[i], *shared) for row in reversed(rows)]
-    # tile numbers are divided by ``heads``, so it is 1 behind the last tile too
+    # a tile's index is divided by ``heads``, so it is 1 behind the last tile too
     empty = WorkTile(0, 0, 0, 0, 0, 0, 0, heads=1)
     count = long.max_tiles(sizes.rows, len(first)) + 1
     return np.asarray(lines + [empty] * (count - len(lines)), np.int32)

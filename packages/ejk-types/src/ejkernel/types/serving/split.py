@@ -21,7 +21,7 @@ import numpy as np
 
 MIN_STEPS = 2  # steps of a unit: fewer cost more to merge than they save
 SEQUENCE_OVERHEAD = 4  # steps that another sequence of a unit costs besides its own, in time
-OVERHEAD_SHARE = 8  # the overhead is at most one step in so many: short units hold little else
+OVERHEAD_SHARE = 8  # the overhead is at most one step in eight: short units hold little else
 EVENNESS = (26, 25)  # how much longer than the mean a unit may be for sequences to stay complete
 
 
@@ -89,9 +89,9 @@ def split_schedule(lengths: np.ndarray, units: int, step: int) -> list[SplitUnit
         bounds = [int(np.clip(u * even - begins, 0, steps).sum()) for u in range(units + 1)]
 
     unit_of_step = np.repeat(np.arange(units), np.diff(bounds))
-    found = []
+    schedule = []
     for start, end in itertools.pairwise(bounds):
-        unit = len(found)
+        unit = len(schedule)
         first = min(int((ends <= start).sum()), b - 1)
         at = SplitUnit(first, start - int(ends[first] - steps[first]), end - start, _NO_CUT)
         inside = int((ends < end).sum())  # the sequence of the unit's last step
@@ -102,8 +102,8 @@ def split_schedule(lengths: np.ndarray, units: int, step: int) -> list[SplitUnit
             later = int(ends[inside] - steps[inside] > bounds[began])
             cut = CutSequence(inside, 2 * began + later, ending - began + 1, unit - began)
             at = at._replace(cut=cut)
-        found.append(at)
-    return found
+        schedule.append(at)
+    return schedule
 
 
 _NO_CUT = CutSequence(0, 0, 0, 0)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
 from ejkernel.kernels.triton.common.eight_bit import biased_numbers, pair_numbers, whole_numbers
 from ejkernel.kernels.triton.common.eight_bit_keys import add_scores, whole_scores
 from ejkernel.kernels.triton.common.pages import load_places
@@ -22,7 +21,7 @@ from ejkernel.kernels.triton.common.softmax import (
     rounded_softmax,
     tanh_from_exp2,
 )
-from ejkernel.kernels.triton.launch import RUNS as _RUNS
+from ejkernel.kernels.triton.language import tl, triton
 
 RUNS = tl.constexpr(_RUNS)
 

@@ -8,8 +8,7 @@ thirty-two elements.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.types.attention.dropout import M1, M2, P5
 
 _P5, _M1, _M2 = (tl.constexpr(int(x)) for x in (P5, M1, M2))

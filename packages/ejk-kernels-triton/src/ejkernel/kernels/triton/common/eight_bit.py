@@ -20,8 +20,7 @@ The PTX forms turn one register of four numbers into two registers of two:
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 
 INT8 = tl.constexpr("""{
 .reg .b32 high, bias;

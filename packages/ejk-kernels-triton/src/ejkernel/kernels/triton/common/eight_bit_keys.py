@@ -13,9 +13,8 @@ there, two products meet it, of two operands made of the queries. FORM:
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from ejkernel.kernels.triton.common.eight_bit import pair_numbers
+from ejkernel.kernels.triton.language import tl, triton
 
 LARGEST = tl.constexpr(32512.0)  # 127 * 256: both digits fit int8
 TWO_E4M3 = tl.constexpr("cvt.rn.f16x2.e4m3x2 $0, $1;")

@@ -7,8 +7,7 @@ they are put together by integer operations.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 
 HALF = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, in the lowest bits
 ABOVE = tl.constexpr(0x4B400100)  # bits of HALF + 256

@@ -7,8 +7,7 @@ pointer arithmetic, one look-up a token (neighbours hit the same cache line).
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 
 
 @triton.jit

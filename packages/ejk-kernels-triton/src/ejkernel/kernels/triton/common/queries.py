@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
 from ejkernel.kernels.triton.common.eight_bit_keys import LARGEST, digits, quads
+from ejkernel.kernels.triton.language import tl, triton
 
 
 class Queries(NamedTuple):

@@ -9,8 +9,7 @@ belong to one more sequence. ``pieces.piece_count`` is the number of pieces.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 
 
 @triton.jit

@@ -8,8 +8,7 @@ query block and need no element mask.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 
 
 @triton.jit

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 
 
 class Place(NamedTuple):

@@ -13,11 +13,14 @@ and batch row is bound by that write from d of about 100 down, a shared one by t
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
 from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words
 from ejkernel.kernels.triton.common.structure import band_blocks
 from ejkernel.kernels.triton.common.tiles import Place, load_tile, load_tiles, products
+from ejkernel.kernels.triton.flash_attention.launch import GRADIENT_OPERANDS, AttentionLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (
     cap_slope,
     load_bias,
@@ -26,6 +29,9 @@ from ejkernel.kernels.triton.flash_attention.scores import (
     probabilities,
     tile_logits,
 )
+from ejkernel.kernels.triton.flash_attention.terms import gradient_factor
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import struct
 
 
 @triton.jit
@@ -106,3 +112,51 @@ def flash_bwd_dbias(
         acc * logits.gradient,
         mask=(i < q_len)[:, None] & (j < kv_len)[None, :],
     )
+
+
+@dataclass(frozen=True)
+class DbiasLaunch(AttentionLaunch):
+    """Launch of ``flash_bwd_dbias``; the result is dbias in float32, shaped like the bias.
+
+    ``sum_batch`` batch rows and ``sum_heads`` heads share one row of the bias.
+    """
+
+    kernel = flash_bwd_dbias
+    batching: ClassVar = AttentionLaunch.batching | GRADIENT_OPERANDS
+    iterates = False
+
+    sum_batch: int = 1
+    sum_heads: int = 1
+
+    @property
+    def gradient(self) -> float:
+        return gradient_factor(self.problem)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Blocks of queries and of keys."""
+        p, t = self.problem, self.tiles
+        return -(-p.q_len // t.block_q), -(-p.kv_len // t.block_kv)
+
+    def outputs(self):
+        p = self.problem
+        rows, heads = p.batch // self.sum_batch, p.heads // self.sum_heads
+        return {"dbias": struct("float32", rows, heads, p.q_len, p.kv_len)}
+
+    def grid(self, target):
+        rows = (self.problem.batch // self.sum_batch) * (self.problem.heads // self.sum_heads)
+        return (math.prod(self.blocks) * rows,)
+
+    def options(self, target):
+        return {"num_warps": self.tiles.num_warps, "num_stages": 1}
+
+    def arguments(self, target):
+        t, (q_blocks, kv_blocks) = self.tiles, self.blocks
+        return self.common(maps=False) | {
+            **{name: self.heads(name, t.block_q) for name in ("q", "do")},
+            **{name: self.heads(name, t.block_kv) for name in ("k", "v")},
+            "q_blocks": q_blocks,
+            "kv_blocks": kv_blocks,
+            "sum_batch": self.sum_batch,
+            "sum_heads": self.sum_heads,
+        }

@@ -19,8 +19,10 @@ Sources: Dao, "FlashAttention-2" (2023), section 3.1.2 (loop over queries inside
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ejkernel.kernels.triton.common.dims import split_dim
 from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words
 from ejkernel.kernels.triton.common.structure import (
     band_blocks,
@@ -38,6 +40,7 @@ from ejkernel.kernels.triton.common.tiles import (
     store_tiles,
     zero_tiles,
 )
+from ejkernel.kernels.triton.flash_attention.launch import GRADIENT_OPERANDS, AttentionLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (
     cap_slope,
     load_bias,
@@ -47,6 +50,9 @@ from ejkernel.kernels.triton.flash_attention.scores import (
     program_of,
     tile_logits,
 )
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import struct
+from ejkernel.kernels.triton.targets import Target
 
 
 @triton.jit
@@ -182,3 +188,65 @@ def flash_bwd_dkv(
 def _minus(x):
     """-x; None stays None."""
     return None if x is None else -x
+
+
+@dataclass(frozen=True)
+class DkvLaunch(AttentionLaunch):
+    """Launch of ``flash_bwd_dkv``; the results are dk and dv, or the one that ``parts`` names."""
+
+    kernel = flash_bwd_dkv
+    batching: ClassVar = AttentionLaunch.batching | GRADIENT_OPERANDS
+    by_key = True
+
+    parts: tuple[str, ...] = ("dk", "dv")
+
+    def dp_late(self, target: Target) -> bool:
+        """Returns whether dp = do v^T waits for the exponentials.
+
+        Issued before them, Hopper's matmul runs while they are computed, which pays for the few
+        bytes that a bias then spills: 467 TFLOP/s, 431 without spills. Issued after them, it holds
+        fewer registers while the other features of a call need some.
+        """
+        p = self.problem
+        late = p.dropout > 0.0
+        if not target.hopper:
+            late |= (
+                p.biased
+                or p.soft_cap is not None
+                or p.group > 1
+                or bool({"ranges", "listed"}.intersection(self.names))
+            )
+            late |= sum(split_dim(p.dim)) <= 64
+        return late
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of keys in a head."""
+        return -(-self.problem.kv_len // self.tiles.block_kv)
+
+    def outputs(self):
+        p = self.problem
+        rows = p.batch, p.kv_len, p.kv_heads
+        return {
+            "dk": struct(p.dtype, *rows, p.dim) if "dk" in self.parts else None,
+            "dv": struct(p.dtype, *rows, p.value_dim) if "dv" in self.parts else None,
+        }
+
+    def grid(self, target):
+        return (self.blocks * self.problem.batch * self.problem.kv_heads,)
+
+    def arguments(self, target):
+        p, t = self.problem, self.tiles
+        maps, even = self.uses_tensor_maps(target), p.q_len % t.block_q == 0
+        return self.common(maps) | {
+            "q": self.heads("q", t.block_q, maps),
+            "k": self.heads("k", t.block_kv),
+            "v": self.heads("v", t.block_kv) if "dk" in self.parts else None,
+            "do": self.heads("do", t.block_q, maps),
+            "delta": self.operand("delta") if "dk" in self.parts else None,
+            "walk": self.walk(target, self.blocks, even),
+            "GROUP": p.group,
+            "EVEN_Q": even,
+            "EVEN_KV": p.kv_len % t.block_kv == 0,
+            "DP_LATE": self.dp_late(target),
+        }

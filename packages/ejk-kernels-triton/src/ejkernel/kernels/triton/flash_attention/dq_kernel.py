@@ -18,8 +18,9 @@ Sources: Dao, "FlashAttention-2" (2023), section 3.1.2 (recomputation from lse, 
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from dataclasses import dataclass
+from typing import ClassVar
+
 from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words, words_from
 from ejkernel.kernels.triton.common.structure import phase_block, phase_steps
 from ejkernel.kernels.triton.common.tiles import (
@@ -31,6 +32,7 @@ from ejkernel.kernels.triton.common.tiles import (
     store_tiles,
     zero_tiles,
 )
+from ejkernel.kernels.triton.flash_attention.launch import GRADIENT_OPERANDS, QueryBlockLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (
     cap_slope,
     key_blocks,
@@ -41,6 +43,8 @@ from ejkernel.kernels.triton.flash_attention.scores import (
     program_of,
     tile_logits,
 )
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import struct
 
 
 @triton.jit
@@ -135,3 +139,18 @@ def flash_bwd_dq(
 
     acc = [part * logits.gradient for part in acc]
     store_tiles(dq, acc, q, queries, first)
+
+
+@dataclass(frozen=True)
+class DqLaunch(QueryBlockLaunch):
+    """Launch of ``flash_bwd_dq``; the result is dq."""
+
+    kernel = flash_bwd_dq
+    batching: ClassVar = QueryBlockLaunch.batching | GRADIENT_OPERANDS
+
+    def outputs(self):
+        p = self.problem
+        return {"dq": struct(p.dtype, p.batch, p.q_len, p.heads, p.dim)}
+
+    def arguments(self, target):
+        return super().arguments(target) | {"do": self.heads("do", self.tiles.block_q)}

@@ -20,8 +20,11 @@ Shah et al., "FlashAttention-3" (2024), section 3.1 (TMA-fed products on Hopper)
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
 from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words, words_from
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, fused_softmax, online_softmax
 from ejkernel.kernels.triton.common.structure import phase_block, phase_steps
@@ -34,6 +37,8 @@ from ejkernel.kernels.triton.common.tiles import (
     store_tiles,
     zero_tiles,
 )
+from ejkernel.kernels.triton.flash_attention import groups
+from ejkernel.kernels.triton.flash_attention.launch import FLOAT, TINY, QueryBlockLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (
     key_blocks,
     load_bias,
@@ -41,7 +46,12 @@ from ejkernel.kernels.triton.flash_attention.scores import (
     program_of,
     tile_logits,
 )
+from ejkernel.kernels.triton.flash_attention.terms import logit_shift, logit_unit, natural_logarithm
+from ejkernel.kernels.triton.flash_attention.tiles import partial_stages
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import struct
 
+MAX = float(jnp.finfo(FLOAT).max)
 LARGE = tl.constexpr(2.0**16)  # from here on what is rounded away moves probabilities by a percent
 
 
@@ -190,3 +200,51 @@ def flash_fwd(
     tl.store(base + rows + i, row_base, mask=i < q_len)
     acc = [part * factor[:, None] for part in acc]
     store_tiles(o, acc, v, queries, first)
+
+
+@dataclass(frozen=True)
+class ForwardLaunch(QueryBlockLaunch):
+    """Launch of ``flash_fwd``.
+
+    Results: o ``[b, q, h, dv]``, lse ``[b, h, q]`` in float32, and lse for the backward kernels:
+    base ``[b, h, q]`` in the units of s (in base 2 with a soft cap), +inf for rows that see
+    nothing. With a bias, the sum of base and ``rest``, in base 2, is exact.
+    """
+
+    kernel = flash_fwd
+    gradient = None
+
+    def outputs(self):
+        p = self.problem
+        rows = struct(FLOAT, p.batch, p.heads, p.q_len)
+        return {
+            "o": struct(p.dtype, p.batch, p.q_len, p.heads, p.value_dim),
+            "lse": rows,
+            "base": rows,
+            "rest": rows if p.biased else None,
+        }
+
+    def arguments(self, target):
+        p, sink = self.problem, self.shape("sink")
+        span = 2 * logit_shift(p)  # of the logits in base 2
+        peak = min(0.0, 104.0 - span)
+        # A soft cap bounds the logits, so that one number can take the place of running maxima
+        # where exp2 of any logit less it lies between 2^-104 and 2^44. Not in float16, whose range
+        # is smaller; 2^17 keys then still sum values up to 2^66.
+        fixed = p.soft_cap is not None and p.dtype != "float16" and span <= 148
+        softmax = groups.Softmax(
+            power=None if fixed else 2.0 ** math.floor(math.log2(max(logit_unit(p), TINY))),
+            large=None if fixed else min(2.0**30 / self.slope, MAX),
+            unit=logit_unit(p),
+            shift=natural_logarithm(logit_shift(p) + (peak if fixed else 0.0)),
+            peak=peak if fixed else None,
+            FIXED=fixed,
+            # see ``fused_softmax``; elsewhere masked forms would spill
+            MULTIPLY_ADD=target.hopper and p.dtype != "float16",
+        )
+        paired = any(self.has(f"kv_{name}") for name in ("ids", "positions"))
+        return super().arguments(target) | {
+            "softmax": softmax,
+            "sinks": sink and groups.Sinks(self.operand("sink"), 0 if sink[0] == 1 else p.heads),
+            "PARTIAL_STAGES": partial_stages(p, self.tiles, target) if paired else None,
+        }

@@ -15,14 +15,13 @@ import numpy as np
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.products import precision_name, refused_precision
-from ejkernel.kernels.triton.flash_attention import lists, plans, single_row, tiles
-from ejkernel.kernels.triton.flash_attention.dbias_plan import DbiasPlan
+from ejkernel.kernels.triton.flash_attention import lists, single_row, tiles
 from ejkernel.kernels.triton.flash_attention.fits import neighbours
 from ejkernel.kernels.triton.flash_attention.known_lists import known_walks, walk_name
+from ejkernel.kernels.triton.flash_attention.launch import AttentionLaunch
 from ejkernel.kernels.triton.flash_attention.terms import row_terms
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
-from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -72,12 +71,14 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if work.tiles.decode is not None:
             return single_row.forward(work, arrays), []
-        o, lse, *saved = call(*_planned(plans.ForwardPlan, work, work.tiles.fwd, arrays))
+        launch, operands = _forward(work, arrays)
+        o, lse, *saved = call(launch, **operands).values()
         return (o, lse), saved
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         if work.tiles.decode is not None:  # which saved nothing
-            o, lse, *saved = call(*_planned(plans.ForwardPlan, work, work.tiles.fwd, arrays))
+            launch, operands = _forward(work, arrays)
+            o, lse, *saved = call(launch, **operands).values()
             outputs = o, lse
         return super().backward(work, arrays, outputs, saved, cotangents)
 
@@ -86,23 +87,29 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
         return ((tile.block_q, tile.block_kv) for tile in (work.tiles.dq, *of_keys))
 
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
+        from ejkernel.kernels.triton.flash_attention.dkv_kernel import DkvLaunch
+        from ejkernel.kernels.triton.flash_attention.dq_kernel import DqLaunch
+
         p, t = work.problem, work.tiles
         base, *rest = arrays["base"]
         beside = ("sink", "base", "do", "delta")
         tensors = {name: x for name, x in arrays.items() if name not in beside}
         rows = row_terms(p, arrays["do"], arrays["delta"], *(rest or [None]))
         tensors |= {"base": base, **rows}
-        (dq,) = call(*_planned(plans.DqPlan, work, t.dq, tensors))
-        found = {"q": dq}
+        launch, operands = _with_operands(DqLaunch, work, t.dq, tensors)
+        grads = call(launch, **operands)
         for parts, tile in _key_passes(work):
-            grads = call(*_planned(plans.DkvPlan, work, tile, tensors, parts=parts))
-            found |= zip((part.removeprefix("d") for part in parts), grads, strict=True)
+            launch, operands = _with_operands(DkvLaunch, work, tile, tensors, parts=parts)
+            grads |= call(launch, **operands)
         bias = arrays.get("bias")
         if bias is not None:
+            from ejkernel.kernels.triton.flash_attention.dbias_kernel import DbiasLaunch
+
             shared = dict(sum_batch=p.batch // bias.shape[0], sum_heads=p.heads // bias.shape[1])
             tile = tiles.bias_tiles(t.dq, work.target)
-            (found["bias"],) = call(*_planned(DbiasPlan, work, tile, tensors, **shared))
-        return found
+            launch, operands = _with_operands(DbiasLaunch, work, tile, tensors, **shared)
+            grads |= call(launch, **operands)
+        return {name.removeprefix("d"): gradient for name, gradient in grads.items()}
 
 
 def _key_passes(work: Work) -> Iterable[tuple[tuple[str, ...], Tiles]]:
@@ -116,10 +123,17 @@ def walks_lists(problem: Problem, target: Target) -> bool:
     return problem.pattern_blocks is not None or ("mask" in problem.rules.names and target.hopper)
 
 
-def _planned(
-    kind: type[plans.AttentionPlan], work: Work, tile: Tiles, tensors: Arrays, **fields: Any
-) -> tuple[Any, ...]:
-    """The plan of one kernel and its operands; which blocks it visits follows from the mask."""
+def _forward(work: Work, arrays: Arrays) -> tuple[AttentionLaunch, dict[str, Any]]:
+    """Returns the forward launch and its operands."""
+    from ejkernel.kernels.triton.flash_attention.forward_kernel import ForwardLaunch
+
+    return _with_operands(ForwardLaunch, work, work.tiles.fwd, arrays)
+
+
+def _with_operands(
+    kind: type[AttentionLaunch], work: Work, tile: Tiles, tensors: Arrays, **fields: Any
+) -> tuple[AttentionLaunch, dict[str, Any]]:
+    """Returns a launch and its operands; the blocks that it visits follow from the mask."""
     p, tensors = work.problem, dict(tensors)
     mask = tensors.pop("mask")
     rules, arrays = split_mask(mask)
@@ -128,22 +142,21 @@ def _planned(
     tensors |= operands(mask, arrays, p.q_len, p.kv_len)
     pattern, dense = tensors.pop("pattern", None), tensors.get("mask")
     known = tensors.pop("walks", {})
-    if kind is DbiasPlan:
-        # made of all tiles, each by its elements
+    if not kind.iterates:
+        # every tile is computed, each with its element mask
         found, fields["mask_block"] = lists.element_mask(p, pattern, dense)
         tensors |= found
     elif walks_lists(p, work.target):
-        by_key = kind is plans.DkvPlan
-        walk = known.get(walk_name(tile, by_key)) or lists.walk_operands(
-            p, mask, pattern, tile, by_key=by_key
+        walk = known.get(walk_name(tile, kind.by_key)) or lists.walk_operands(
+            p, mask, pattern, tile, by_key=kind.by_key
         )
         found, fields["mask_block"] = lists.mask_beside_walk(p, pattern, dense, tile)
         tensors |= walk | found
     elif rules.arrays:
         tensors["ranges"] = block_ranges(
-            mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind is plans.DkvPlan
+            mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind.by_key
         )
-    return kind(p, rules, tile, shapes_of(tensors), **fields), *tensors.values()
+    return kind(p, rules, tile, **fields), tensors
 
 
 flash_attention = FlashAttention()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.triton.flash_attention.plans import last_first
+from ejkernel.kernels.triton.flash_attention.launch import last_first
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.mask_info import MaskInfo

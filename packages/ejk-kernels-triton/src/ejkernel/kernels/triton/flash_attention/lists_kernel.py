@@ -9,9 +9,20 @@ bytes of the states and of the lists, a few for each pair of blocks.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+
 from ejkernel.kernels.triton.common.structure import band_blocks
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import BATCHED, Launch, power_of_two, struct
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.masks.structure import Band
+
+MAX_STATES = 1024  # states that a program looks at together
+MAX_PROGRAMS = 4096  # programs that are ordered together
 
 
 @triton.jit
@@ -59,6 +70,67 @@ def block_lists(
             count += tl.sum(chosen.to(tl.int32), 0)
         tl.store(list_row + phase, count)
     tl.store(counts + row, count)
+
+
+@dataclass(frozen=True)
+class ListsLaunch(Launch):
+    """Launch of ``block_lists`` on state int8 ``[rows, heads, q blocks, kv blocks]``.
+
+    The results are lists ``[rows, heads, blocks, others + 3]`` of key blocks for each query block,
+    or with ``by_key`` of query blocks for each key block, int16 where indices fit, and
+    counts int32 ``[rows, heads, blocks]``.
+    """
+
+    kernel = block_lists
+    batching: ClassVar = {"state": BATCHED}
+
+    rows: int
+    heads: int
+    lengths: tuple[int, int]
+    tile: tuple[int, int]
+    band: Band
+    by_key: bool
+
+    def outputs(self) -> Mapping[str, jax.ShapeDtypeStruct | None]:
+        blocks, others = self._blocks()
+        lead = (self.rows, self.heads, blocks)
+        number = "int16" if others < 2**15 else "int32"
+        return {"listed": struct(number, *lead, others + 3), "counts": struct("int32", *lead)}
+
+    def _blocks(self) -> tuple[int, int]:
+        q, k = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
+        return (k, q) if self.by_key else (q, k)
+
+    def grid(self, target: Target) -> tuple[int, ...]:
+        return (self.rows * self.heads * self._blocks()[0],)
+
+    def options(self, target: Target) -> Mapping[str, Any]:
+        return {"num_warps": 1, "num_stages": 1}
+
+    def arguments(self, target: Target) -> Mapping[str, Any]:
+        blocks, others = self._blocks()
+        (length, other_length), (block, other) = self.lengths, self.tile
+        steps, lo, hi = (others, 1), self.band.lo, self.band.hi
+        if self.by_key:
+            length, other_length, block, other = other_length, length, other, block
+            steps = (1, blocks)
+            lo, hi = (None if x is None else -x for x in (hi, lo))
+        return {
+            "blocks": blocks,
+            "others": others,
+            "length": length,
+            "other_length": other_length,
+            "block_stride": steps[0],
+            "other_stride": steps[1],
+            "lo": lo,
+            "hi": hi,
+            "BLOCK": block,
+            "OTHER": other,
+            "CHUNK": min(MAX_STATES, power_of_two(others)),
+        }
+
+    def with_batch(self, size: int) -> ListsLaunch:
+        return replace(self, rows=size * self.rows)
 
 
 @triton.jit
@@ -123,3 +195,47 @@ def _program_steps(
         at = head * head_step + member * blocks + block
         steps += tl.load(counts + at, mask=inside, other=0)
     return head * blocks + block, steps, inside
+
+
+@dataclass(frozen=True)
+class OrderLaunch(Launch):
+    """Launch of ``long_rows_first`` on counts ``[rows, list_heads, blocks]``.
+
+    The result is order int32 ``[rows, programs]``, with a program for each block of ``heads``
+    heads. ``group``: lists of a program, where lists differ between query heads and programs are of
+    key heads.
+    """
+
+    kernel = long_rows_first
+    batching: ClassVar = {"counts": BATCHED}
+
+    rows: int
+    list_heads: int
+    heads: int
+    blocks: int
+    group: int
+    last_first: bool
+
+    def outputs(self) -> Mapping[str, jax.ShapeDtypeStruct | None]:
+        return {"order": struct("int32", self.rows, self.heads * self.blocks)}
+
+    def grid(self, target: Target) -> tuple[int, ...]:
+        return (self.rows,)
+
+    def options(self, target: Target) -> Mapping[str, Any]:
+        return {"num_warps": 8, "num_stages": 1}
+
+    def arguments(self, target: Target) -> Mapping[str, Any]:
+        group = 1 if self.list_heads == 1 else self.group
+        return {
+            "blocks": self.blocks,
+            "heads": self.heads,
+            "list_rows": self.list_heads * self.blocks,
+            "head_step": 0 if self.list_heads == 1 else group * self.blocks,
+            "LAST_FIRST": self.last_first,
+            "GROUP": group,
+            "CHUNK": min(MAX_PROGRAMS, power_of_two(self.heads * self.blocks)),
+        }
+
+    def with_batch(self, size: int) -> OrderLaunch:
+        return replace(self, rows=size * self.rows)

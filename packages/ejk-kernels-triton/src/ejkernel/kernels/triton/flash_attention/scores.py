@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from ejkernel.kernels.triton.common.softmax import capped_weight
 from ejkernel.kernels.triton.common.structure import (
     band_blocks,
@@ -16,6 +14,7 @@ from ejkernel.kernels.triton.common.structure import (
     in_order,
     visible,
 )
+from ejkernel.kernels.triton.language import tl, triton
 
 
 @triton.jit

@@ -24,6 +24,11 @@ def logit_unit(problem: Problem) -> float:
     return 1.0 if problem.biased else abs(problem.scale)
 
 
+def natural_logarithm(x: float) -> float:
+    """Returns a logarithm in base 2 as a natural one."""
+    return x / LOG2E
+
+
 def gradient_factor(problem: Problem) -> float:
     """Of the gradient of the logits: of what dropout keeps, and of the slope of a soft cap."""
     return problem.keep_scale * (1.0 if problem.soft_cap is None else -4.0)

@@ -29,8 +29,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
 from ejkernel.kernels.triton.grouped_matmul.groups import find_lane, lane_rows, matrix_of, row_tile
 from ejkernel.kernels.triton.grouped_matmul.tiles import (
     Problem,
@@ -39,7 +38,8 @@ from ejkernel.kernels.triton.grouped_matmul.tiles import (
     tensor_map,
     uses_maps,
 )
-from ejkernel.kernels.triton.launch import Launch, Out, inputs
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.plan import inputs
 from ejkernel.kernels.triton.targets import Target
 
 
@@ -143,7 +143,7 @@ def grouped_rows(lhs, rhs, sizes, offset, existing, out, of):
     )  # fmt: skip
 
 
-def launch(p: Problem, t: Tiles, target: Target, offsets: int, existing: bool) -> Launch:
+def launch(p: Problem, t: Tiles, target: Target, offsets: int, existing: bool) -> BoundLaunch:
     """Of operands lhs, rhs, sizes, then the offset and what is added as far as they are given.
 
     ``offsets``: 0 without an offset, else 1 or one per batch element.

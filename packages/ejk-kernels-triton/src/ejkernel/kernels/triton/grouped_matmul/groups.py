@@ -7,8 +7,7 @@ away, with no table in memory and no kernel before this one.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 
 
 @triton.jit

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.bound_launch import BoundLaunch
+from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.grouped_matmul import tiles as choice
 from ejkernel.kernels.triton.grouped_matmul.tiles import MAX_LANES, Passes, Problem, Tiles
 from ejkernel.kernels.triton.kernel import TritonKernel
-from ejkernel.kernels.triton.launch import Launch, Unmapped, struct
+from ejkernel.kernels.triton.launch import struct
+from ejkernel.kernels.triton.plan import Unmapped
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.execution.program_cache import PROGRAMS_LIMIT
@@ -103,7 +105,7 @@ class RowsPlan(Unmapped):
         p = self.problem
         return (struct(p.out, p.batch * p.rows, p.columns),)
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.grouped_matmul import forward, stored
 
         given = self.problem, self.tiles, target, self.offsets, self.existing
@@ -119,7 +121,7 @@ class WeightsPlan(RowsPlan):
         shape = (p.columns, p.inner) if p.transposed else (p.inner, p.columns)
         return (struct(p.dtype, p.batch * p.held, *shape),)
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.grouped_matmul import weights
 
         return weights.launch(self.problem, self.tiles, target, self.offsets)
@@ -149,7 +151,7 @@ class Product:
         kind = WeightsPlan if self.weights else RowsPlan
         offsets = 0 if offset is None else offset.shape[0]
         plan = kind(self.problem, self.tiles, offsets, added, scaled)
-        return call(plan, *(x for x in arrays if x is not None))[0]
+        return call_plan(plan, *(x for x in arrays if x is not None))[0]
 
 
 @functools.lru_cache(maxsize=PROGRAMS_LIMIT)

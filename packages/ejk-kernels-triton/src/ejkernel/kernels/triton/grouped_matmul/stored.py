@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out, TensorMap
 from ejkernel.kernels.triton.common.eight_bit import pair_operands
 from ejkernel.kernels.triton.grouped_matmul.forward import store_rest, store_tile
 from ejkernel.kernels.triton.grouped_matmul.groups import lane_rows, matrix_of, read_tile, row_tile
@@ -31,7 +30,8 @@ from ejkernel.kernels.triton.grouped_matmul.tiles import (
     tensor_map,
     uses_maps,
 )
-from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap, inputs
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.plan import inputs
 from ejkernel.kernels.triton.targets import Target, instructions
 
 
@@ -99,7 +99,7 @@ def grouped_stored(
 
 def launch(
     p: Problem, t: Tiles, target: Target, offsets: int, existing: bool, scaled: bool
-) -> Launch:
+) -> BoundLaunch:
     """Of operands lhs, rhs, sizes, then the offset, what is added and the scale if given."""
     # a tile that leaves its matrix reads the next one, times 0, which an infinite number survives
     maps = p.inner % t.block_k == 0 and uses_maps(p, target)

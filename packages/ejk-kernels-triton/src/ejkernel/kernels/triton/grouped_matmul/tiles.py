@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, TensorMap
 from ejkernel.kernels.triton.common.products import precision_name, refused_precision
-from ejkernel.kernels.triton.launch import In, Launch, TensorMap, filled, power_of_two
+from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.plan import bound, filled
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import config_field
 from ejkernel.types.arrays import is_eight_bit, result_dtype
@@ -148,7 +150,7 @@ def compiler_options(t: Tiles, target: Target) -> dict[str, int]:
 def launched(
     kernel: Any, p: Problem, t: Tiles, target: Target, arguments: Mapping[str, Any], *,
     offsets: int, maps: bool, interpreted: Mapping[str, Any] | None = None, **others: Any,
-) -> Launch:  # fmt: skip
+) -> BoundLaunch:  # fmt: skip
     """The launch of a kernel that takes work tiles in turn; ``others``: sizes of its own."""
     known = {
         "rows": p.batch * p.rows,
@@ -173,7 +175,7 @@ def launched(
         "FLATTEN": maps,
         "PRECISION": p.precision if target.platform == "cuda" else "ieee",
     }
-    return Launch.of(
+    return bound(
         kernel,
         {**arguments, "of": filled(Sizes, known | others)},
         (target.cores * t.per_core,),

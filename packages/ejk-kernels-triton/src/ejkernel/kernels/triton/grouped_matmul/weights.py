@@ -35,8 +35,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out, TensorMap, runs_map
 from ejkernel.kernels.triton.grouped_matmul.forward import in_halves, store_tile
 from ejkernel.kernels.triton.grouped_matmul.groups import (
     lane_of,
@@ -46,8 +46,8 @@ from ejkernel.kernels.triton.grouped_matmul.groups import (
     rows_of,
 )
 from ejkernel.kernels.triton.grouped_matmul.tiles import Problem, Tiles, launched, uses_maps
-from ejkernel.kernels.triton.launch import RUNS as _RUNS
-from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap, inputs, runs_map
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.plan import inputs
 from ejkernel.kernels.triton.targets import Target
 
 RUNS = tl.constexpr(_RUNS)
@@ -186,7 +186,7 @@ def grouped_weights(a_map, b_map, a, b, sizes, offset, out, of, LATE: tl.constex
             )  # fmt: skip
 
 
-def launch(p: Problem, t: Tiles, target: Target, offsets: int) -> Launch:
+def launch(p: Problem, t: Tiles, target: Target, offsets: int) -> BoundLaunch:
     """Of operands lhs, dout, sizes, then the offset if there is one (see ``forward.launch``)."""
     maps = uses_maps(p, target) and p.batch * p.rows < RUNS.value
     a, b = (1, 0) if p.transposed else (0, 1)

@@ -39,10 +39,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, TensorMap
 from ejkernel.kernels.triton.common.sequences import find_segment
-from ejkernel.kernels.triton.launch import Launch, TensorMap, inputs, results
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention.channels import load_cut, middle, near, sees
 from ejkernel.kernels.triton.linear_attention.gather import gather_by_halves, gather_near
 from ejkernel.kernels.triton.linear_attention.opening import kernel_params
@@ -55,6 +54,7 @@ from ejkernel.kernels.triton.linear_attention.tiles import (
     maps_of,
     width,
 )
+from ejkernel.kernels.triton.plan import bound, inputs, results
 from ejkernel.kernels.triton.targets import Target
 
 
@@ -242,7 +242,7 @@ def channel_gradient(
 
 def launch(
     p: Problem, t: Tiles, target: Target, of_values: bool, wanted: tuple[tuple[str, str], ...]
-) -> Launch:
+) -> BoundLaunch:
     """Of operands (a), b, c, d, the gate, sums of its halves, cuts, (pairs and totals of the other
     gate), states, (their gradients) before every chunk, (cu): a and gradients of states where
     ``wanted``, of dreader, dsource and dgate with their dtypes, are more than what rows read."""
@@ -296,7 +296,7 @@ def launch(
         "PARTS": mine,
         "MAPS": maps,
     }
-    return Launch.of(
+    return bound(
         channel_gradient,
         arguments,
         (chunks * -(-channels // some),),

@@ -28,8 +28,7 @@ carried down to single rows.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 
 

@@ -21,15 +21,15 @@ of 64, bfloat16: 268 + 268 MB = 0.125 ms on an H200; the walks wrote the states 
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
 from ejkernel.kernels.triton.common.sequences import find_segment
-from ejkernel.kernels.triton.launch import Launch, Out, inputs
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.opening import opening
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.plan import inputs
 from ejkernel.kernels.triton.targets import Target
 
 
@@ -107,11 +107,12 @@ def gate_gradient(of, states, dstates, cu, dgate):
     tl.store(dgate + row * heads + head + each * heads, dg, mask=each < end - begin - at)
 
 
-def launch(p: Problem, t: Tiles, target: Target) -> Launch:
+def launch(p: Problem, t: Tiles, target: Target) -> BoundLaunch:
     """Of operands q, k, v, do, sums of the gate, states and their gradients before every chunk,
     (cu)."""
     of = opening(p, t, target, min(t.columns, 32, width(p.value_dim)))
     others = inputs({"states": True, "dstates": True, "cu": p.sequences > 0}, first=7)
     arguments = {"of": of, **others, "dgate": Out(0)}
     grid = (p.batch * of.pieces * (t.segment // t.chunk) * p.heads,)
-    return Launch(gate_gradient, arguments, {}, grid, t.num_warps, t.num_stages)
+    options = {"num_warps": t.num_warps, "num_stages": t.num_stages}
+    return BoundLaunch(gate_gradient, arguments, {}, grid, options)

@@ -19,14 +19,15 @@ Bound of ``gate_sums``: a gate read and two sums written a row and head, 2 x 819
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
 from ejkernel.kernels.triton.common.sequences import find_segment
-from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import FULL
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
+from ejkernel.kernels.triton.plan import bound, inputs
 from ejkernel.kernels.triton.targets import Target
 
 
@@ -156,7 +157,9 @@ def pair_decays(high, low, LATER: tl.constexpr, CHUNK: tl.constexpr):
     return tl.exp(between)
 
 
-def launch(p: Problem, t: Tiles, target: Target, given: tuple[str, ...], shared: bool) -> Launch:
+def launch(
+    p: Problem, t: Tiles, target: Target, given: tuple[str, ...], shared: bool
+) -> BoundLaunch:
     """Of the operands ``given`` of gate, constant and cu; ``shared``: one constant for all batch
     rows."""
     known, block = kernel_params(p, t, target), min(32, power_of_two(p.heads))
@@ -170,4 +173,4 @@ def launch(p: Problem, t: Tiles, target: Target, given: tuple[str, ...], shared:
         "HEADS": block,
     }
     grid = (p.batch * known["pieces"] * (t.segment // t.chunk) * -(-p.heads // block),)
-    return Launch.of(gate_sums, arguments, grid, 4, 1, known=known)
+    return bound(gate_sums, arguments, grid, 4, 1, known=known)

@@ -8,8 +8,7 @@ one after it, not yet decayed. ``outside``: what every gate of the chunk gets of
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention.channels import (
     load_cut,
     meeting,

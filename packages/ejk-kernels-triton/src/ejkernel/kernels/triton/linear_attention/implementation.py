@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.linear_attention import roles
 from ejkernel.kernels.triton.linear_attention import tiles as choice
@@ -87,7 +87,9 @@ class Passes:
         if self.problem.scalar and not (self.problem.steady and self.arrays["do"] is None):
             known = {"gate": arrays.get("g"), "constant": constant}
             known = {n: x for n, x in (known | {"cu": self.arrays["cu"]}).items() if x is not None}
-            sums = call(SumsPlan(self.problem, self.tiles, tuple(known), True), *known.values())
+            sums = call_plan(
+                SumsPlan(self.problem, self.tiles, tuple(known), True), *known.values()
+            )
         self.arrays |= dict(zip(roles.GATE_SUMS, sums, strict=True))
         if self.problem.key_parts or self.problem.value_parts:
             found = choice.cuts(work.tiles.chunk, self.problem.reverse)
@@ -102,7 +104,7 @@ class Passes:
         where there is no first."""
         reads = self.arrays[reader] is not None
         plan = PreparePlan(self.problem, self.tiles, of_values, reads)
-        results = call(plan, *self.named(reader, source, gate, "cuts", "cu"))
+        results = call_plan(plan, *self.named(reader, source, gate, "cuts", "cu"))
         names = [f"pairs {gate[1]}", reader + "'"] if reads else []
         names += [source + "'", f"totals {gate[1]}", f"halves {gate[1]}"]
         self.arrays |= dict(zip(names, results, strict=True))
@@ -113,12 +115,12 @@ class Passes:
     def walk(self, role: Roles, starts: Any = None) -> tuple[jax.Array, ...]:
         known = self.arrays | {"starts": starts}
         operands = [known[name] for name in role.operands(self.problem).values()]
-        return call(WalkPlan(self.problem, self.tiles, role), *operands)
+        return call_plan(WalkPlan(self.problem, self.tiles, role), *operands)
 
     def scan(self, ends: Any, initial: Any, *, later: bool) -> tuple[jax.Array, ...]:
         given = [] if initial is None else [initial]
         plan = ScanPlan(self.problem, self.tiles, later, bool(given))
-        return call(plan, *ends, *given, *self.named("cu"))
+        return call_plan(plan, *ends, *given, *self.named("cu"))
 
     def output(self, starts: Any) -> jax.Array:
         p = self.problem
@@ -129,7 +131,7 @@ class Passes:
         pairs = ("pairs k",) if p.key_parts else ()
         operands = self.named("v", *other, "gv", "halves v", "cuts", *pairs)
         plan = ChannelPlan(p, self.tiles, True, (("dreader", p.out),))
-        return call(plan, *operands, *self.walk(roles.STATES, starts), *self.named("cu"))[0]
+        return call_plan(plan, *operands, *self.walk(roles.STATES, starts), *self.named("cu"))[0]
 
     def gradients(
         self, arrays: Arrays, dtypes: Mapping[str, str], starts: Any, dstarts: Any
@@ -170,11 +172,11 @@ class Passes:
         plan = ReadPlan(p, self.tiles, gated, results)
         states = [starts, final] if gated else []
         given = self.named("q", "k", "v", "do", *roles.GATE_SUMS)
-        dk, dv, *of_gate = call(plan, *given, dstarts, *states, *self.named("cu"))
+        dk, dv, *of_gate = call_plan(plan, *given, dstarts, *states, *self.named("cu"))
         found = {"query": dq, "key": self.of_keys(dk), "value": self.of_keys(dv)}
         if gated:
             totals = self.named("gate_totals", "cu")
-            (one,) = call(PullPlan(p, self.tiles), *of_gate, *reached, *totals)
+            (one,) = call_plan(PullPlan(p, self.tiles), *of_gate, *reached, *totals)
             found |= {"g": one, "g_gamma": jnp.sum(one, (0, 1))}
         return found
 
@@ -186,7 +188,7 @@ class Passes:
             dstates,
             *self.named("cu"),
         ]
-        (one,) = call(GatePlan(self.problem, self.tiles), *operands)
+        (one,) = call_plan(GatePlan(self.problem, self.tiles), *operands)
         return {"g": one, "g_gamma": jnp.sum(one, (0, 1))}
 
     def channel_gradients(
@@ -203,7 +205,7 @@ class Passes:
             operands = self.named("do", "v", *other, "gv", "halves v", "cuts", *more)
             results = (("dsource", dtypes["value"]), ("dgate", own["gv"]))
             plan = ChannelPlan(p, self.tiles, True, results)
-            dv, found["gv"] = call(plan, *operands, *tail)
+            dv, found["gv"] = call_plan(plan, *operands, *tail)
             found["value"] = self.of_keys(dv)
         if p.key_parts:
             other = ("do'", "v'") if p.value_parts else ("do", "v")
@@ -211,7 +213,7 @@ class Passes:
             operands = self.named("q", "k", *other, "gk", "halves k", "cuts", *more)
             results = (("dreader", p.out), ("dsource", dtypes["key"]), ("dgate", own["gk"]))
             plan = ChannelPlan(p, self.tiles, False, results)
-            found["query"], dk, found["gk"] = call(plan, *operands, *tail)
+            found["query"], dk, found["gk"] = call_plan(plan, *operands, *tail)
             found |= {"key": self.of_keys(dk), "g": found["gk"]}
         one = jnp.sum(found["gk" if p.key_parts else "gv"], 3)
         if "g" in arrays and arrays["g"].ndim == 3:
@@ -245,7 +247,7 @@ def _steps(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
     }
     operands = {name: x for name, x in known.items() if x is not None}
     in_place = state is not None and state.dtype == jnp.float32
-    return call(StepPlan(p, work.tiles, tuple(operands), True, in_place), *operands.values())
+    return call_plan(StepPlan(p, work.tiles, tuple(operands), True, in_place), *operands.values())
 
 
 def _constant(p: Problem, arrays: Arrays) -> jax.Array | None:

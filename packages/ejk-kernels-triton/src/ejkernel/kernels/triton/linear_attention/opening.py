@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import In
 from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
-from ejkernel.kernels.triton.launch import In, filled
+from ejkernel.kernels.triton.language import tl
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import row_operand
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, maps_of, width
+from ejkernel.kernels.triton.plan import filled
 from ejkernel.kernels.triton.targets import Target
 
 Given = Any  # an operand of a launch; in a kernel a pointer or a descriptor

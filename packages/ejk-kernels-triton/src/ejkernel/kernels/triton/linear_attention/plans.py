@@ -9,10 +9,11 @@ from typing import Any
 import jax
 
 from ejkernel.kernels.triton.common.pieces import piece_count
-from ejkernel.kernels.triton.launch import Batched, KernelPlan, merge_leading, struct
+from ejkernel.kernels.triton.launch import merge_leading, struct
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.roles import Roles, prepared_results
 from ejkernel.kernels.triton.linear_attention.tiles import ACROSS, DOWN, Tiles
+from ejkernel.kernels.triton.plan import Batched, KernelPlan
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ chunks 0.20 ms, by halving 0.77 ms, one array alone 0.085 ms.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch
 from ejkernel.kernels.triton.common.sequences import find_segment
-from ejkernel.kernels.triton.launch import Launch, inputs, results
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention.channels import (
     load_cut,
     middle,
@@ -41,6 +40,7 @@ from ejkernel.kernels.triton.linear_attention.tiles import (
     maps_of,
     width,
 )
+from ejkernel.kernels.triton.plan import bound, inputs, results
 from ejkernel.kernels.triton.targets import Target
 
 
@@ -142,7 +142,7 @@ def prepare(
         tl.store(pairs + (slot * heads + head) * (CHUNK * CHUNK) + square, found.to(OPERAND))
 
 
-def launch(p: Problem, t: Tiles, target: Target, of_values: bool, reads: bool) -> Launch:
+def launch(p: Problem, t: Tiles, target: Target, of_values: bool, reads: bool) -> BoundLaunch:
     """Of operands (q), k and the gates of keys, or (do), v and those of values; then cuts, (cu)."""
     known, channels = kernel_params(p, t, target), p.value_dim if of_values else p.dim
     parts = p.value_parts if of_values else p.key_parts
@@ -169,4 +169,4 @@ def launch(p: Problem, t: Tiles, target: Target, of_values: bool, reads: bool) -
     }
     grid = (p.batch * known["pieces"] * (t.segment // t.chunk) * p.heads,)
     options = channel_options(p, parts, target)
-    return Launch.of(prepare, arguments, grid, t.num_warps, t.num_stages, options, known=known)
+    return bound(prepare, arguments, grid, t.num_warps, t.num_stages, options, known=known)

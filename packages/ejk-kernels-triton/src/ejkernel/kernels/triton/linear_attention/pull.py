@@ -25,14 +25,15 @@ of 16 heads on an H200: 0.016 ms.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
 from ejkernel.kernels.triton.common.sequences import find_segment
-from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.read_gradients import ACROSS, DOWN
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
+from ejkernel.kernels.triton.plan import bound, inputs
 from ejkernel.kernels.triton.targets import Target
 
 OPERANDS = ("over", "leaving", "read", "reading", "reached", "totals", "cu")
@@ -106,7 +107,7 @@ def pull(
         tl.store(dgate + place, tl.where(inside, dg + outside[None, :], 0.0), mask=written)
 
 
-def launch(p: Problem, t: Tiles, target: Target) -> Launch:
+def launch(p: Problem, t: Tiles, target: Target) -> BoundLaunch:
     """Of OPERANDS in their order, cu where there is one."""
     known, block = kernel_params(p, t, target), min(2, power_of_two(p.heads))
     arguments = {
@@ -116,4 +117,4 @@ def launch(p: Problem, t: Tiles, target: Target) -> Launch:
         "PARTS": -(-p.dim // t.columns),
     }
     grid = (p.batch * known["pieces"] * -(-p.heads // block),)
-    return Launch.of(pull, arguments, grid, 1, 1, known=known)
+    return bound(pull, arguments, grid, 1, 1, known=known)

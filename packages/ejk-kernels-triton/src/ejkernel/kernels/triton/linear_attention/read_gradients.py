@@ -24,10 +24,9 @@ Sources: as ``walk``.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch
 from ejkernel.kernels.triton.common.sequences import find_piece
-from ejkernel.kernels.triton.launch import Launch, inputs, results
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention import tiles
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.opening import opening
@@ -37,6 +36,7 @@ from ejkernel.kernels.triton.linear_attention.rows import (
     store_rows,
 )
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.plan import inputs, results
 from ejkernel.kernels.triton.targets import Target
 
 OF_GATE = ("over", "leaving", "read", "reading")
@@ -191,7 +191,7 @@ def read_gradients(
 
 def launch(
     p: Problem, t: Tiles, target: Target, gated: bool, wanted: tuple[tuple[str, str], ...]
-) -> Launch:
+) -> BoundLaunch:
     """Of operands q, k, v, do, (sums of the gate), dstarts, (starts, final), (cu); ``wanted``: dkey
     and dvalue with their dtypes."""
     of = opening(p, t, target, width(p.value_dim))
@@ -201,4 +201,5 @@ def launch(
     grid = (p.batch * of.pieces * p.heads,)
     warps = 8 if of.DIM * of.COLUMNS > 64 * 64 else 4
     stages = min(t.num_stages, 2)  # three do not fit
-    return Launch(read_gradients, arguments, {}, grid, warps, stages)
+    options = {"num_warps": warps, "num_stages": stages}
+    return BoundLaunch(read_gradients, arguments, {}, grid, options)

@@ -7,10 +7,9 @@ that, else the descriptor is one of runs (``launch.runs_map``).
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-from ejkernel.kernels.triton.launch import RUNS as _RUNS
-from ejkernel.kernels.triton.launch import In, TensorMap, runs_map
+from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
+from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention import tiles
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 

@@ -13,13 +13,14 @@ Sources: as ``walk``.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
 from ejkernel.kernels.triton.common.sequences import pieces_of
-from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
+from ejkernel.kernels.triton.plan import bound, inputs
 from ejkernel.kernels.triton.targets import Target
 
 BLOCK = 1024
@@ -89,7 +90,7 @@ def scan(
     tl.store(final + state_at, state, mask=held)
 
 
-def launch(p: Problem, t: Tiles, target: Target, later: bool, initial: bool) -> Launch:
+def launch(p: Problem, t: Tiles, target: Target, later: bool, initial: bool) -> BoundLaunch:
     """Of operands ends, then decays (three kinds), initial and cu as far as they are given."""
     block = power_of_two(p.value_dim)
     tall = min(max(1, BLOCK // block), power_of_two(p.dim))
@@ -110,4 +111,4 @@ def launch(p: Problem, t: Tiles, target: Target, later: bool, initial: bool) -> 
         "COLUMNS": block,
     }
     grid = (p.batch * p.states * p.heads * -(-p.dim // tall),)
-    return Launch.of(scan, arguments, grid, 4, 1, known=kernel_params(p, t, target))
+    return bound(scan, arguments, grid, 4, 1, known=kernel_params(p, t, target))

@@ -23,8 +23,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import triton.language as tl
-from ejkernel.kernels.triton.launch import Launch
+from ejkernel.kernels.triton.bound_launch import BoundLaunch
+from ejkernel.kernels.triton.language import tl
+from ejkernel.kernels.triton.plan import bound
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -262,6 +263,6 @@ def split_walk(
         gl.barrier()
 
 
-def launch(arguments: Mapping[str, Any], walked: Launch) -> Launch:
+def launch(arguments: Mapping[str, Any], walked: BoundLaunch) -> BoundLaunch:
     """In the place of ``walked``, a launch of ``walk`` with these ``arguments``."""
-    return Launch.of(split_walk, {}, walked.grid, 4, 1, known=arguments, stand_in=walked)
+    return bound(split_walk, {}, walked.grid, 4, 1, known=arguments, stand_in=walked)

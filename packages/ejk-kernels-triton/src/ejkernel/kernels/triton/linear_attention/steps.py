@@ -16,13 +16,13 @@ Sources: as ``walk``.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
 from ejkernel.kernels.triton.common.sequences import sequence_start
-from ejkernel.kernels.triton.launch import Launch, Out, inputs
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.plan import bound, inputs
 from ejkernel.kernels.triton.targets import Target
 
 OPERANDS = ("query", "key", "value", "constant", "gate", "key_gate", "value_gate", "cu", "initial")
@@ -116,7 +116,7 @@ def steps(
 
 def launch(
     p: Problem, t: Tiles, target: Target, given: tuple[str, ...], shared: bool, in_place: bool
-) -> Launch:
+) -> BoundLaunch:
     """Of the operands ``given``, in the order of OPERANDS; ``shared``: one constant for all batch
     rows."""
     block = min(t.columns, width(p.value_dim))
@@ -131,4 +131,4 @@ def launch(
     grid = (p.batch * owners * p.heads * -(-p.value_dim // block),)
     aliases = {given.index("initial"): 1} if in_place else {}
     known = kernel_params(p, t, target)
-    return Launch.of(steps, arguments, grid, t.num_warps, 1, known=known, aliases=aliases)
+    return bound(steps, arguments, grid, t.num_warps, 1, known=known, aliases=aliases)

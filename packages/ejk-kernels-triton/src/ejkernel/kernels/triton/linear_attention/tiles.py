@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ejkernel.kernels.triton.bound_launch import RUNS
 from ejkernel.kernels.triton.kernel import overridden
-from ejkernel.kernels.triton.launch import RUNS, power_of_two
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.linear_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.targets import Target
 

@@ -51,11 +51,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
 from ejkernel.kernels.triton import compat
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In
 from ejkernel.kernels.triton.common.sequences import find_segment
-from ejkernel.kernels.triton.launch import In, Launch, results
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, constant_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
@@ -70,6 +69,7 @@ from ejkernel.kernels.triton.linear_attention.tiles import (
     sums_options,
     width,
 )
+from ejkernel.kernels.triton.plan import bound, results
 from ejkernel.kernels.triton.targets import Target
 
 PREPARED = ("pairs", "totals", "value_totals")
@@ -328,7 +328,7 @@ def walk(
             tl.store(value_at + n, value_total, mask=n < columns - column)
 
 
-def launch(p: Problem, t: Tiles, target: Target, roles: Roles, shared: bool) -> Launch:
+def launch(p: Problem, t: Tiles, target: Target, roles: Roles, shared: bool) -> BoundLaunch:
     """Of the operands that ``roles`` names, in its order; ``shared``: one constant for all batch
     rows."""
     names, made = list(roles.operands(p)), roles.results(p)
@@ -384,7 +384,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles, shared: bool) -> 
         "SPLIT": split,
     }
     grid = (p.batch * known["pieces"] * p.heads * -(-columns // block),)
-    found = Launch.of(
+    found = bound(
         walk, arguments, grid, t.num_warps, t.num_stages, known=known,
         options={} if roles.query or roles.states else sums_options(p, t, target),
         interpreted={"SPLIT": False},  # products of float32 numbers as they are

@@ -1,44 +1,38 @@
-"""The gradient of means of groups: every row gets its group's, divided by the group's number.
+"""The gradient of the means of groups: every row gets its group's, divided by the row count.
 
-    dx[row] = dout[group of row] / rows of the group that count;  0 for rows that count nowhere
+    dx[row] = dout[group of row] / unmasked rows of the group;  0 for masked rows
 
 Work split: a program writes BLOCK rows of some channels. Where all of them belong to one group
-(chunks of a multiple of BLOCK rows, or whole sequences) it reads one row; else a row each, which
-come from the first-level cache but once.
+(chunks of a multiple of BLOCK rows, or full sequences) it reads one row; otherwise one row for each
+row it writes, which hit the first-level cache after the first read.
 
 Bound: dx is written once, dout is read once: memory, as in ``forward``.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from dataclasses import dataclass
+from typing import ClassVar
+
 from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
 from ejkernel.kernels.triton.common.sequences import find_piece
-from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import BATCHED, Launch, power_of_two, struct
 from ejkernel.kernels.triton.mean_pooling.tiles import BYTES, Problem, Tiles
 
 
 @triton.jit
-def spread(
-    dout,
-    count,
-    kept,
-    cu,
-    dx,
-    rows,
-    channels,
-    chunk,
-    sequences,
-    per_sequence,
-    units,
-    ONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    LANES: tl.constexpr,
-    STREAMED: tl.constexpr,
-):
-    """STREAMED: dx is more than the cache holds. ONE: the rows of a program are of one group."""
+def pool_backward(
+    dout, count, row_mask, cu, dx, sizes, per_sequence, units,
+    SINGLE_GROUP: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    LANES: tl.constexpr, EVICT_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Writes dx of BLOCK rows and CHANNELS channels.
+
+    SINGLE_GROUP: all rows of a program belong to one group. EVICT_FIRST: dx is larger than the
+    cache.
+    """
+    rows, channels, chunk, sequences = sizes.rows, sizes.channels, sizes.chunk, sizes.sequences
     across = (channels + CHANNELS - 1) // CHANNELS
     program = tl.program_id(0)
     block = program % across
@@ -54,7 +48,7 @@ def spread(
         cu += batch * (sequences + 1)
         sequence, start, end, tile = find_piece(cu, sequences, rows, unit, BLOCK, LANES)
         groups = sequences * per_sequence
-    # rows behind the last sequence have no group
+    # rows after the last sequence have no group
     used = end
     width = channels
     if cu is not None:
@@ -65,53 +59,83 @@ def spread(
     inside = (row >= start) & (row < end)
     counts = (row >= start) & (row < used)
     column = block * CHANNELS + tl.arange(0, CHANNELS)
-    if ONE:
+    if SINGLE_GROUP:
         within = (tl.maximum(tile, start) - start) // chunk
         number = tl.minimum(end - start - within * chunk, chunk).to(tl.float32)
         group = batch * groups + sequence * per_sequence + within
         if count is not None:
             number = tl.load(count + tl.where(used > start, group, 0))
-        one = tl.load(dout + group * channels + column, mask=column < width, other=0.0)
-        one = one.to(tl.float32) / tl.maximum(number, 1.0)
-        value = tl.broadcast_to(one[None, :], (BLOCK, CHANNELS))
+        dmean = tl.load(dout + group * channels + column, mask=column < width, other=0.0)
+        dmean = dmean.to(tl.float32) / tl.maximum(number, 1.0)
+        value = tl.broadcast_to(dmean[None, :], (BLOCK, CHANNELS))
     else:
         within = (row - start) // chunk
         number = tl.minimum(end - start - within * chunk, chunk).to(tl.float32)
         group = batch * groups + sequence * per_sequence + within
         if count is not None:
             number = tl.load(count + group, mask=counts, other=1.0)
-        seen = counts[:, None] & (column < channels)[None, :]
-        value = tl.load(dout + group[:, None] * channels + column[None, :], mask=seen, other=0.0)
+        loaded = counts[:, None] & (column < channels)[None, :]
+        value = tl.load(dout + group[:, None] * channels + column[None, :], mask=loaded, other=0.0)
         value = value.to(tl.float32) / tl.maximum(number, 1.0)[:, None]
-    if kept is not None:
-        chosen = tl.load(kept + batch * rows + row, mask=inside, other=0) != 0
-        value = tl.where(chosen[:, None], value, 0.0)
+    if row_mask is not None:
+        unmasked = tl.load(row_mask + batch * rows + row, mask=inside, other=0) != 0
+        value = tl.where(unmasked[:, None], value, 0.0)
     pointers = dx + (batch * rows + row)[:, None] * channels + column[None, :]
     written = inside[:, None] & (column < channels)[None, :]
-    through: tl.constexpr = ".cs" if STREAMED else ""
-    tl.store(pointers, value.to(dx.dtype.element_ty), mask=written, cache_modifier=through)
+    modifier: tl.constexpr = ".cs" if EVICT_FIRST else ""
+    tl.store(pointers, value.to(dx.dtype.element_ty), mask=written, cache_modifier=modifier)
 
 
-def launch(p: Problem, t: Tiles) -> Launch:
-    """Of operands dout, then count and what is kept together, and cu, as far as they are given."""
-    block = max(16, min(64, t.rows))
-    one = p.per_sequence == 1 or (not p.sequences and p.chunk % block == 0)
-    block = block if one else 16  # a row of its own for every row takes registers
-    # a warp writes 512 B of a row
-    channels = min(max(t.channels, 512 // BYTES[p.dtype]), max(16, power_of_two(p.channels)))
-    if p.sequences:
-        units = piece_count(p.rows, p.sequences, block)
-    else:
-        units = -(-p.rows // block)
-    given = {"dout": True, "count": p.masked, "kept": p.masked, "cu": p.sequences > 0}
-    arguments = {
-        **inputs(given),
-        "dx": Out(0),
-        "units": units,
-        "ONE": one,
-        "BLOCK": block,
-        "CHANNELS": channels,
-        "LANES": lane_count(p.sequences),
-    }
-    grid = (p.batch * units * -(-p.channels // channels),)
-    return Launch.of(spread, arguments, grid, t.num_warps, 1, known=p.kernel_params)
+@dataclass(frozen=True)
+class PoolBackward(Launch):
+    """Launch of ``pool_backward``; ``count`` and ``row_mask`` are given together."""
+
+    kernel = pool_backward
+    batching: ClassVar = {"dout": BATCHED, "count": BATCHED, "row_mask": BATCHED, "cu": BATCHED}
+
+    problem: Problem
+    tiles: Tiles
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and channels of a program."""
+        p, t = self.problem, self.tiles
+        # a warp writes 512 B of a row
+        channels = max(t.channels, 512 // BYTES[p.dtype])
+        # rows of several groups have an address each, which takes registers
+        rows = max(16, min(64, t.rows)) if self.single_group else 16
+        return rows, min(channels, max(16, power_of_two(p.channels)))
+
+    @property
+    def single_group(self) -> bool:
+        """True where all rows of a program belong to one group."""
+        p = self.problem
+        divides = not p.sequences and p.chunk % max(16, min(64, self.tiles.rows)) == 0
+        return p.per_sequence == 1 or divides
+
+    @property
+    def units(self) -> int:
+        """Programs of a call for each block of channels."""
+        p, (rows, _) = self.problem, self.block
+        return piece_count(p.rows, p.sequences, rows) if p.sequences else -(-p.rows // rows)
+
+    def outputs(self):
+        p = self.problem
+        return {"dx": struct(p.dtype, p.batch, p.rows, p.channels)}
+
+    def grid(self, target):
+        p = self.problem
+        return (p.batch * self.units * -(-p.channels // self.block[1]),)
+
+    def arguments(self, target):
+        p, (rows, channels) = self.problem, self.block
+        return {
+            "sizes": p.sizes,
+            "per_sequence": p.per_sequence,
+            "units": self.units,
+            "SINGLE_GROUP": self.single_group,
+            "BLOCK": rows,
+            "CHANNELS": channels,
+            "LANES": lane_count(p.sequences),
+            "EVICT_FIRST": p.exceeds_cache,
+        }

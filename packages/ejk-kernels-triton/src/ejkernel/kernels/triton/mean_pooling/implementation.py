@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
-from ejkernel.kernels.triton.launch import Batched, KernelPlan, Launch, struct
 from ejkernel.kernels.triton.mean_pooling import tiles as choice
-from ejkernel.kernels.triton.mean_pooling.tiles import Problem, Tiles
+from ejkernel.kernels.triton.mean_pooling.tiles import Problem
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -21,8 +19,8 @@ from ejkernel.types import calls
 class MeanPooling(TritonKernel):
     """Means of sequences, packed sequences or chunks of them, on a GPU.
 
-    float16, bfloat16 and float32, summed in float32. Two runs give the same bits. Differentiable
-    once. ``vmap`` is one launch. ``cfg``: token_tile, channel_tile, num_warps.
+    float16, bfloat16 and float32, accumulated in float32. Two calls give the same bits.
+    Differentiable once. ``vmap`` is one launch. ``cfg``: token_tile, channel_tile, num_warps.
     """
 
     call = calls.MeanPooling
@@ -35,45 +33,28 @@ class MeanPooling(TritonKernel):
         return unsupported({"x": problem.dtype}, {})
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, t = work.problem, work.tiles
-        cu = [arrays["cu_seqlens"][None]] if p.sequences else []
-        kept = [arrays["kept"]] if p.masked else []
-        found = call(PoolPlan(p, t, "sums"), arrays["x"], *kept, *cu)
-        if t.part:
-            found = call(PoolPlan(p, t, "merge"), *found, *cu)
-        mean, *count = found
-        return (mean,), tuple(count)
+        from ejkernel.kernels.triton.mean_pooling.forward import MergeSplits, PoolGroups
+
+        p, t, rows = work.problem, work.tiles, _rows(work.problem, arrays)
+        pooled = call(PoolGroups(p, t), x=arrays["x"], **rows)
+        if t.split:
+            partial, count = pooled["out"], pooled.get("count")
+            launch = MergeSplits(p, t)
+            pooled = call(launch, partial=partial, partial_count=count, cu=rows["cu"])
+        return (pooled["out"],), pooled.get("count")
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        p = work.problem
-        cu = [arrays["cu_seqlens"][None]] if p.sequences else []
-        kept = [*saved, arrays["kept"]] if p.masked else []
-        return {"x": call(PoolPlan(p, work.tiles, "spread"), cotangents[0], *kept, *cu)[0]}
+        from ejkernel.kernels.triton.mean_pooling.backward import PoolBackward
+
+        launch = PoolBackward(work.problem, work.tiles)
+        rows = _rows(work.problem, arrays)
+        return {"x": call(launch, dout=cotangents[0], count=saved, **rows)["dx"]}
 
 
-@dataclass(frozen=True)
-class PoolPlan(Batched, KernelPlan):
-    """One of the three launches: means or sums of parts, the parts' means, the gradient."""
-
-    problem: Problem
-    tiles: Tiles
-    kind: str
-
-    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        p, dtype = self.problem, self.problem.dtype
-        if self.kind == "spread":
-            return (struct(dtype, p.batch, p.rows, p.channels),)
-        rows = p.batch * p.groups
-        if self.kind == "sums" and self.tiles.part:
-            rows, dtype = p.batch * self.tiles.split(p)[0], "float32"
-        found = (struct(dtype, rows, p.channels),)
-        return (*found, struct("float32", rows)) if p.masked else found
-
-    def launch(self, target: Target) -> Launch:
-        from ejkernel.kernels.triton.mean_pooling import backward, forward
-
-        kinds = {"sums": forward.launch, "merge": forward.merge_launch, "spread": backward.launch}
-        return kinds[self.kind](self.problem, self.tiles)
+def _rows(problem: Problem, arrays: Arrays) -> dict[str, jax.Array | None]:
+    """Returns the operands that say which rows belong to a group."""
+    cu = arrays["cu_seqlens"][None] if problem.sequences else None
+    return {"row_mask": arrays["kept"] if problem.masked else None, "cu": cu}
 
 
 mean_pooling = MeanPooling()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ejkernel.kernels.triton.launch import RUNS, power_of_two
+from ejkernel.kernels.triton.bound_launch import RUNS
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.page_attention.params import column_parts, is_wide
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
 from ejkernel.kernels.triton.targets import Target

@@ -18,9 +18,8 @@ its list. At T 32k, 64:4 heads, D128, 16 blocks of 64: 2.2 TFLOP, 17 GB: arithme
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_piece, pieces_of
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
     load_group,
     load_head,

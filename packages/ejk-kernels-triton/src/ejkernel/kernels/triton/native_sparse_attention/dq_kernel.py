@@ -11,8 +11,7 @@ product, and half of what is read from L2: 3.5 ms.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
     load_group,
     load_seen,

@@ -19,8 +19,7 @@ Source: Yuan et al., "Native Sparse Attention" (2025), sections 3.3 and 3.4.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 
 
 @triton.jit

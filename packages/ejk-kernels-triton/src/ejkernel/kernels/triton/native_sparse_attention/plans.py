@@ -10,18 +10,12 @@ from typing import Any
 
 import jax
 
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out
 from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
-from ejkernel.kernels.triton.launch import (
-    Batched,
-    In,
-    KernelPlan,
-    Launch,
-    Out,
-    power_of_two,
-    struct,
-)
+from ejkernel.kernels.triton.launch import power_of_two, struct
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, Sizes, padded
 from ejkernel.kernels.triton.native_sparse_attention.tiles import Tiles, phases, piece_length
+from ejkernel.kernels.triton.plan import Batched, KernelPlan, bound
 from ejkernel.kernels.triton.targets import Target
 
 OPERANDS = {
@@ -94,7 +88,7 @@ class SelectedPlan(Batched, KernelPlan):
             results = (*results, results[0])
         return results
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.native_sparse_attention import (
             dkv_kernel,
             dq_kernel,
@@ -163,4 +157,4 @@ class SelectedPlan(Batched, KernelPlan):
         }[kind]
         warps, stages = (4, 1) if kind == "sums" else (t.num_warps, t.num_stages)
         grid = (p.batch * some * programs,)
-        return Launch.of(kernel, arguments, grid, warps, stages)
+        return bound(kernel, arguments, grid, warps, stages)

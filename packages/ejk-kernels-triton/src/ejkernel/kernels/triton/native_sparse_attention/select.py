@@ -9,18 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.triton.bridge import call
-from ejkernel.kernels.triton.launch import (
-    Batched,
-    In,
-    KernelPlan,
-    Launch,
-    Out,
-    TensorMap,
-    power_of_two,
-    struct,
-)
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out, TensorMap
+from ejkernel.kernels.triton.bridge import call_plan
+from ejkernel.kernels.triton.launch import power_of_two, struct
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
+from ejkernel.kernels.triton.plan import Batched, KernelPlan, bound
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.masks.token_blocks import Blocks, block_means
 
@@ -92,7 +85,7 @@ class SelectPlan(Batched, KernelPlan):
         scores = (p.batch, t.programs * t.tokens(p), p.blocks)
         return struct("int32", *lead, p.slots), struct("float32", *scores), queries
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.native_sparse_attention import select_kernel
 
         p, t, ranks = self.problem, self.tiles, self.kind == "ranks"
@@ -133,7 +126,7 @@ class SelectPlan(Batched, KernelPlan):
         grid = (p.batch * t.programs,)
         kernel = select_kernel.score_blocks
         options = {} if t.registers is None or not ranks else {"maxnreg": t.registers}
-        return Launch.of(kernel, arguments, grid, t.num_warps, t.num_stages, options)
+        return bound(kernel, arguments, grid, t.num_warps, t.num_stages, options)
 
 
 def terms(dtype: str) -> int:
@@ -193,7 +186,7 @@ def select(
 
     def run(kind: str, p: Problem, tensors: dict[str, jax.Array]) -> jax.Array:
         plan = SelectPlan(p, choose(p, target), kind)
-        return call(plan, *(tensors[name] for name in plan.names))[0]
+        return call_plan(plan, *(tensors[name] for name in plan.names))[0]
 
     if p.slots <= MOST:
         return run("ranks", p, tensors)

@@ -34,9 +34,8 @@ Source: Yuan et al., "Native Sparse Attention" (2025), section 3.3.2.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from ejkernel.kernels.triton.common.softmax import fused_softmax
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
     load_group,
 )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.native_sparse_attention.gates import gate_of, pull, under_gate
 from ejkernel.kernels.triton.native_sparse_attention.lists import last_tokens, transposed
 from ejkernel.kernels.triton.native_sparse_attention.plans import OTHERS, SelectedPlan
@@ -105,7 +105,7 @@ def _launch(
             "first_tokens": blocks.block_token[None],
             "last_tokens": last_tokens(blocks)[None],
         }
-    return call(plan, *(tensors[name] for name in plan.names))
+    return call_plan(plan, *(tensors[name] for name in plan.names))
 
 
 selected = Selected()

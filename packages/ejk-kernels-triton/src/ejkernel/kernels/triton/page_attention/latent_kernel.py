@@ -26,10 +26,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch
 from ejkernel.kernels.triton.common.eight_bit import pair_numbers
 from ejkernel.kernels.triton.common.softmax import tanh_from_exp2
-from ejkernel.kernels.triton.launch import Launch, power_of_two
+from ejkernel.kernels.triton.language import tl
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.page_attention.latent_loads import (
     Ring,
     load_rows,
@@ -48,6 +49,7 @@ from ejkernel.kernels.triton.page_attention.latent_products import (
 )
 from ejkernel.kernels.triton.page_attention.merge_kernel import average, part_logit
 from ejkernel.kernels.triton.page_attention.params import column_parts
+from ejkernel.kernels.triton.plan import bound
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -241,15 +243,16 @@ def suits(problem: Any, tiles: Any) -> bool:
     return shape and form and p.heads <= ROWS.value and p.batch <= MAX_LANES * MAX_ROUNDS
 
 
-def launch(arguments: Mapping[str, Any], split: Launch, batch: int) -> Launch:
+def launch(arguments: Mapping[str, Any], split: BoundLaunch, batch: int) -> BoundLaunch:
     """In the place of ``split``, a launch of ``paged_split`` with these ``arguments``."""
     lanes = min(MAX_LANES, power_of_two(batch))
     known = {
         **arguments,
         "PTX": split.constants["PTX"],
-        "PLACES": max(1, split.num_stages - 1),
+        "PLACES": max(1, split.options["num_stages"] - 1),
         "LANES": lanes,
         "ROUNDS": -(-batch // lanes),
     }
-    how = (split.grid, split.num_warps, 1, {**split.options, "maxnreg": REGISTERS})
-    return Launch.of(latent_split, {}, *how, known=known, stand_in=split)
+    options = {"maxnreg": REGISTERS}
+    how = (split.grid, split.options["num_warps"], 1, options)
+    return bound(latent_split, {}, *how, known=known, stand_in=split)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
 from ejkernel.kernels.triton.common.pages import block_pages, run_between
-from ejkernel.kernels.triton.launch import RUNS as _RUNS
 from ejkernel.kernels.triton.page_attention.split_kernel import (
     cost,
     extent,

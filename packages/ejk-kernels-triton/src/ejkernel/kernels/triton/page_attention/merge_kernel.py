@@ -17,9 +17,8 @@ cache at the shape named in ``split_kernel``.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E
+from ejkernel.kernels.triton.language import tl, triton
 
 FEW = tl.constexpr(8)  # parts that a thread holds, one after the other
 

@@ -11,19 +11,8 @@ from typing import Any
 import jax
 
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.launch import (
-    In,
-    Launch,
-    Named,
-    Out,
-    Shapes,
-    TensorMap,
-    Unmapped,
-    filled,
-    power_of_two,
-    runs_map,
-    struct,
-)
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out, TensorMap, runs_map
+from ejkernel.kernels.triton.launch import Shapes, power_of_two, struct
 from ejkernel.kernels.triton.page_attention.groups import (
     Cache,
     Dots,
@@ -42,6 +31,7 @@ from ejkernel.kernels.triton.page_attention.params import (
     logit_params,
 )
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
+from ejkernel.kernels.triton.plan import Named, Unmapped, bound, filled
 from ejkernel.kernels.triton.targets import Target, instructions
 from ejkernel.types.serving.problem import ITEMSIZE, PagedProblem
 
@@ -196,7 +186,7 @@ class SplitPlan(PagedPlan):
         v = self.operand("k" if p.layout.value_offset else "v", v_view)
         return k, rest, v
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.page_attention.split_kernel import paged_split
 
         p, t = self.problem, self.tiles
@@ -237,7 +227,7 @@ class SplitPlan(PagedPlan):
         registers = min(255, 2048 // (t.num_warps * t.per_core) // 8 * 8)
         options = {"maxnreg": registers} if target.platform == "cuda" else {}
         more: Any = {"known": known, "interpreted": {"PTX": 0}}
-        found = Launch.of(paged_split, arguments, grid, t.num_warps, t.num_stages, options, **more)
+        found = bound(paged_split, arguments, grid, t.num_warps, t.num_stages, options, **more)
         if t.form and compat.has_gluon():
             from ejkernel.kernels.triton.page_attention import latent_kernel
 
@@ -255,7 +245,7 @@ class MergePlan(PagedPlan):
         o = struct(p.query_dtype, p.batch, self.rows, p.value_dim)
         return (o, struct("float32", p.batch, self.rows)) if p.return_lse else (o,)
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.page_attention.merge_kernel import paged_merge
 
         p, t = self.problem, self.tiles
@@ -286,4 +276,4 @@ class MergePlan(PagedPlan):
             "OPENING": 0 if t.splits else t.opening,
         }
         grid = (p.batch * self.rows * (whole // columns),)
-        return Launch.of(paged_merge, arguments, grid, warps, 1)
+        return bound(paged_merge, arguments, grid, warps, 1)

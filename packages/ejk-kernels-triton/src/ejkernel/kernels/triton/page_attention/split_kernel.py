@@ -33,8 +33,6 @@ Kwon et al., "PagedAttention" (arXiv 2309.06180), section 4.1, for the cache.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from ejkernel.kernels.triton.common.cached import (
     Keys,
     attend_block,
@@ -44,6 +42,7 @@ from ejkernel.kernels.triton.common.cached import (
 )
 from ejkernel.kernels.triton.common.pages import block_pages, run_between, token_places
 from ejkernel.kernels.triton.common.queries import opened, opened_as_loaded
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.page_attention.merge_kernel import (
     average,
     finish,

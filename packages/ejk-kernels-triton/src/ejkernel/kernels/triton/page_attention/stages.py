@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
@@ -22,9 +22,9 @@ def decode(work: Work, arrays: Arrays) -> Arrays:
     p, t, shares = work.problem, work.tiles, _share_count(work)
     plan = SplitPlan(p, t, shares, shapes_of(arrays))
     if plan.direct:
-        return {"o": call(plan, *arrays.values())[0]}
+        return {"o": call_plan(plan, *arrays.values())[0]}
     read = {name: x for name, x in arrays.items() if name not in ONLY_MERGED}
-    partial = call(SplitPlan(p, t, shares, shapes_of(read)), *read.values())
+    partial = call_plan(SplitPlan(p, t, shares, shapes_of(read)), *read.values())
     return dict(zip(PARTIAL, partial, strict=False))
 
 
@@ -34,7 +34,7 @@ def merge(work: Work, arrays: Arrays) -> Arrays:
         return {}
     read = {name: arrays[name] for name in (*PARTIAL, *ONLY_MERGED) if name in arrays}
     plan = MergePlan(work.problem, work.tiles, _share_count(work), shapes_of(read))
-    return dict(zip(("o", "lse"), call(plan, *read.values()), strict=False))
+    return dict(zip(("o", "lse"), call_plan(plan, *read.values()), strict=False))
 
 
 def _share_count(work: Work) -> int:

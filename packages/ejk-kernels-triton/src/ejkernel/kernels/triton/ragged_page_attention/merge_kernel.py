@@ -9,9 +9,8 @@ these, and the cache of a call that writes one, are copied where XLA put a resul
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from ejkernel.kernels.triton.common.in_place import copy_if_elsewhere, is_elsewhere
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.page_attention.merge_kernel import (
     finish,
     merge_row,

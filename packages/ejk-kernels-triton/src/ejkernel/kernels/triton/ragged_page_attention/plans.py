@@ -8,20 +8,8 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.triton.launch import (
-    In,
-    Launch,
-    Named,
-    Out,
-    Shapes,
-    TensorMap,
-    Unmapped,
-    filled,
-    power_of_two,
-    results,
-    runs_map,
-    struct,
-)
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out, TensorMap, runs_map
+from ejkernel.kernels.triton.launch import Shapes, power_of_two, struct
 from ejkernel.kernels.triton.page_attention.groups import Cache, Dots, Logits
 from ejkernel.kernels.triton.page_attention.params import compute_dtype
 from ejkernel.kernels.triton.page_attention.plans import (
@@ -32,6 +20,7 @@ from ejkernel.kernels.triton.page_attention.plans import (
     scale_of,
     sinks_of,
 )
+from ejkernel.kernels.triton.plan import Named, Unmapped, bound, filled, results
 from ejkernel.kernels.triton.ragged_page_attention.groups import Layout, Sizes
 from ejkernel.kernels.triton.ragged_page_attention.tiles import (
     Tiles,
@@ -116,7 +105,7 @@ class SchedulePlan(RaggedPlan):
         lines = struct("int32", self.most_tiles + 1, 8)
         return (*found, struct("int32", 5, n), lines, struct("int32", n, 3))
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import ragged_schedule
 
         p, long = self.problem.paged, self.tiles.long
@@ -149,7 +138,7 @@ class SchedulePlan(RaggedPlan):
             "COUNT": dict(self.shapes)["valid"][0] - 1,  # the last number says how many are valid
             "ONCE": p.batch <= self.lanes,
         }
-        return Launch.of(ragged_schedule, arguments, (1,), 4, 1)
+        return bound(ragged_schedule, arguments, (1,), 4, 1)
 
 
 SCHEDULE = ("d_lens", "d_begins", "d_rows", "d_counts", "work", "facts")
@@ -185,7 +174,7 @@ class PrefillPlan(RaggedPlan):
         keys = TensorMap(index, (p.pages * p.page_size, heads * step), (t.block, p.dim))
         return keys, None, runs_map(index, heads * step, (t.block, p.dim))
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import ragged_prefill
 
         p, t = self.problem.paged, self.tiles
@@ -215,7 +204,7 @@ class PrefillPlan(RaggedPlan):
         }
         grid = (programs + -(-self.problem.rows // LINES),)
         more: Any = {"known": known, "interpreted": {"PTX": 0}, "aliases": given}
-        return Launch.of(ragged_prefill, arguments, grid, t.num_warps, t.num_stages, **more)
+        return bound(ragged_prefill, arguments, grid, t.num_warps, t.num_stages, **more)
 
 
 @dataclass(frozen=True)
@@ -230,7 +219,7 @@ class RaggedMergePlan(RaggedPlan):
         o = struct(p.query_dtype, self.problem.rows, p.heads, p.dim)
         return (o,) if cache is None else (o, struct(p.key_dtype, *cache))
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.ragged_page_attention.merge_kernel import ragged_merge
 
         p, t = self.problem.paged, self.tiles
@@ -264,7 +253,7 @@ class RaggedMergePlan(RaggedPlan):
         programs = min(pieces, target.cores * MERGING * (2 if warps > 1 else 1) // warps)
         aliases = {self.names.index("o"): 0} | ({cache.index: 1} if cache else {})
         more: Any = {"known": self.sizes, "aliases": aliases}
-        return Launch.of(ragged_merge, arguments, (programs,), warps, 1, **more)
+        return bound(ragged_merge, arguments, (programs,), warps, 1, **more)
 
 
 def decode_plan(problem: RaggedProblem, tiles: Tiles, target: Target, shapes: Shapes) -> SplitPlan:

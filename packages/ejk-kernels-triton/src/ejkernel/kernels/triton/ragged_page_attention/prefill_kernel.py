@@ -24,8 +24,6 @@ Sources: Dao, "FlashAttention-2" (2023), section 3; Kwon et al., "PagedAttention
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from ejkernel.kernels.triton.common.cached import (
     Keys,
     attend_block,
@@ -36,6 +34,7 @@ from ejkernel.kernels.triton.common.cached import (
 from ejkernel.kernels.triton.common.pages import pages_between, places_between, run_between
 from ejkernel.kernels.triton.common.queries import opened
 from ejkernel.kernels.triton.common.structure import band_blocks
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.page_attention.merge_kernel import finish, number_of
 from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
 

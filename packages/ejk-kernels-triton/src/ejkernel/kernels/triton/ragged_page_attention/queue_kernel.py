@@ -10,8 +10,7 @@ tiles, ``found`` of them side by side. ``lines``: ``problem.Long`` says what sta
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 
 ALIGNED = tl.constexpr(8)  # rows: a tile begins at a multiple of it
 SEQUENCES = tl.constexpr(64)  # looked at together

@@ -27,8 +27,7 @@ all others.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.ragged_page_attention.queue_kernel import queue_tiles, tiles_of
 
 EARLY = tl.constexpr(2.0)  # programs that decode, over those that would take as long as all others

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.ragged_page_attention import plans
 from ejkernel.ops.differentiate import Arrays, Work
@@ -17,7 +17,7 @@ LONG_PREFILL = ("long_sequences", "work_tiles", "decode_rows")  # tables of anot
 def launch(plan: Any, work: Work, arrays: Arrays, *names: str) -> tuple[jax.Array, ...]:
     """Launches a kind of plan on the operands named, those that are given; returns its results."""
     read = {name: arrays[name] for name in names if name in arrays}
-    return call(plan(work.problem, work.tiles, work.target, shapes_of(read)), *read.values())
+    return call_plan(plan(work.problem, work.tiles, work.target, shapes_of(read)), *read.values())
 
 
 def schedule(work: Work, arrays: Arrays) -> Arrays:

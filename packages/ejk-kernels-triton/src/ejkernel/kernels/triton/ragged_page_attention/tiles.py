@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ejkernel.kernels.triton.bound_launch import RUNS
 from ejkernel.kernels.triton.kernel import overridden
-from ejkernel.kernels.triton.launch import RUNS, power_of_two
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
 from ejkernel.kernels.triton.page_attention.params import column_parts, is_wide
 from ejkernel.kernels.triton.page_attention.tiles import LAUNCHED, query_rows

@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import Launch, Out, power_of_two, struct
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
+from ejkernel.kernels.triton.launch import power_of_two, struct
 from ejkernel.kernels.triton.page_attention.params import layout_params
 from ejkernel.kernels.triton.page_attention.plans import scale_of
+from ejkernel.kernels.triton.plan import bound
 from ejkernel.kernels.triton.ragged_page_attention.implementation import RaggedKernel
 from ejkernel.kernels.triton.ragged_page_attention.plans import RaggedPlan
 from ejkernel.kernels.triton.ragged_page_attention.stages import (
@@ -40,7 +42,7 @@ class WritePlan(RaggedPlan):
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (struct(self.problem.paged.key_dtype, *dict(self.shapes)["k"]),)
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.ragged_page_attention_v3.write_kernel import ragged_write
 
         p, (key, value) = self.problem.paged, self.problem.written_dtypes
@@ -74,7 +76,7 @@ class WritePlan(RaggedPlan):
         grid = (-(-self.problem.rows // BLOCK), p.kv_heads)
         aliases = {self.names.index("k"): 0}
         more: Any = {"known": layout_params(p), "interpreted": {"PTX": 0}, "aliases": aliases}
-        return Launch.of(ragged_write, arguments, grid, 4, 1, **more)
+        return bound(ragged_write, arguments, grid, 4, 1, **more)
 
 
 def write(work: Work, arrays: Arrays) -> Arrays:

@@ -12,10 +12,9 @@ Bound: reading the new rows and writing them. 16,440 rows of 8 heads, D128 in bf
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from ejkernel.kernels.triton.common.in_place import is_elsewhere
 from ejkernel.kernels.triton.common.narrow import eight_bit_quotients, eight_bits
+from ejkernel.kernels.triton.language import tl, triton
 
 
 @triton.jit

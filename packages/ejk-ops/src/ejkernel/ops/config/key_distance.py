@@ -1,7 +1,7 @@
-"""How near two calls are: whether the tuned config of one is worth using for the other.
+"""Distance of two calls: whether the tuned config of one is worth using for the other.
 
-What decides the work of a tile must be equal: operation, device, platform, dtypes, last axes (head
-dims), other axes that are part of the layout (page sizes), which arrays and options are given
+Properties that decide the work of a tile must be equal: operation, device, platform, dtypes, last
+axes (head dims), other axes that are part of the layout (page sizes), the set of arrays and options
 (bias, sinks, cap, window, segments), and the mask rule. Sizes may differ by a factor: every length,
 the width of a window, the number of heads, and batch times heads by ``FACTOR``, queries per key
 head by ``GROUP_FACTOR``. Further away, an entry says less than arithmetic does.
@@ -15,21 +15,21 @@ from typing import Any, NamedTuple
 
 FACTOR = 4.0
 GROUP_FACTOR = 2.0
-# An octave of heads counts as this many of a length: entries with the same heads come first.
+# An octave of heads weighs as much as this many octaves of a length: equal heads come first.
 HEADS_WEIGHT = 8.0
-# Entries for the platform that was asked for come before those for any.
+# Entries for the requested platform come before entries for any platform.
 OTHER_PLATFORM = 4.0
 # Details that hardly matter: another sharding of an operand, a scale that is given.
 DETAIL = 1.0
 
 
-class Likeness(NamedTuple):
-    """What a kernel says of its arguments, by name, beyond what their shapes say.
+class SimilarityRules(NamedTuple):
+    """Names of a kernel's arguments that are compared in a way of their own.
 
     Attributes:
-        untuned_arguments: change what is computed and not how: any value serves.
-        size_arguments: static integers that say how wide something is; all others must be equal.
-        pools: arrays whose first axis is a pool: how much there is in it says nothing of one call.
+        untuned_arguments: arguments that no tile depends on; any value matches.
+        size_arguments: static integers that are sizes; other static values must be equal.
+        pools: arrays whose first axis is a pool, of a size that says nothing about one call.
     """
 
     untuned_arguments: frozenset[str] = frozenset()
@@ -37,7 +37,7 @@ class Likeness(NamedTuple):
     pools: frozenset[str] = frozenset()
 
 
-NOTHING_SAID = Likeness()
+NO_RULES = SimilarityRules()
 SUBJECT = ("schema", "kernel", "version", "device")
 
 _ARRAY = {"shape", "dtype", "sharding", "free"}
@@ -46,44 +46,46 @@ _GROUP_LIMIT = math.log2(GROUP_FACTOR) + 1e-9
 
 
 def subject(payload: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What an entry is about: a kernel of this version on this device."""
+    """Returns the subject of an entry: a kernel of this version on this device."""
     return tuple(map(payload.get, SUBJECT))
 
 
-def outline(payload: Mapping[str, Any], like: Likeness) -> Hashable:
-    """What must be equal for one payload to say anything about another."""
+def key_schema(payload: Mapping[str, Any], rules: SimilarityRules) -> Hashable:
+    """Returns the part of a payload that must be equal in comparable payloads."""
     arguments = sorted(payload.get("arguments", {}).items())
     placed = repr((payload.get("mesh"), payload.get("specs")))
-    return (*subject(payload), placed, *[(name, *_fixed(name, x, like)) for name, x in arguments])
+    return (*subject(payload), placed, *[(name, *_fixed(name, x, rules)) for name, x in arguments])
 
 
-def _fixed(name: str, x: Any, like: Likeness) -> tuple[Any, ...]:
-    """What of an argument must be equal; what ``_argument`` compares besides is left out."""
+def _fixed(name: str, x: Any, rules: SimilarityRules) -> tuple[Any, ...]:
+    """Returns the part of an argument that must be equal; ``_argument`` compares the other part."""
     if isinstance(x, Mapping):
         if _is_array(x):
-            free, heads = x["free"], _head_axis(x, name in like.pools)
+            free, heads = x["free"], _head_axis(x, name in rules.pools)
             sizes = [None if i in free or i == heads else n for i, n in enumerate(x["shape"])]
             return x["dtype"], tuple(free), tuple(sizes)
         if _is_node(x):
             return x["node"], len(x["children"])
-    return () if name in like.untuned_arguments or name in like.size_arguments else (repr(x),)
+    return () if name in rules.untuned_arguments or name in rules.size_arguments else (repr(x),)
 
 
-def payload_distance(
-    entry: Mapping[str, Any], call: Mapping[str, Any], like: Likeness = NOTHING_SAID
+def key_distance(
+    entry: Mapping[str, Any], call: Mapping[str, Any], rules: SimilarityRules = NO_RULES
 ) -> float:
     """Distance of the payload of an entry from the payload of a call, in octaves.
 
     0 for one bucket, infinite when the entry says nothing about the call.
     """
-    same = outline(entry, like) == outline(call, like)
-    return distance_of_alike(entry, call, like) if same else math.inf
+    same = key_schema(entry, rules) == key_schema(call, rules)
+    return distance_within_schema(entry, call, rules) if same else math.inf
 
 
-def distance_of_alike(entry: Mapping[str, Any], call: Mapping[str, Any], like: Likeness) -> float:
-    """As ``payload_distance``, of payloads with one outline."""
-    asked, tuned = call.get("platform", "auto"), entry.get("platform", "auto")
-    if tuned not in ("auto", asked):  # the best of one platform is not the best of all
+def distance_within_schema(
+    entry: Mapping[str, Any], call: Mapping[str, Any], rules: SimilarityRules
+) -> float:
+    """Returns ``key_distance`` of payloads that have one schema."""
+    platform, tuned = call.get("platform", "auto"), entry.get("platform", "auto")
+    if tuned not in ("auto", platform):  # the best of one platform is not the best of all
         return math.inf
     ours, theirs = entry.get("arguments", {}), call.get("arguments", {})
     heads: list[float] = []
@@ -92,27 +94,27 @@ def distance_of_alike(entry: Mapping[str, Any], call: Mapping[str, Any], like: L
         b = theirs[name]
         if type(a) is type(b) and a == b and not isinstance(a, Mapping):
             continue
-        distance += _argument(name, a, b, heads, like)
+        distance += _argument(name, a, b, heads, rules)
         if distance == math.inf:
             return math.inf
     if heads and max(heads) - min(heads) > _GROUP_LIMIT:
         return math.inf
-    return distance + (0.0 if tuned == asked else OTHER_PLATFORM)
+    return distance + (0.0 if tuned == platform else OTHER_PLATFORM)
 
 
-def _argument(name: str, a: Any, b: Any, heads: list[float], like: Likeness) -> float:
-    """Distance of one argument; ``heads`` collects by how many octaves numbers of heads differ."""
+def _argument(name: str, a: Any, b: Any, heads: list[float], rules: SimilarityRules) -> float:
+    """Distance of one argument; ``heads`` collects the ratios of head counts, in octaves."""
     if _is_array(a) and _is_array(b):
-        return _array(a, b, heads, pool=name in like.pools)
+        return _array(a, b, heads, pool=name in rules.pools)
     if a == b and type(a) is type(b):
         return 0.0
     if _is_array(a) or _is_array(b):
         return math.inf
-    if name in like.untuned_arguments:
+    if name in rules.untuned_arguments:
         return DETAIL
     if _is_node(a) and _is_node(b):
         return _node(a, b)
-    if name in like.size_arguments:
+    if name in rules.size_arguments:
         return _size(_pair(a), _pair(b))
     return math.inf
 
@@ -131,7 +133,7 @@ def _pair(window: Any) -> Any:
 
 
 def _size(a: Any, b: Any) -> float:
-    """Of static values that say how wide something is; what is given on one side is on both."""
+    """Returns the distance of static sizes such as windows; a size must be given on both sides."""
     if a == b and type(a) is type(b):
         return 0.0
     if type(a) is int and type(b) is int:  # a window of n sees n + 1 tokens
@@ -144,7 +146,7 @@ def _size(a: Any, b: Any) -> float:
 
 
 def _node(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
-    """Of pytrees such as masks: the same arrays in them, and the same kind of rule."""
+    """Returns the distance of pytrees such as masks: the same arrays, and one kind of rule."""
     if a["node"] != b["node"] or len(a["children"]) != len(b["children"]):
         return math.inf
     return _size(a["static"], b["static"]) + _sum(map(_child, a["children"], b["children"]))
@@ -153,7 +155,7 @@ def _node(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
 def _child(a: Any, b: Any) -> float:
     if isinstance(a, list) and isinstance(b, list):
         return _sum(map(_child, a, b)) if len(a) == len(b) else math.inf
-    return _argument("", a, b, [], NOTHING_SAID)
+    return _argument("", a, b, [], NO_RULES)
 
 
 def _head_axis(x: Mapping[str, Any], pool: bool) -> int | None:
@@ -166,7 +168,7 @@ def _array(a: Mapping[str, Any], b: Mapping[str, Any], heads: list[float], *, po
     head_axis = _head_axis(a, pool)
     ours, theirs = a["shape"], b["shape"]
     if a["dtype"] != b["dtype"] or a["free"] != b["free"] or len(ours) != len(theirs):
-        return math.inf  # of arguments the outline says so already, of what is inside masks not
+        return math.inf  # arguments have passed the schema; arrays inside masks have not
     free = set(a["free"])
     sizes, rows = 0.0, 0.0
     for axis, (m, n) in enumerate(zip(ours, theirs, strict=True)):
@@ -187,7 +189,7 @@ def _array(a: Mapping[str, Any], b: Mapping[str, Any], heads: list[float], *, po
 
 
 def _octaves(a: int, b: int) -> float:
-    """log2 of the ratio of two numbers, infinite where there is none."""
+    """Returns log2 of a ratio, infinite where there is none."""
     return math.log2(a / b) if a > 0 and b > 0 else math.inf
 
 

@@ -1,0 +1,1 @@
+"""The short causal convolution in Triton, forward and backward."""

@@ -1,0 +1,145 @@
+"""Which tokens a program of the convolution has, and their rows in memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ejkernel.kernels.triton.common.pieces import lane_count
+from ejkernel.kernels.triton.common.sequences import find_piece
+from ejkernel.kernels.triton.language import tl, triton
+
+
+class Sizes(NamedTuple):
+    """Sizes of the arrays; fields in capitals are constants of a compiled kernel.
+
+    Attributes:
+        rows: tokens of a batch row.
+        sequences: packed sequences of a batch row, 0: one sequence.
+        segments: segments of a batch row.
+        weight_batch, bias_batch: elements from one batch row to the next, 0: one for all.
+        SEGMENT, CHANNELS: tokens and channels of a program.
+        STEP: tokens loaded together.
+        WIDTH: number of taps.
+        LANES: sequences searched together.
+    """
+
+    rows: int
+    channels: int
+    sequences: int
+    segments: int
+    weight_batch: int
+    bias_batch: int
+    SEGMENT: int
+    STEP: int
+    CHANNELS: int
+    WIDTH: int
+    LANES: int
+
+
+def sizes_of(launch: Any, step: int) -> Sizes:
+    """Returns the sizes of a launch that loads ``step`` tokens together."""
+    p, t = launch.problem, launch.tiles
+    shared = {name: (launch.shape(name) or (1,))[0] == 1 for name in ("weight", "bias")}
+    return Sizes(
+        p.rows,
+        p.channels,
+        p.sequences,
+        t.segments(p),
+        weight_batch=0 if shared["weight"] else p.channels * p.width,
+        bias_batch=0 if shared["bias"] else p.channels,
+        SEGMENT=t.segment,
+        STEP=min(step, t.segment),
+        CHANNELS=t.channels,
+        WIDTH=p.width,
+        LANES=lane_count(p.sequences),
+    )
+
+
+@triton.jit
+def find_tokens(cu, sizes):
+    """Returns the position of a program.
+
+    (number of the segment in all batch rows, block of channels, batch row, number of the state,
+    whether the tokens belong to a sequence, first token of the sequence, token past its last,
+    first token of the segment, token past its last, whether the sequence ends in the segment).
+    """
+    across = (sizes.channels + sizes.CHANNELS - 1) // sizes.CHANNELS
+    program = tl.program_id(0)
+    block = program % across
+    segment = program // across
+    batch = (segment // sizes.segments).to(tl.int64)
+    piece = segment % sizes.segments
+    if cu is None:
+        state = batch
+        start = 0
+        stop = sizes.rows
+        tile = piece * sizes.SEGMENT
+        valid = piece >= 0
+        ends = piece == sizes.segments - 1
+    else:
+        sequence, start, stop, tile = find_piece(
+            cu + batch * (sizes.sequences + 1), sizes.sequences, sizes.rows, piece, sizes.SEGMENT,
+            sizes.LANES,
+        )  # fmt: skip
+        state = batch * sizes.sequences + sequence
+        valid = sequence < sizes.sequences
+        # a sequence that ends with its tile has one more segment, without tokens
+        ends = valid & (stop < tile + sizes.SEGMENT)
+    first = tl.maximum(start, tile)
+    last = tl.minimum(stop, tile + sizes.SEGMENT)
+    return segment, block, batch, state, valid, start, stop, first, last, ends
+
+
+@triton.jit
+def load_taps(weight, bias, batch, channel, inside, sizes):
+    """Returns the taps of every channel, the earliest token's first, and the bias, in float32."""
+    weight += batch * sizes.weight_batch
+    taps = ()
+    for i in tl.static_range(sizes.WIDTH):
+        tap = tl.load(weight + channel * sizes.WIDTH + i, mask=inside, other=0.0)
+        taps += (tap.to(tl.float32),)
+    shift = tl.zeros([sizes.CHANNELS], tl.float32)
+    if bias is not None:
+        at = bias + batch * sizes.bias_batch + channel
+        shift = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return taps, shift
+
+
+@triton.jit
+def load_history(x, states, row, start, valid, channel, inside, sizes):
+    """Returns the WIDTH - 1 tokens before ``row``, those before the sequence from its state."""
+    history = ()
+    for i in tl.static_range(sizes.WIDTH - 1):
+        t = row - (sizes.WIDTH - 1) + i
+        token = load_token(x, t, valid & (t >= start), channel, inside, sizes)
+        if states is not None:
+            at = states + channel * (sizes.WIDTH - 1) + (t - start + sizes.WIDTH - 1)
+            before = tl.load(at, mask=inside & valid & (t < start), other=0.0)
+            token += before.to(tl.float32)
+        history += (token,)
+    return history
+
+
+@triton.jit
+def load_token(x, t, valid, channel, inside, sizes):
+    """Returns the channels of token ``t`` in float32, 0 where it is not ``valid``."""
+    row = x + tl.cast(t, tl.int64) * sizes.channels
+    return tl.load(row + channel, mask=inside & valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_tokens(x, t, stop, valid, channel, inside, sizes):
+    """Returns the STEP tokens starting at ``t``, 0 for those past the end ``stop``."""
+    tokens = ()
+    for j in tl.static_range(sizes.STEP):
+        tokens += (load_token(x, t + j, valid & (t + j < stop), channel, inside, sizes),)
+    return tokens
+
+
+@triton.jit
+def tap_sum(taps, shift, tokens, j: tl.constexpr, sizes):
+    """Returns the bias plus the taps times ``tokens[j]`` to ``tokens[j + WIDTH - 1]``."""
+    total = shift
+    for i in tl.static_range(sizes.WIDTH):
+        total += taps[i] * tokens[j + i]
+    return total

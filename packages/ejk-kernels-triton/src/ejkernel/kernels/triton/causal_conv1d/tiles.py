@@ -1,0 +1,71 @@
+"""How the convolution is launched: the heuristic, and the tiles worth timing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ejkernel.kernels.triton.causal_conv1d.problem import Problem
+from ejkernel.kernels.triton.common.pieces import piece_count
+from ejkernel.kernels.triton.kernel import overridden
+from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.targets import Target
+
+FIELDS = {"segment": "token_tile", "channels": "channel_tile", "num_warps": "num_warps"}
+LANES = 128  # channels of a warp: four per thread, 8 bytes of bfloat16
+STEP, BACKWARD_STEP = 8, 4  # tokens loaded together
+MIN_SEGMENT = 16
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of the forward and the backward launch.
+
+    Attributes:
+        segment: tokens of a program.
+        channels: channels of a program.
+    """
+
+    segment: int
+    channels: int
+    num_warps: int
+    num_stages: int = 1
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Values of the config's fields."""
+        return {theirs: getattr(self, mine) for mine, theirs in FIELDS.items()}
+
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+        """Returns these tiles with the values of a config."""
+        return overridden(self, cfg, FIELDS)
+
+    def segments(self, p: Problem) -> int:
+        """Returns the number of segments of a batch row."""
+        if p.sequences:
+            return piece_count(p.rows, p.sequences, self.segment)
+        return -(-p.rows // self.segment)
+
+    def programs(self, p: Problem) -> int:
+        """Returns the number of programs of a launch."""
+        return p.batch * self.segments(p) * -(-p.channels // self.channels)
+
+
+def choose(p: Problem, target: Target) -> Tiles:
+    """Returns the heuristic tiles."""
+    width = max(16, power_of_two(p.channels))
+    warps = min(4, max(1, width // LANES))
+    # a segment reads width - 1 rows of the segment before: 128 rows make that 2%. Four programs per
+    # multiprocessor keep the memory busy; fewer need shorter segments
+    t = Tiles(128, min(width, LANES * warps), warps)
+    while t.segment > MIN_SEGMENT and (t.segment >= 2 * p.rows or t.programs(p) < 4 * target.cores):
+        t = replace(t, segment=t.segment // 2)
+    return t
+
+
+def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
+    """Returns tiles worth timing."""
+    found = [replace(t, segment=n) for n in (32, 64, 128, 256)]
+    found += [replace(t, num_warps=w, channels=LANES * w) for w in (1, 2, 4, 8)]
+    found += [replace(t, num_warps=w, channels=2 * LANES * w) for w in (1, 2, 4)]
+    return [f for f in dict.fromkeys(found) if f != t]
