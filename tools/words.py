@@ -21,14 +21,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("packages/*/src/**/*.py", "tools/**/*.py")
 TEXTS = ("docs/**/*.md", "README.md", "CONTRIBUTING.md")
 CEILINGS = {
-    "docs": 159,
-    "ejk-kernels-pallas": 551,
-    "ejk-kernels-triton": 1116,
-    "ejk-kernels-xla": 205,
-    "ejk-modules": 25,
+    "docs": 0,
+    "ejk-kernels-pallas": 556,
+    "ejk-kernels-triton": 813,
+    "ejk-kernels-xla": 0,
+    "ejk-modules": 21,
     "ejk-ops": 2,
     "ejk-types": 1,
-    "tools": 13,
+    "tools": 11,
 }
 """The most findings in each part of the tree; 0 for a part without an entry."""
 
