@@ -105,7 +105,7 @@ FAULTS = (
     ),
     Fault(
         "selection ignores the own block", f"{XLA}/native_sparse_attention/select.py",
-        "return jnp.where(own[None, :, None], jnp.inf, score)", "return score",
+        "return jnp.where(same_block[None, :, None], jnp.inf, score)", "return score",
         f"{XLA_TESTS}/test_native_sparse.py",
     ),
     Fault(
@@ -309,10 +309,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     survived = 0
     for fault in chosen:
-        found, seconds, test = caught(fault)
-        survived += not found
+        is_caught, seconds, test = caught(fault)
+        survived += not is_caught
         print(
-            f"{'caught  ' if found else 'SURVIVED'} {seconds:5.0f} s  {fault.name}  {test}",
+            f"{'caught  ' if is_caught else 'SURVIVED'} {seconds:5.0f} s  {fault.name}  {test}",
             flush=True,
         )
     print(f"{len(chosen) - survived} of {len(chosen)} faults caught")

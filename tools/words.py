@@ -21,15 +21,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("packages/*/src/**/*.py", "tools/**/*.py")
 TEXTS = ("docs/**/*.md", "README.md", "CONTRIBUTING.md")
 CEILINGS = {
-    "README.md": 4,
-    "docs": 159,
+    "docs": 0,
     "ejk-kernels-pallas": 640,
     "ejk-kernels-triton": 1150,
-    "ejk-kernels-xla": 205,
+    "ejk-kernels-xla": 0,
     "ejk-modules": 25,
     "ejk-ops": 2,
     "ejk-types": 1,
-    "tools": 160,
+    "tools": 13,
 }
 """The most findings in each part of the tree; 0 for a part without an entry."""
 
@@ -124,7 +123,7 @@ def check_prose(first: int, text: str) -> Iterator[Finding]:
 
 
 def check_name(line: int, name: str) -> Iterator[Finding]:
-    """Yields the words of an identifier that say nothing of what it holds."""
+    """Yields the words of an identifier that do not describe its value."""
     bare = name.strip("_")
     if bare in _EMPTY:
         yield Finding(line, f"name {name}", _EMPTY[bare])

@@ -95,9 +95,9 @@ def hopper_sparse(name: str) -> Call:
     return attention(blocksparse_attention, attention_cases.SMALL_SPARSE[name])
 
 
-def relative(found: Any, want: Any) -> float:
-    found, want = (np.asarray(x, np.float64) for x in (found, want))
-    error = np.linalg.norm(found - want) / max(np.linalg.norm(want), 1e-30)
+def relative(actual: Any, want: Any) -> float:
+    actual, want = (np.asarray(x, np.float64) for x in (actual, want))
+    error = np.linalg.norm(actual - want) / max(np.linalg.norm(want), 1e-30)
     return float(error) if np.isfinite(error) else np.inf
 
 
@@ -112,7 +112,7 @@ def hopper_grouped(name: str) -> Call:
     first = None if offset is None else np.asarray([offset], np.int32)
     run = jax.jit(lambda: kernel(lhs, dout, np.asarray(sizes, np.int32), first))
     want = oracle.grouped_matmul(lhs, rhs, sizes, offset, dout=dout).drhs
-    return run, lambda found: relative(found, want) / 6e-3
+    return run, lambda actual: relative(actual, want) / 6e-3
 
 
 def hopper_ragged(name: str) -> Call:
@@ -130,10 +130,10 @@ def hopper_ragged(name: str) -> Call:
     long = LongRows(LEAST, 0, m.d**-0.5, m.cap, tiles, SMALL_CORES, bool(single.any()))
     operands = (x["q"], x["cache"], tables, jnp.asarray(queue), jnp.asarray(decodes, jnp.int32))
     sampled, exact = ragged_cases.reference(m, x, x["cache"])
-    of = np.searchsorted(np.cumsum(rows), sampled, side="right")
-    here = (mine | single)[of]
+    sequence = np.searchsorted(np.cumsum(rows), sampled, side="right")
+    compared = (mine | single)[sequence]
     run = jax.jit(long)
-    return lambda: run(*operands), lambda o: relative(o[sampled[here]], exact[here]) / 6e-3
+    return lambda: run(*operands), lambda o: relative(o[sampled[compared]], exact[compared]) / 6e-3
 
 
 def hopper_latent(name: str) -> Call:
@@ -164,7 +164,7 @@ def hopper_latent(name: str) -> Call:
         if n:
             e = np.exp(s - s.max(1, keepdims=True))
             want[i] = e @ keys[:, :512] / e.sum(1, keepdims=True)
-    return lambda: run(*arrays), lambda found: relative(found[0], want) / 6e-3
+    return lambda: run(*arrays), lambda actual: relative(actual[0], want) / 6e-3
 
 
 CALLS = (
@@ -193,12 +193,12 @@ def unexplained(seen: Any) -> set[str]:
 
 def noticed(run: Any, sites: dict[str, str]) -> set[str]:
     """The sites without whose order a race is seen."""
-    found = set()
+    noticed_sites = set()
     for site, kind in sites.items():
         wrong = unexplained(watch(run, site)[0])
         print(f"     {'seen' if wrong else 'none'} {kind} {site}", flush=True)
-        found |= {site} if wrong else set()
-    return found
+        noticed_sites |= {site} if wrong else set()
+    return noticed_sites
 
 
 def problem() -> str | None:
@@ -214,7 +214,7 @@ def main() -> None:
     logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)  # an error ends every thread
     start, failed, plants = time.time(), 0, "--plant" in sys.argv[1:]
     sites: dict[str, str] = {}
-    found: set[str] = set()
+    noticed_sites: set[str] = set()
     for call in chosen(CALLS, [x for x in sys.argv[1:] if x != "--plant"]):
         before = time.time()
         run, error = call[0](*call[1:])
@@ -227,11 +227,11 @@ def main() -> None:
         print(*(f"     {x}\n" for x in sorted(wrong)), sep="", end="", flush=True)
         if plants:
             sites |= seen.sites
-            found |= noticed(run, dict(seen.sites))
+            noticed_sites |= noticed(run, dict(seen.sites))
     print(f"{failed} failed, {time.time() - start:.0f}s in all")
     if plants:
-        left = sorted(sites.keys() - found)
-        print(f"{len(found)} of {len(sites)} orders are watched; not in these calls:")
+        left = sorted(sites.keys() - noticed_sites)
+        print(f"{len(noticed_sites)} of {len(sites)} orders are watched; not in these calls:")
         print(*(f"     {sites[x]} {x}\n" for x in left), sep="", end="")
     sys.exit(bool(failed))
 

@@ -69,13 +69,13 @@ def changed(tiles: Any, values: Mapping[str, Any]) -> Any:
     return tiles
 
 
-def of_pass(fields: Mapping[str, Any], which: str) -> dict[str, Any]:
+def of_pass(fields: Mapping[str, Any], pass_name: str) -> dict[str, Any]:
     """Returns the fields of a pass: group "fwd" of the forward, other groups of the backward.
 
     Without that group all belong to both, as do fields outside groups.
     """
     groups = {path.partition(".")[0] for path in fields if "." in path}
-    used = groups if "fwd" not in groups else {"fwd"} if which == "fwd" else groups - {"fwd"}
+    used = groups if "fwd" not in groups else {"fwd"} if pass_name == "fwd" else groups - {"fwd"}
     return {p: x for p, x in fields.items() if "." not in p or p.partition(".")[0] in used}
 
 
@@ -110,14 +110,14 @@ class Subject:
     may_guess: bool = True
 
     def candidates(
-        self, which: str, choices: Mapping[str, list[Any]], limit: int
+        self, pass_name: str, choices: Mapping[str, list[Any]], limit: int
     ) -> dict[str, Callable[..., Any]]:
         """Returns functions by the fields that differ; what ships is the first, with all fields.
 
         Raises:
             LookupError: ``choices`` names a field that these tiles lack.
         """
-        shipped = of_pass(flat(self.ships), which)
+        shipped = of_pass(flat(self.ships), pass_name)
         unknown = choices.keys() - shipped.keys()
         if unknown:
             fields = ", ".join(shipped) or "none"

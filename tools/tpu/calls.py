@@ -129,13 +129,13 @@ def our_grouped() -> Iterator[Cost]:
     problem = GroupedProblem(rows, inner, columns, groups, groups, False, BF16, BF16, "default")
     t = tiles.choose(problem, current_chip())
     operands = GROUPED.shapes()
-    for row, one, depth, function in (
+    for row, call_tiles, depth, function in (
         ("grouped", t.fwd, t.fwd.chunk, GROUPED.forward(pallas)),
         ("grouped weights", t.drhs, t.drhs.inner, GROUPED.backward(pallas)),
     ):
         name = "ejkernel_" + row.replace("grouped", "grouped_matmul").replace(" ", "_")
-        text = f"{one.rows}x{one.columns}x{one.inner}"
-        work = one.rows * one.columns * depth
+        text = f"{call_tiles.rows}x{call_tiles.columns}x{call_tiles.inner}"
+        work = call_tiles.rows * call_tiles.columns * depth
         yield Cost("ejkernel", row, name, text, work, LANES, function, operands)
 
 
@@ -168,7 +168,7 @@ def sources(name: str) -> list[Callable[[], Iterator[Cost]]]:
         others = [partial(jax_grouped, (512, 1024, n)) for n in (512, 1024)]
         return [our_grouped, *others]
     dim = int(name.removeprefix("d"))
-    found: list[Callable[[], Iterator[Cost]]] = [partial(ours, dim)]
+    sources: list[Callable[[], Iterator[Cost]]] = [partial(ours, dim)]
     for block in (512, 1024):
-        found += [partial(jax_flash, dim, block), partial(jax_splash, dim, block)]
-    return found
+        sources += [partial(jax_flash, dim, block), partial(jax_splash, dim, block)]
+    return sources

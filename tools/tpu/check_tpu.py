@@ -38,9 +38,10 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     """Compiles every shipped call for a chip; seconds, or what went wrong."""
     chips.prepare_environment()
     from ejkernel.kernels import pallas
-    from ejktest.cases import attention, grouped, pooling
+    from ejktest.cases import attention, grouped, linear, pooling
 
-    calls = attention.COMPILED_TPU | grouped.COMPILED_TPU | pooling.COMPILED_TPU
+    families = attention, grouped, linear, pooling
+    calls = {name: call for family in families for name, call in family.COMPILED_TPU.items()}
 
     device = chips.device(chip)
     rows = []
@@ -148,8 +149,8 @@ def report_compiled(chip: str, rows: list[dict[str, Any]], slowest: float) -> li
     for row in rows:
         by_call.setdefault(row["call"], {})[row["part"]] = row
     for call, parts in by_call.items():
-        found = [parts.get(p, {}) for p in ("forward", "gradients")]
-        cells = [row.get("error") or row.get("seconds", "") for row in found]
+        columns = [parts.get(p, {}) for p in ("forward", "gradients")]
+        cells = [row.get("error") or row.get("seconds", "") for row in columns]
         print(f"| {call} | {cells[0]} | {cells[1]} |")
         for row in parts.values():
             if "error" in row:

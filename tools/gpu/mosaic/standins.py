@@ -1,4 +1,4 @@
-"""What instructions of the compiler's own (``inline_mgpu``) do, in the language of arrays.
+"""Stand-ins on arrays for instructions that only the compiler has (``inline_mgpu``).
 
 One for each function of ours that has them, by its module and name: ``masks.hide_outside``. Each is
 called with the interpreter's ``Kernel``, the names that the function closes over, and its operands;
@@ -112,10 +112,10 @@ def store_row_range(k: Any, names: Any, ref: Any, x: Any, *numbers: Any) -> None
             return
         columns = slice(column, column + x.shape[1])
         if names.heads:
-            place = (batch, top, slice(head + first, head + last), columns)
+            index = (batch, top, slice(head + first, head + last), columns)
         else:
-            place = (batch, slice(top + first, top + last), head, columns)
-        host.put(ref, np.asarray(x)[first:last], place)
+            index = (batch, slice(top + first, top + last), head, columns)
+        host.put(ref, np.asarray(x)[first:last], index)
 
     k.on_host(store, (), ref, x, *numbers)
 
@@ -126,8 +126,8 @@ def clear_rows(k: Any, names: Any, ref: Any, first: Any, last: Any) -> None:
         rows, columns = host.shape(ref)
         for start, stop in ((0, min(int(first), rows)), (max(int(last), 0), rows)):
             if start < stop:
-                place = (slice(start, stop), slice(0, columns))
-                host.put(ref, np.zeros((stop - start, columns)), place)
+                index = (slice(start, stop), slice(0, columns))
+                host.put(ref, np.zeros((stop - start, columns)), index)
 
     k.on_host(clear, (), ref, first, last)
 
@@ -200,13 +200,13 @@ def deal(k: Any, names: Any, lengths: Any, run: Any) -> Any:
 
     def cut(host: Any, runs: Any, sequences: Any, run: Any) -> Any:
         run, sequences = int(run), np.asarray(sequences)
-        first, at, count = found = [int(x) for x in runs[run]]
+        first, at, count = work = [int(x) for x in runs[run]]
         while count > sequences[first, 1] - at:
             count -= sequences[first, 1] - at
             first, at = sequences[first, 2], 0
         _, steps, _, part, parts = sequences[first]
         goes_on = count > 0 and at + count < steps
-        return *found, *((first, part, parts, run - part // 2) if goes_on else (0,) * 4)
+        return *work, *((first, part, parts, run - part // 2) if goes_on else (0,) * 4)
 
     return k.on_host(cut, (INT,) * 7, runs, sequences, run)
 
@@ -226,12 +226,12 @@ def make_list(k: Any, names: Any, item: Any, tiles: Any, lists: Any, lengths: An
             visited = int(seen.sum())
             if names.by_query:
                 length = max(visited, 1)
-                found = [*np.flatnonzero(every), *np.flatnonzero(seen & ~every)]
-                line = [int(every.sum()), length, *found, *[n] * (n - visited)]
+                blocks = [*np.flatnonzero(every), *np.flatnonzero(seen & ~every)]
+                line = [int(every.sum()), length, *blocks, *[n] * (n - visited)]
             else:
                 length = visited
-                found = np.flatnonzero(seen) + LIMIT * ~every[seen]
-                line = [length, *found, *[0] * (n - visited)]
+                blocks = np.flatnonzero(seen) + LIMIT * ~every[seen]
+                line = [length, *blocks, *[0] * (n - visited)]
             host.put(lists, line, (row, slice(0, len(line))))
             host.put(lengths, length, (row,))
 

@@ -1,4 +1,4 @@
-"""What threads of an interpreted kernel know of each other, and memory as one of them sees it."""
+"""The order of threads of an interpreted kernel, and memory as one of them sees it."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class Races:
                             f"{'written' if w else 'read'} at {place_of(i)}"
                             for w, i in ((wrote, its_info), (writes, info))
                         )
-                        found = now().own if who == thread else now().races
-                        found.add(" and ".join(pair))
+                        problems = now().own if who == thread else now().races
+                        problems.add(" and ".join(pair))
                     elif writes and group == its_group and within(its_part, part):
                         continue  # an access in no order with it is in none with this one, either
                 records.append(other)
@@ -157,15 +157,15 @@ class Kernel:
 
         def called(token: Any, place: Any, thread: Any, *operands: Any) -> Any:
             host = Host(token, place, thread, self.eqn.source_info)
-            found = run(host, *operands)
-            kinds = zip(found or (), results, strict=True)
+            outputs = run(host, *operands)
+            kinds = zip(outputs or (), results, strict=True)
             return token, *(np.asarray(x, kind.dtype).reshape(kind.shape) for x, kind in kinds)
 
         where = self.interpreter.mesh_location, self.interpreter.thread
         kinds = callbacks.TOKEN_SHAPE_DTYPE, *results
         checked = callbacks.fail_on_exception(called)
-        self.token, *found = io_callback(checked, kinds, self.token, *where, *operands)
-        return found
+        self.token, *values = io_callback(checked, kinds, self.token, *where, *operands)
+        return values
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -13,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from ejkernel.modules._specs import (
     Argument,
-    Layout,
     check_divisible,
     explicit_mesh,
     mesh_axes,
@@ -26,7 +24,8 @@ from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
 from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types import MaskInfo
-from ejkernel.types.calls.axes import Kind, bare, mask_axes, meaning
+from ejkernel.types.calls.axes import bare, mask_axes, meaning
+from ejkernel.types.calls.layout import Layout, Shard
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Call
 
@@ -37,42 +36,9 @@ class DistributedOperation(Protocol):
     """The members of an ``Operation`` that distribution uses."""
 
     spec: ClassVar[type[Call]]
-    whole_groups: ClassVar[bool]
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None: ...
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Where one shard lies; valid inside the mapped function only.
-
-    Attributes:
-        layout: which mesh axes every axis word is spread over.
-        sizes: global sizes of the axis words.
-    """
-
-    layout: Layout
-    sizes: Mapping[str, int]
-
-    def index(self, word: str) -> jax.Array:
-        """Number of this shard along the word, 0 when it is whole."""
-        number = jnp.int32(0)
-        for axis in self.layout.axes(word):
-            number = number * self.layout.mesh_sizes[axis] + jax.lax.axis_index(axis)
-        return number.astype(jnp.int32)
-
-    def parts(self, word: str) -> int:
-        """Over how many devices the word is spread."""
-        return self.layout.parts(word)
-
-    def local(self, word: str) -> int:
-        """Size of the word on this shard."""
-        return self.sizes[word] // self.parts(word)
-
-    def offset(self, word: str) -> jax.Array:
-        """Global index of this shard's first entry along the word."""
-        return self.index(word) * self.local(word)
 
 
 def distribute(
@@ -121,10 +87,11 @@ def distribute(
     own = read_types(layout, _typed_arrays(a, arguments)) if typed else None
     if own is None:
         read_specs(layout, arguments, in_specs)
-    pick = spread_key_heads(layout, sizes, whole_groups=op.whole_groups)
+    pick = spread_key_heads(layout, sizes, whole_groups=op.spec.whole_groups)
     check_divisible(layout, arguments)
     shard = Shard(layout, sizes)
     by_name = {argument.name: argument for argument in arguments}
+    key_heads = {x.name: x.words for x in arguments if x.shape is not None} if pick else {}
     outputs = op.spec.output_axes(a)
     natural = tuple(layout.spec(_output_words(axes, by_name)) for axes in outputs)
     if own is None:
@@ -136,8 +103,8 @@ def distribute(
 
     def body(*leaves: Any) -> Any:
         local = rebuild(leaves)
-        if pick:
-            _pick_kv_heads(local, by_name, shard)
+        if key_heads:
+            shard.pick_key_heads(local, key_heads)
         op.to_shard(local, shard)
         return call((), local)
 
@@ -285,27 +252,3 @@ def _placed_tree(x: Any, mesh: Any, specs: Any) -> Any:
     return jax.tree_util.tree_map(
         lambda leaf, spec: placed(jnp.asarray(leaf), mesh, spec), x, specs
     )
-
-
-def _pick_kv_heads(a: Arguments, by_name: Mapping[str, Argument], shard: Shard) -> None:
-    """Where key heads stayed whole, keep those that this shard's query heads read.
-
-    Query heads of one shard may belong to one group, to whole groups, or lie across groups; in
-    the last case every query head gets its own copy of its key head.
-    """
-    for name, argument in by_name.items():
-        words = argument.words
-        at = next((i for i, w in enumerate(words) if meaning(w).kind is Kind.KEY_HEADS), None)
-        if at is None or argument.shape is None:
-            continue
-        width = meaning(words[at]).entries_per_head or 1
-        local, whole = shard.local("heads"), argument.shape[at] // width
-        group = shard.sizes["heads"] // whole
-        first = shard.offset("heads") // group
-        if group % local == 0 or local % group == 0:
-            count = max(local // group, 1)
-            a[name] = jax.lax.dynamic_slice_in_dim(a[name], first * width, count * width, at)
-            continue
-        heads = (shard.offset("heads") + jnp.arange(local)) // group
-        index = (heads[:, None] * width + jnp.arange(width)).reshape(-1)
-        a[name] = jnp.take(a[name], index, axis=at)

@@ -6,9 +6,8 @@ mesh axes a word is spread over; all arguments and outputs follow from that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,8 +17,7 @@ from ejkernel.modules.compat import explicit_axes, typed_sharding
 from ejkernel.ops import InvalidArgument
 from ejkernel.ops.core.keys import ARRAYS
 from ejkernel.types.calls.axes import AXES, Kind, meaning
-
-MeshAxes = tuple[str, ...]
+from ejkernel.types.calls.layout import Layout, MeshAxes
 
 
 @dataclass(frozen=True)
@@ -29,43 +27,6 @@ class Argument:
     name: str
     words: tuple[str, ...]
     shape: tuple[int, ...] | None
-
-
-@dataclass
-class Layout:
-    """Which mesh axes every word is spread over.
-
-    Attributes:
-        operation: name for messages.
-        mesh_sizes: mesh axis -> size.
-        legal: words that may be spread.
-        spread: word -> mesh axes.
-        source: what says how words are spread, for messages.
-    """
-
-    operation: str
-    mesh_sizes: Mapping[str, int]
-    legal: frozenset[str]
-    spread: dict[str, MeshAxes] = field(default_factory=dict)
-    source: str = "in_specs"
-
-    def axes(self, word: str) -> MeshAxes:
-        return self.spread.get(word.lstrip("#"), ())
-
-    def parts(self, word: str) -> int:
-        """Over how many devices the word is spread."""
-        return math.prod(self.mesh_sizes[a] for a in self.axes(word))
-
-    def spec(self, words: Sequence[str], shape: Sequence[int] | None = None) -> PartitionSpec:
-        """The spec of an array with these axes; axes of size 1 stay whole."""
-        entries: list[Any] = []
-        for i, word in enumerate(words):
-            axes = self.axes(word)
-            if not axes or (shape is not None and shape[i] == 1):
-                entries.append(None)
-            else:
-                entries.append(axes if len(axes) > 1 else axes[0])
-        return PartitionSpec(*entries)
 
 
 def mesh_axes(entry: Any) -> MeshAxes:

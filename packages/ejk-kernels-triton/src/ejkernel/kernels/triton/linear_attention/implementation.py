@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.linear_attention import tiles
 from ejkernel.kernels.triton.linear_attention.problem import Problem, problem_of
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
@@ -20,6 +23,7 @@ class LinearAttention(TritonKernel):
     problem = staticmethod(problem_of)
     choose = staticmethod(tiles.choose)
     neighbours = staticmethod(tiles.neighbours)
+    saved_axes = "batch heads key_dim v_dim"  # states before the segments of all rows
 
     def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         return problem.unsupported or None
@@ -68,6 +72,23 @@ class LightningAttention(LinearAttention):
     call = calls.LightningAttention
     reads = arguments.RECURRENCE | {"layer_idx", "num_layers"}
 
+    def on_shards(self, a: Mapping[str, Any]) -> tuple[CallKernel, Mapping[str, Any]]:
+        """A shard has some of the heads, and decays count all of them."""
+        decays = jnp.asarray(self.problem(a).slopes, jnp.float32)
+        same = {n: x for n, x in a.items() if n not in ("layer_idx", "num_layers")}
+        return _decaying, same | {"g_gamma": decays}
+
+
+class _Decaying(GLAttention):
+    """Lightning attention by the decays of its heads, which have no gradients."""
+
+    def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
+        operands = super().operands(a, problem)
+        operands["decays"] = operands.pop("g_gamma")
+        return operands
+
+
+_decaying = _Decaying()
 
 recurrent_attention = RecurrentAttention()
 gla_attention = GLAttention()

@@ -263,7 +263,9 @@ def _scalar_gate_gradients(dgate: jax.Array) -> Arrays:
 
 def _constant_gate(p: Problem, arrays: Arrays) -> jax.Array | None:
     """Returns one log decay a head ``[1, heads]``, None without."""
-    gate = jnp.asarray(p.slopes, jnp.float32) if p.slopes else arrays.get("g_gamma")
+    gate = arrays.get("decays", arrays.get("g_gamma"))
+    if p.slopes:
+        gate = jnp.asarray(p.slopes, jnp.float32)
     return None if gate is None else gate[None]
 
 
