@@ -1,4 +1,4 @@
-"""What all XLA implementations have in common: any call, on any device, compiled as one."""
+"""Base of all XLA implementations: any call, on any device, compiled as one program."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ejkernel.ops.utils.device import device_kind
 
 
 class XlaKernel(CallKernel):
-    """A kernel of JAX operations, which knows a call by the names of its arguments.
+    """A kernel of JAX operations that looks arguments up by name.
 
-    ``work.problem`` holds them all, with shapes in place of arrays; ``arrays`` the arrays that
-    were given. The outputs are those of the operation, also of calls without work. JAX
-    differentiates ``forward``, which then names its residuals itself, unless a kernel
+    ``work.problem`` holds every argument, with shapes in place of arrays; ``arrays`` holds the
+    arrays of the call. A kernel returns the outputs of the operation, also for calls without work.
+    JAX differentiates ``forward``, which then names its residuals itself, unless a kernel
     ``has_backward``.
     """
 

@@ -1,13 +1,13 @@
-"""The two products over runs of rows, as loops over row tiles.
+"""The two grouped matmuls over runs of rows, as loops over row tiles.
 
-    rows_product      out[r] = lhs[r] @ rhs[group of r]                    [m, n]
-    groups_product    out[i] = sum of outer(lhs[r], rhs[r]) over run i     [g, k, n]
+    rows_matmul       out[r] = lhs[r] @ rhs[group of r]                    [m, n]
+    groups_matmul     out[i] = sum of outer(lhs[r], rhs[r]) over run i     [g, k, n]
 
 Group i owns the rows ``starts[i] : ends[i]``; ends are at most m, and rows no group owns give
 nothing. A run is cut into tiles of ``tile`` rows; the loop visits exactly the tiles there are, so
 the work is that of the rows, m + g * tile / 2 of them on average, whatever the group sizes.
 
-Bound: 2 m k n flops. On a CPU the tile keeps [tile, k] and [tile, n] in the cache beside one
+Bound: 2 m k n flops. On a CPU the tile keeps [tile, k] and [tile, n] in the cache next to one
 [k, n] matrix, which is read once per tile.
 """
 
@@ -25,7 +25,7 @@ from ejkernel.types.arrays import at_most, is_symbolic, result_dtype
 
 @dataclass(frozen=True)
 class Plan:
-    """Static properties of a product.
+    """Static properties of a grouped matmul.
 
     ``transposed``: the matrices are ``[g, n, k]``. ``tile``: rows per step. ``dtype``: of the
     accumulation and the result.
@@ -53,7 +53,9 @@ class Plan:
         )
 
 
-def _walk(starts: jax.Array, ends: jax.Array, rows: int, tile: int, out: jax.Array, visit) -> Any:
+def _loop_over_tiles(
+    starts: jax.Array, ends: jax.Array, rows: int, tile: int, out: jax.Array, visit
+) -> Any:
     """``out = visit(out, group, first, owned)`` for every tile, in the order of the groups.
 
     ``first`` is the tile's first row, moved up so that the tile stays inside the array;
@@ -76,7 +78,7 @@ def _walk(starts: jax.Array, ends: jax.Array, rows: int, tile: int, out: jax.Arr
     return jax.lax.while_loop(lambda state: state[0] < until[-1], body, (zero, out))[1]
 
 
-def rows_product(
+def rows_matmul(
     lhs: jax.Array, rhs: jax.Array, starts: jax.Array, ends: jax.Array, *, plan: Plan
 ) -> jax.Array:
     """``lhs`` [m, k] and ``rhs`` [g, k, n] -> [m, n]."""
@@ -90,10 +92,10 @@ def rows_product(
     def visit(out, group, first, owned):
         rows = jax.lax.dynamic_slice_in_dim(lhs, first, tile)
         product = plan.dot(rows, rhs[group], (1, 1 if plan.transposed else 0))
-        kept = jax.lax.dynamic_slice_in_dim(out, first, tile)
-        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(owned, product, kept), first, 0)
+        old = jax.lax.dynamic_slice_in_dim(out, first, tile)
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(owned, product, old), first, 0)
 
-    return _walk(starts, ends, m, tile, out, visit)[:length]
+    return _loop_over_tiles(starts, ends, m, tile, out, visit)[:length]
 
 
 def _with_room(x: jax.Array, tile: int) -> jax.Array:
@@ -101,7 +103,7 @@ def _with_room(x: jax.Array, tile: int) -> jax.Array:
     return jnp.pad(x, ((0, tile), (0, 0))) if is_symbolic(x.shape[0]) else x
 
 
-def groups_product(
+def groups_matmul(
     lhs: jax.Array, rhs: jax.Array, starts: jax.Array, ends: jax.Array, *, plan: Plan
 ) -> jax.Array:
     """``lhs`` [m, k] and ``rhs`` [m, n] -> [g, k, n], or [g, n, k] when ``plan.transposed``."""
@@ -117,8 +119,8 @@ def groups_product(
     def visit(out, group, first, owned):
         a = jax.lax.dynamic_slice_in_dim(lhs, first, tile)
         b = jax.lax.dynamic_slice_in_dim(rhs, first, tile)
-        # rows of other groups may hold anything, not only finite numbers
+        # rows of other groups may hold anything, not only finite values
         product = plan.dot(jnp.where(owned, a, 0), jnp.where(owned, b, 0), (0, 0))
         return out.at[group].add(product)
 
-    return _walk(starts, ends, lhs.shape[0], tile, out, visit)
+    return _loop_over_tiles(starts, ends, lhs.shape[0], tile, out, visit)

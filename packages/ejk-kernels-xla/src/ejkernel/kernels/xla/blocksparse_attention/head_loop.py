@@ -1,9 +1,9 @@
-"""Each head walks its own tiles with the blockwise passes.
+"""Each head loops over its own tiles with the blockwise passes.
 
-The work is that of flash attention on the tiles a head visits, 2 products forward and 5 backward
-a tile, so it follows the density of the pattern. Where heads are walked several at a time, each by
-its own list, the outer tiles of every head are sorted by their number of visits, so that walking
-together costs little more than walking alone.
+The work is that of flash attention on the tiles a head visits, 2 matmuls forward and 5 backward
+per tile, so it follows the density of the pattern. Where several heads are mapped together, each
+with its own list, the outer tiles of every head are sorted by their number of visits, so that
+mapping heads together costs little more than one by one.
 
 Memory is O(q_len + kv_len) per head, the lists of tiles, and the caller's bias and its gradient.
 """
@@ -32,14 +32,14 @@ from ejkernel.types.masks.blocks import cdiv, pad_to
 from ejkernel.types.masks.prepare import Tiling
 
 
-class Walk:
-    """Arrays of a call as one head's walk needs them.
+class HeadLoop:
+    """Arrays of a call as the loop of one head needs them.
 
-    head: those ``[#b, #hk, ...]``; sequences: those ``[b, s, hk, ...]``, padded to whole tiles.
+    head: arrays ``[#b, #hk, ...]``; sequences: arrays ``[b, s, hk, ...]``, padded to full tiles.
     """
 
     def __init__(self, problem: Any, blocks: Blocks, arrays: Arrays, *, by_key: bool) -> None:
-        spec = Spec.of(problem, blocks)
+        spec = Spec.from_problem(problem, blocks)
         q, k, v = (arrays[name] for name in ("query", "key", "value"))
         bias, self.like = arrays.get("bias"), q
         (self.batch, self.q_len, h, d), (_, self.kv_len, self.hk, dv) = q.shape, v.shape
@@ -57,11 +57,11 @@ class Walk:
         at_once = tiles.heads_at_once(rows, spec.block_kv, max(d, dv), every)
         if by_key and bias is not None and bias.shape[:2] != (self.batch, h):
             at_once = 1  # heads share entries of the bias gradient
-        self.heads = Heads.of(self.batch, self.hk, at_once)
+        self.heads = Heads.choose(self.batch, self.hk, at_once)
         together = self.heads.together
         seen = arrays["mask_info"], arrays.get("block_mask")
         self.head: dict[str, Any] = {
-            "mask": HeadMask.of(grid, *seen, by_key=by_key, together=together),
+            "mask": HeadMask.build(grid, *seen, by_key=by_key, together=together),
             "bias": None if bias is None else grid.per_head(bias)[:, :, None],
             "drop": None,
         }
@@ -90,7 +90,7 @@ class Walk:
         ``outputs`` ``[b, s, hk, ...]`` are overwritten with its first result ``[1, s, ...]``.
         """
 
-        def one(head: dict[str, Any], sequences: dict[str, Any]) -> tuple:
+        def run_head(head: dict[str, Any], sequences: dict[str, Any]) -> tuple:
             x = {n: s[None] for n, s in sequences.items()}
             q, k, v = x.pop("q"), x.pop("k")[:, :, None], x.pop("v")[:, :, None]
             if self.factor != 1.0:
@@ -100,11 +100,11 @@ class Walk:
                 drop = replace(drop, base=head["drop"])
             return function(q, k, v, head["bias"], mask=head["mask"], dropout=drop, **x)
 
-        return self.heads.map(one, self.head, self.sequences, outputs, total)
+        return self.heads.map(run_head, self.head, self.sequences, outputs, total)
 
-    def new_rows(self, *rest: int) -> jax.Array:
-        """Zeros ``[b, q, hk, g, *rest]`` to write."""
-        shape = (self.batch, self.padded_q, self.hk, self.groups, *rest)
+    def new_rows(self, *dims: int) -> jax.Array:
+        """Zeros ``[b, q, hk, g, *dims]`` to write."""
+        shape = (self.batch, self.padded_q, self.hk, self.groups, *dims)
         return zeros(shape, self.dtype, self.like)
 
     def new_keys(self, dim: int) -> jax.Array:
