@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.pallas.common import units
-from ejkernel.kernels.pallas.gpu.common.tma import whole
+from ejkernel.kernels.pallas.gpu.common.tma import pad_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import key_gradients
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import queue_key_gradients
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import query_gradient
@@ -155,7 +155,7 @@ def backward(
         given: q, k, v and do ``[batch, q, heads, dim]`` and so on, bfloat16 or float16; and what
             ``backward_masks`` made for these tiles.
     """
-    arrays = {name: whole(given[name]) for name in ("q", "k", "v", "do")}
+    arrays = {name: pad_rows(given[name]) for name in ("q", "k", "v", "do")}
 
     def operands(
         plan: Plan, walk: dict[str, Any], less: dict[str, Any], in_sum: bool = False
@@ -181,7 +181,7 @@ def backward(
         return dq, {"delta": found[0]} if found else less
 
     if delta is None:
-        less = {"o": whole(given["o"]), "dlse": given["dlse"]}
+        less = {"o": pad_rows(given["o"]), "dlse": given["dlse"]}
     else:
         less = {"delta": -delta}
     plan = Plan(problem, tiles, cores=cores)

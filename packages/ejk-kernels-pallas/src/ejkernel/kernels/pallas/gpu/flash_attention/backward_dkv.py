@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, LAYOUT, read, spread
-from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
+from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
 from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
@@ -231,7 +231,7 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
         "v_full": barrier(),
         "v_s": tiled((ROWS, value_dim), dtype),
     }
-    kv_shape = (problem.batch, whole_rows(problem.kv_len), problem.kv_heads)
+    kv_shape = (problem.batch, padded_rows(problem.kv_len), problem.kv_heads)
     outputs = {
         "dk": jax.ShapeDtypeStruct((*kv_shape, dim), dtype),
         "dv": jax.ShapeDtypeStruct((*kv_shape, value_dim), dtype),

@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
 from ejkernel.kernels.pallas.gpu.common.rows import store_tile
-from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
-from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, thread_anew
+from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
+from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, read_thread
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import logits
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
@@ -120,7 +120,7 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
                 def step(h: Any, large: Any, i: Any, t: Any, masked: Any) -> None:
                     n = before + t
                     slot = lax.rem(n, stages)
-                    mine = pl.ds(lax.div(thread_anew(), 128) * ROWS, ROWS)
+                    mine = pl.ds(lax.div(read_thread(), 128) * ROWS, ROWS)
 
                     def products(s_acc: Any, dp_acc: Any) -> None:
                         plgpu.barrier_wait(r.q_full.at[slot])
@@ -231,7 +231,7 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
         "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
     }
-    rows = plan.n_kv * block_kv if parts > 1 else whole_rows(problem.kv_len)
+    rows = plan.n_kv * block_kv if parts > 1 else padded_rows(problem.kv_len)
     lead, kind = ((parts,), jnp.float32) if parts > 1 else ((), dtype)
     kv_shape = (*lead, problem.batch, rows, problem.kv_heads)
     outputs = {

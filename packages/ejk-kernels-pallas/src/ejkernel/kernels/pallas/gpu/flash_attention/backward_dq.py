@@ -27,8 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, ROW, read, spread
-from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
-from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, thread_anew
+from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
+from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, read_thread
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     OF_QUERIES,
     Plan,
@@ -168,7 +168,7 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
                     left: list[Any] = held
                     some_v = v_slot
                     if not holds:
-                        thread = thread_anew()
+                        thread = read_thread()
                         mine = pl.ds(lax.div(thread, 128) * ROWS, ROWS)
                         left = [r.q_s.at[mine], r.do_s.at[mine]]
                         some_v = v_slot if v_count > 1 else lax.div(thread, 1024)
@@ -291,7 +291,7 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
             for end, arrivals in (("_full", 1), ("_empty", CONSUMERS))
         },
     }
-    shape = (problem.batch, whole_rows(problem.q_len), problem.heads, dim)
+    shape = (problem.batch, padded_rows(problem.q_len), problem.heads, dim)
     outputs = {"dq": jax.ShapeDtypeStruct(shape, dtype)}
     if finds_delta:
         all_rows = (problem.batch, problem.heads, plan.n_q * BLOCK_Q)

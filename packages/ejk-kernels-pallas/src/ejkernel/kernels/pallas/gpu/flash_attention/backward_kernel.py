@@ -19,8 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.pallas.common.units import scale
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
-from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
-from ejkernel.kernels.pallas.gpu.common.warps import for_each_warp, thread_anew
+from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
+from ejkernel.kernels.pallas.gpu.common.warps import for_each_warp, read_thread
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
     CONSUMERS,
@@ -154,7 +154,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
             def step(i: Any, n: Any, masked: Any) -> None:
                 slot, ds_slot = lax.rem(n, stages), lax.rem(n, 2)
-                thread = thread_anew()
+                thread = read_thread()
                 here = lax.div(thread, 128)
                 mine = pl.ds(here * ROWS, ROWS)
 
@@ -317,7 +317,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         "dq_empty": barrier(num_arrivals=1),
         "done": barrier(num_arrivals=CONSUMERS),
     }
-    kv_shape = (problem.batch, whole_rows(problem.kv_len), problem.kv_heads)
+    kv_shape = (problem.batch, padded_rows(problem.kv_len), problem.kv_heads)
     sum_dtype = jnp.float32 if plan.shares else dtype
     outputs = {
         "dq": jax.ShapeDtypeStruct(

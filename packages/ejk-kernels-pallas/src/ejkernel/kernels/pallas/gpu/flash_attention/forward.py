@@ -34,7 +34,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
-from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole, whole_rows
+from ejkernel.kernels.pallas.gpu.common.tma import pad_rows, padded_rows, tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, Form
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
@@ -330,7 +330,7 @@ class Forward(Form):
         base is +inf in rows that see nothing. ``tensors``: the operands by name.
         """
         t, p = self.tiles, self.problem
-        given = {name: whole(tensors[name]) for name in ("q", "k", "v")}
+        given = {name: pad_rows(tensors[name]) for name in ("q", "k", "v")}
         given |= {"order": self.order(tensors)}
         given |= {name: x for name, x in tensors.items() if name not in given}
         if has_one_id(self):
@@ -339,7 +339,7 @@ class Forward(Form):
         rows = self.strips * t.cluster * t.block_q
         outputs = {
             "o": jax.ShapeDtypeStruct(
-                (p.batch, whole_rows(p.q_len), p.heads, p.value_dim), p.dtype
+                (p.batch, padded_rows(p.q_len), p.heads, p.value_dim), p.dtype
             ),
             **dict.fromkeys(("lse", "base"), jax.ShapeDtypeStruct((p.batch, p.heads, rows), F32)),
         }
