@@ -234,7 +234,7 @@ class Weights:
 
         def hand_over(slot: Any, low: Any, high: Any) -> None:
             """Clears the rows of other groups in a step and hands it over."""
-            plgpu.barrier_wait(r.partial.at[slot])
+            plgpu.barrier_wait(r.ready_partial.at[slot])
             for operand in (r.a, r.b):
                 clear_rows(operand.at[slot], low, high)
             plgpu.commit_smem()
@@ -258,7 +258,7 @@ class Weights:
                     b = r.dout.at[rows, pl.ds(across, ACROSS)]
                     plgpu.copy_gmem_to_smem(b, r.b.at[slot], barrier.at[slot])
 
-                pl.when(is_partial)(lambda: start(r.partial))
+                pl.when(is_partial)(lambda: start(r.ready_partial))
                 pl.when(jnp.logical_not(is_partial))(lambda: start(r.ready))
                 pl.when(waiting[0] >= 0)(lambda: hand_over(*waiting))
                 return jnp.where(is_partial, slot, -1), low, high
@@ -356,7 +356,7 @@ class Weights:
             "b": tiled((self.stages, ROWS, ACROSS), dtype),
             "staged": tiled((CONSUMERS, self.staged, ROWS, self.piece), dtype),
             "ready": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
-            "partial": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
+            "ready_partial": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.stages),
             # number, steps, unused, index taken from the counter
             "next_tiles": plgpu.SMEM((TILES_AHEAD, 4), jnp.int32),
