@@ -124,3 +124,17 @@ COMPILED = {
     "linear values": _linear("recurrent_attention", "g", "gv"),
     "linear step": _linear_step(),
 }
+COMPILED_TPU = {
+    "linear heads": COMPILED["linear heads"],
+    "linear constant": COMPILED["linear constant"],
+    "linear packed reverse": abstract_call(
+        "recurrent_attention",
+        {"batch": 1, "seq": 4096, "heads": 8, "kv_heads": 2, "key_dim": 64, "sequences": 32},
+        "g", "cu_seqlens", dtypes={"g": F32}, forms={"g": 1}, trained=True,
+        options={"reverse": True},
+    ),
+    "linear short d256": abstract_call(
+        "gla_attention", {"batch": 4, "seq": 50, "heads": 4, "key_dim": 256, "kv_heads": 4},
+        "g", forms={"g": 1}, dtype=F32, trained=True,
+    ),
+}  # fmt: skip

@@ -42,6 +42,12 @@ def _tpu(name: str, *config_fields: str, folder: str = "") -> Entry:
     return Entry(name, target, backend="tpu", config_fields=config_fields)
 
 
+def _linear(algorithm: str, function: str) -> Entry:
+    """One of the three operations of linear attention for TPUs."""
+    target = f"tpu.linear_attention.implementation:{function}"
+    return Entry(algorithm, target, backend="tpu", function=function, config_fields=())
+
+
 PACKAGE = KernelPackage(
     __name__,
     "pallas",
@@ -57,6 +63,9 @@ PACKAGE = KernelPackage(
         _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
         _tpu("grouped_matmul", "block_m", "block_n", "block_k"),
         _tpu("mean_pooling"),
+        _linear("recurrent", "recurrent_attention"),
+        _linear("gla", "gla_attention"),
+        _linear("lightning_attn", "lightning_attention"),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

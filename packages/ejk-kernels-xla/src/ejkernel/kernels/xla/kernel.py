@@ -22,6 +22,7 @@ class XlaKernel(CallKernel):
     has_backward: ClassVar[bool] = False
     forward_again: ClassVar[bool] = True
     outputs = staticmethod(compiled)
+    partitioned: ClassVar[bool] = False  # the compiler partitions operations of JAX itself
 
     def target(self) -> Any:
         return device_kind()
@@ -31,6 +32,9 @@ class XlaKernel(CallKernel):
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         return self.call.array_arguments(a)
+
+    def forward_axes(self, a: Mapping[str, Any], count: int) -> tuple[str, ...]:
+        return self.call.returned_axes(a, count)
 
     def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         return None

@@ -19,6 +19,7 @@ class RaggedPageAttentionv3(RaggedCall):
     outputs = ("tokens heads head_dim", "=kv_cache")
     divisors = ("q_scale", "k_scale", "v_scale")
     normal_samples = True
+    whole_groups = True  # every device writes the keys it holds
 
     @staticmethod
     def signature(

@@ -20,6 +20,7 @@ class BlockwiseKernel(XlaKernel):
     """
 
     has_backward: ClassVar[bool] = True
+    saved_axes: ClassVar[str] = "batch q_len heads"
 
     def choose(self, problem: Any, target: Any) -> Passes:
         heads, dim = problem.query.shape[2:]

@@ -52,6 +52,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     chip = staticmethod(current_chip)
     reads_warpgroups = True
     choose = staticmethod(tiles.choose)
+    saved_axes = "batch heads q_len"
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         problem = super().problem(a)

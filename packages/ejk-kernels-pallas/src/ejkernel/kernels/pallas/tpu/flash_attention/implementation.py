@@ -49,6 +49,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     # no bias: a [q, k] bias would be read once a head, which costs more than the matmuls
     chip = staticmethod(current_chip)
     choose = staticmethod(tiles.choose)
+    saved_axes = "batch heads q_len"
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         p = self.call.problem(a)
