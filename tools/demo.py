@@ -29,9 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     with Interrupts() as interrupts:
         try:
-            from demo_lm.run import run
+            from demo_lm.run import train_and_decode
 
-            return run(args)
+            return train_and_decode(args)
         except (KeyboardInterrupt, Exception):
             if not interrupts.seen:
                 raise

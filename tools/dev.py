@@ -108,20 +108,20 @@ def index_settings(env):
         stderr=subprocess.DEVNULL,
         text=True,
     ).stdout
-    found = {}
+    options = {}
     for line in listing.splitlines():
         name, _, value = line.partition("=")
-        found[name.rpartition(".")[2]] = value.strip("'\"").replace("\\n", " ").split()
+        options[name.rpartition(".")[2]] = value.strip("'\"").replace("\\n", " ").split()
     settings = {}
-    if found.get("index-url"):
-        settings["UV_DEFAULT_INDEX"] = found["index-url"][0]
-    if found.get("extra-index-url"):
-        settings["UV_INDEX"] = " ".join(found["extra-index-url"])
+    if options.get("index-url"):
+        settings["UV_DEFAULT_INDEX"] = options["index-url"][0]
+    if options.get("extra-index-url"):
+        settings["UV_INDEX"] = " ".join(options["extra-index-url"])
         settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
-    if found.get("find-links"):
-        settings["UV_FIND_LINKS"] = ",".join(found["find-links"])
-    if found.get("cert"):
-        settings["SSL_CERT_FILE"] = found["cert"][0]
+    if options.get("find-links"):
+        settings["UV_FIND_LINKS"] = ",".join(options["find-links"])
+    if options.get("cert"):
+        settings["SSL_CERT_FILE"] = options["cert"][0]
     return settings
 
 
@@ -146,19 +146,20 @@ def make_tool_environment(home, python, env):
     if importlib.util.find_spec("venv") is None:
         raise SetupError("this Python has no venv module; install python3-venv (Debian, Ubuntu)")
     plain = [sys.executable, "-m", "venv", "--clear", str(target)]
-    made = importlib.util.find_spec("ensurepip") is not None and not run(plain, env, quiet=True)
+    has_pip = importlib.util.find_spec("ensurepip") is not None
+    made = has_pip and not run_command(plain, env, quiet=True)
     if made:
         install = [str(python), "-m", "pip"]
     else:
         # Debian keeps ensurepip in a package of its own; pip >= 22.3 can fill another environment
-        if run([*plain[:-1], "--without-pip", str(target)], env):
+        if run_command([*plain[:-1], "--without-pip", str(target)], env):
             raise SetupError(f"python3 -m venv failed in {target} (see above)")
-        if run([sys.executable, "-m", "pip", "--version"], env, quiet=True):
+        if run_command([sys.executable, "-m", "pip", "--version"], env, quiet=True):
             raise SetupError(
                 "this Python has neither ensurepip nor pip; install python3-venv or python3-pip"
             )
         install = [sys.executable, "-m", "pip", "--python", str(python)]
-    if run([*install, "install", "-qq", "--disable-pip-version-check", HATCH], env):
+    if run_command([*install, "install", "-qq", "--disable-pip-version-check", HATCH], env):
         raise SetupError(
             "pip could not install hatch (see above). It needs the network, or an index that pip "
             "is configured for (PIP_INDEX_URL); behind a proxy set HTTPS_PROXY. "
@@ -217,11 +218,11 @@ def prepare(home, python, hatch, env):
             tool.write_text(identity)
         (home / "index.json").write_text(json.dumps(index_settings(env)))
         env = environment(home)
-        if run([str(python), "tools/release.py", "--all", "--ranges"], env):
+        if run_command([str(python), "tools/release.py", "--all", "--ranges"], env):
             raise SetupError("packages of the workspace exclude each other's versions (see above)")
         say("[2/2] building the environment (JAX, Triton, test tools; about 2 GB on first use)")
         shutil.rmtree(str(home / "data" / "env"), ignore_errors=True)
-        if run([str(hatch), "env", "create", "default"], env):
+        if run_command([str(hatch), "env", "create", "default"], env):
             raise SetupError(
                 "the environment could not be built (see above). Usual causes: no network or an "
                 "index that uv does not know (UV_DEFAULT_INDEX), or a full disk."
@@ -234,7 +235,7 @@ def say(text):
     sys.stderr.flush()
 
 
-def run(command, env, quiet=False):
+def run_command(command, env, quiet=False):
     """Exit status of command, run in the repository root; waits for it also when interrupted."""
     sink = subprocess.DEVNULL if quiet else None
     process = subprocess.Popen(command, cwd=str(ROOT), env=env, stdout=sink, stderr=sink)
@@ -288,7 +289,7 @@ def main(argv):
         arguments = hatch_arguments(command, args)
         prepare(home, python, hatch, env)
         env = test_environment(home) if command in TESTS else environment(home)
-        return run([str(hatch), "run", *arguments], env)
+        return run_command([str(hatch), "run", *arguments], env)
     except SetupError as error:
         say(f"error: {error}")
         return 1

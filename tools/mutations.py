@@ -105,7 +105,7 @@ FAULTS = (
     ),
     Fault(
         "selection ignores the own block", f"{XLA}/native_sparse_attention/select.py",
-        "return jnp.where(own[None, :, None], jnp.inf, score)", "return score",
+        "return jnp.where(same_block[None, :, None], jnp.inf, score)", "return score",
         f"{XLA_TESTS}/test_native_sparse.py",
     ),
     Fault(
@@ -234,21 +234,21 @@ FAULTS = (
         f"{OPS_TESTS}/test_selection.py",
     ),
     Fault(
-        "a known card is tuned unasked", f"{OPS}/config/selection.py",
-        "if not self.policy.asked_for() and self._known_card(search):", "if False:",
+        "a known GPU is tuned by default", f"{OPS}/config/selection.py",
+        "if not self.policy.explicitly_enabled() and self._has_shipped_table(search):", "if False:",
         f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
-        "tiles of another head dim", f"{OPS}/config/nearness.py",
+        "tiles of another head dim", f"{OPS}/config/key_distance.py",
         "        elif octaves:\n            return math.inf\n", "", f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
         "the first entry serves, not the nearest", f"{OPS}/config/tables.py",
-        "in sorted(found, key=lambda item: item[:2])", "in found", f"{OPS_TESTS}/test_tables.py",
+        "in sorted(matches, key=lambda item: item[:2])", "in matches", f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
-        "the best of one platform for all", f"{OPS}/config/nearness.py",
-        'if tuned not in ("auto", asked):', "if False:", f"{OPS_TESTS}/test_tables.py",
+        "the best of one platform for all", f"{OPS}/config/key_distance.py",
+        'if tuned not in ("auto", platform):', "if False:", f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
         "an argument that no kernel reads is let through", f"{OPS}/call_kernel.py",
@@ -309,10 +309,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     survived = 0
     for fault in chosen:
-        found, seconds, test = caught(fault)
-        survived += not found
+        is_caught, seconds, test = caught(fault)
+        survived += not is_caught
         print(
-            f"{'caught  ' if found else 'SURVIVED'} {seconds:5.0f} s  {fault.name}  {test}",
+            f"{'caught  ' if is_caught else 'SURVIVED'} {seconds:5.0f} s  {fault.name}  {test}",
             flush=True,
         )
     print(f"{len(chosen) - survived} of {len(chosen)} faults caught")

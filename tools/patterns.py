@@ -87,8 +87,8 @@ def times_by_density() -> dict[tuple[str, str], list[tuple[float, float]]]:
     dense = {(r["platform"], r["mode"]): r["ms"] for r in record["dense"]}
     points: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for r in sorted(record["rows"], key=lambda r: r["seen"]):
-        which = r["platform"], r["mode"]
-        points.setdefault(which, []).append((r["seen"], r["ms"] / dense[which]))
+        group = r["platform"], r["mode"]
+        points.setdefault(group, []).append((r["seen"], r["ms"] / dense[group]))
     return points
 
 

@@ -36,7 +36,7 @@ def stub_of(module: Path) -> str | None:
     for function in functions:
         head = _head(text, function)
         if function.name == module.stem:
-            definitions += [f"@overload\n{one}" for one in _overloads(head, flag)]
+            definitions += [f"@overload\n{overload}" for overload in _overloads(head, flag)]
         else:
             definitions.append(head)
     for d in tree.body:

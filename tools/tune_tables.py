@@ -69,7 +69,7 @@ class TableSession(tuning.Session):
         assert task.call is not None
         arrays = task.call.concrete
         self.tuner.on_trial = on_trial
-        self.tuner.hopeless = lambda inv, cfg: calls.pruned_reason(task, cfg)
+        self.tuner.prune = lambda inv, cfg: calls.pruned_reason(task, cfg)
         result = self.tuner.tune(task.inv, inputs=lambda: ((), arrays()))
         if result.interrupted:  # a search cut short is not kept
             return None

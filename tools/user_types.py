@@ -1,4 +1,4 @@
-"""What two type checkers say about a user's code: ``tools/tests/user_script.py`` and the READMEs.
+"""Runs two type checkers on a user's code: ``tools/tests/user_script.py`` and the READMEs.
 
 The files are copied into a folder outside the repository and checked from there, so that the
 checkers find the packages as they are installed. Run inside the environment:
@@ -42,13 +42,13 @@ def complaints(checker: str, folder: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    found = False
+    failed = False
     for checker in (sys.argv[1:] if argv is None else argv) or CHECKERS:
         with tempfile.TemporaryDirectory(prefix="ejkernel-types-") as folder:
             report = complaints(checker, Path(folder))
         print(report if report else f"{checker}: nothing to complain about")
-        found = found or bool(report)
-    return int(found)
+        failed = failed or bool(report)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -47,19 +47,19 @@ if "ejkernel.modules" in sys.argv:
 PLUG_IN = release.ROOT / "docs" / "examples" / "short_decode"
 
 
-def run(*command: str | Path, cwd: Path) -> None:
+def run_checked(*command: str | Path, cwd: Path) -> None:
     """Run or raise."""
     subprocess.run(list(map(str, command)), cwd=cwd, env=clean_environment(), check=True)
 
 
 def install(python: Path, *packages: str | Path) -> None:
     uv = os.environ.get("HATCH_UV", "uv")
-    run(uv, "pip", "install", "--quiet", "--python", python, *packages, cwd=python.parent)
+    run_checked(uv, "pip", "install", "--quiet", "--python", python, *packages, cwd=python.parent)
 
 
 def build_wheel(source: Path) -> Path:
     """The wheel of a package outside the workspace, by the hatchling of this environment."""
-    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=source)
+    run_checked(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=source)
     (wheel,) = (source / "dist").glob("*.whl")
     return wheel
 
@@ -67,7 +67,8 @@ def build_wheel(source: Path) -> Path:
 def new_environment(folder: Path, wheels: list[Path]) -> Path:
     """The interpreter of a clean environment with these wheels."""
     uv, python = os.environ.get("HATCH_UV", "uv"), folder / "bin" / "python"
-    run(uv, "venv", "--quiet", "--seed", "--python", sys.executable, folder, cwd=folder.parent)
+    command = (uv, "venv", "--quiet", "--seed", "--python", sys.executable, folder)
+    run_checked(*command, cwd=folder.parent)
     install(python, *wheels)
     return python
 
@@ -75,9 +76,9 @@ def new_environment(folder: Path, wheels: list[Path]) -> Path:
 def try_set(members: list[release.Package], wheels: dict[str, Path], folder: Path) -> Path:
     """The interpreter of the environment that the set was tried in."""
     python = new_environment(folder, [wheels[package.name] for package in members])
-    run(python, "-m", "pip", "check", cwd=folder.parent)
+    run_checked(python, "-m", "pip", "check", cwd=folder.parent)
     portions = [package.portion.replace("/", ".") for package in members]
-    run(python, "-I", "-c", SMOKE, *portions, cwd=folder.parent)
+    run_checked(python, "-I", "-c", SMOKE, *portions, cwd=folder.parent)
     return python
 
 
@@ -87,7 +88,7 @@ def try_plug_in(python: Path, scratch: Path) -> None:
     ignored = shutil.ignore_patterns("dist", "__pycache__")
     shutil.copytree(PLUG_IN, source, ignore=ignored)
     install(python, f"{build_wheel(source)}[test]")
-    run(python, "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=source)
+    run_checked(python, "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=source)
     words = ("ragged_decode_attention", "--shape", "cpu-b4-2k", "c=512", "--json")
     command = [str(python.parent / "ejk"), "explain", *words]
     env = clean_environment() | {"JAX_PLATFORMS": "cpu"}
@@ -121,15 +122,15 @@ def try_with_other_project(wheels: dict[str, Path], folder: Path) -> None:
     python = new_environment(folder, chosen)
     pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps")
     for last in ([other], chosen):
-        run(*pip, other, cwd=folder.parent)
-        run(*pip, "--force-reinstall", *last, cwd=folder.parent)
+        run_checked(*pip, other, cwd=folder.parent)
+        run_checked(*pip, "--force-reinstall", *last, cwd=folder.parent)
         command = [str(folder / "bin" / "ejk"), "doctor"]
         done = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
         assert done.returncode == 1, done.stdout
         repair = done.stdout.splitlines()[-1].strip()
         print(f"  {repair[:60]} ...", flush=True)
-        run("sh", "-c", repair, cwd=folder.parent)
-        run(*command, "--no-run", cwd=folder.parent)
+        run_checked("sh", "-c", repair, cwd=folder.parent)
+        run_checked(*command, "--no-run", cwd=folder.parent)
 
 
 def clean_environment() -> dict[str, str]:

@@ -32,14 +32,14 @@ def empty_cache(size: Size, rows: int, seed: int) -> tuple[list[dict], jax.Array
 def decode_step(params, cache, tables, tokens, position, size: Size):
     """Logits ``[rows, 256]`` after ``tokens [rows]`` at ``position``, and the cache with them."""
     rows = tokens.shape[0]
-    page, place = tables[:, position // PAGE], position % PAGE
+    page, row = tables[:, position // PAGE], position % PAGE
     lens = jnp.full((rows,), position + 1)
     x = params["embed"][tokens][:, None]
     new = []
     for block, pages in zip(params["blocks"], cache, strict=True):
         q, k, v = project(block, x, position[None, None], size)
-        k_pages = pages["k"].at[page, place].set(k[:, 0])
-        v_pages = pages["v"].at[page, place].set(v[:, 0])
+        k_pages = pages["k"].at[page, row].set(k[:, 0])
+        v_pages = pages["v"].at[page, row].set(v[:, 0])
         x = finish(block, x, page_attention(q, k_pages, v_pages, lens, tables))
         new.append({"k": k_pages, "v": v_pages})
     return logits_of(params, x)[:, 0], new

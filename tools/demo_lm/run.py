@@ -14,7 +14,7 @@ from demo_lm.decode import PAGE, empty_cache, generate
 from demo_lm.model import Size, forward, init
 from demo_lm.text import documents, pack
 from demo_lm.train import train
-from demo_lm.why import which, why
+from demo_lm.why import choice_text, why
 from ejkernel.modules import FlashAttention, PageAttention, get_default_executor
 from ejkernel.types import MaskInfo
 
@@ -30,17 +30,17 @@ def explain_all(size: Size, batch: int, segment_ids) -> None:
     explain = get_default_executor().explanation
     training = explain(FlashAttention(), q, kv, kv, causal=True, mask_info=mask)
     cache, tables = empty_cache(size, SAMPLES, 0)
-    one = jax.ShapeDtypeStruct((SAMPLES, 1, size.heads, size.head_dim), f32)
+    token = jax.ShapeDtypeStruct((SAMPLES, 1, size.heads, size.head_dim), f32)
     lens = jnp.ones((SAMPLES,), jnp.int32)
-    decoding = explain(PageAttention(), one, cache[0]["k"], cache[0]["v"], lens, tables)
+    decoding = explain(PageAttention(), token, cache[0]["k"], cache[0]["v"], lens, tables)
     print("\nwhat ran, and why")
     for step, e in (("training", training), ("decoding", decoding)):
-        print(f"  {step}  {which(e)}\n            {why(e)}")
+        print(f"  {step}  {choice_text(e)}\n            {why(e)}")
     print("\nthe whole answer for training")
     print(training)
 
 
-def run(args: argparse.Namespace) -> int:
+def train_and_decode(args: argparse.Namespace) -> int:
     size, batch = Size(), 4
     device = jax.devices()[0]
     print(f"device: {device.device_kind} ({device.platform})")

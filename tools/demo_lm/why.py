@@ -1,4 +1,4 @@
-"""Which kernel ran a call, and why no other one, in two lines."""
+"""The kernel that ran a call, and why no other one did, in two lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from ejkernel.modules.bench.record import config_fields, config_text
 
 
-def which(e: Any) -> str:
+def choice_text(e: Any) -> str:
     """The implementation, and the configuration with where it comes from."""
     fields = config_fields(e.cfg) or {}
     tiles = {name: v for name, v in fields.items() if name not in ("platform", "backend")}

@@ -56,7 +56,7 @@ def as_finished(
 
 def in_parallel(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Returns the results of ``as_finished`` in the order of the jobs."""
-    return [result for _, result in sorted(as_finished(jobs), key=lambda found: found[0])]
+    return [result for _, result in sorted(as_finished(jobs), key=lambda result: result[0])]
 
 
 def compile_side_by_side(jobs: Iterable[tuple[Any, ...]]) -> None:

@@ -1,6 +1,6 @@
-"""What is compared on a GPU: a float32 reference of whole matrices, which runs there.
+"""Comparisons on a GPU with a float32 reference of full matrices, which runs there.
 
-The float64 oracles in ``oracles`` are for small arrays; here whole ``[q, k]`` matrices of a
+The float64 oracles in ``oracles`` are for small arrays; here full ``[q, k]`` matrices of a
 thousand rows are compared by the relative error of each array.
 """
 
@@ -111,8 +111,8 @@ def ahead(request, work: Callable[[str], Any], threads: int) -> Generator[Callab
 
 def names_in_run(request) -> list[str]:
     """Returns the cases that this run of pytest asks of the file of ``request``."""
-    here = [x for x in request.session.items if x.path == request.path and hasattr(x, "callspec")]
-    return [x.callspec.params["name"] for x in here if "name" in x.callspec.params]
+    items = [x for x in request.session.items if x.path == request.path and hasattr(x, "callspec")]
+    return [x.callspec.params["name"] for x in items if "name" in x.callspec.params]
 
 
 # ---- calls of softmax attention ------------------------------------------------------------------

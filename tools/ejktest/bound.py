@@ -31,16 +31,16 @@ def bound(call: Any, **arguments: Any) -> BoundCall:
     """
     a = call.prepare((), arguments)
     arrays = {name: x for name, x in a.items() if _is_array(x) or isinstance(x, MaskInfo)}
-    found: dict[str, Any] = {}
+    structs: dict[str, Any] = {}
 
     def probe(arrays: dict[str, Any]) -> int:
         canonical = call.bind({**a, **arrays})
-        found.update({name: jax.tree.map(_abstract, x) for name, x in canonical.items()})
+        structs.update({name: jax.tree.map(_abstract, x) for name, x in canonical.items()})
         return 0
 
     jax.eval_shape(probe, arrays)
     kernel: Any = SimpleNamespace(name=call.name, signature=inspect.signature(call.signature))
-    return BoundCall(kernel, (), found)
+    return BoundCall(kernel, (), structs)
 
 
 def struct(*shape, dtype=jnp.bfloat16):

@@ -1,4 +1,4 @@
-"""What the traced program of a call depends on: its options, and which of its arrays it reads."""
+"""Dependences of the traced program of a call: its options, and the arrays that it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's launcher without a GPU: what jax-triton's plugin is told, and the lowered calls."""
+"""Triton's launcher without a GPU: the arguments of jax-triton's plugin, and the lowered calls."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ CALL = re.compile(r"custom_call @(\w+)\(([^)]*)\).*? : \(([^)]*)\) -> (.*)")
 
 def custom_calls(text: str) -> list[tuple[str, list[str], list[str]]]:
     """(target, operand names, operand types) of every custom call."""
-    found = []
+    calls = []
     for name, operands, types, _ in CALL.findall(text):
-        found.append((name, operands.split(", "), types.split(", ")))
-    return found
+        calls.append((name, operands.split(", "), types.split(", ")))
+    return calls
 
 
 # ---- the smallest launch -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What every distribution of the namespace promises: its version, its typing, a silent import.
+"""Checks of every distribution of the namespace: its version, its typing, a silent import.
 
 The import is watched in a fresh interpreter, because the one running the tests has long imported
 everything.
@@ -81,7 +81,7 @@ def check_silent_import(name: str, home: Path, *blocked: str, may_import: tuple[
     """Importing changes nothing and starts nothing; of the siblings only ``may_import`` load."""
     report = import_report(name, home, *blocked)
     names = ("environment", "config", "triton", "files", "device")
-    changed = {what: report[what] for what in names}
+    changed = {kind: report[kind] for kind in names}
     assert not any(changed.values()), changed
     allowed = (name, *may_import)
     strangers = [

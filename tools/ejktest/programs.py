@@ -1,4 +1,4 @@
-"""What a traced program makes on its way."""
+"""Intermediate results of a traced program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lists of tiles hold on Hopper, and in what order programs run, list by list."""
+"""The content of tile lists on Hopper, and the order in which programs run."""
 
 from __future__ import annotations
 

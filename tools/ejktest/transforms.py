@@ -1,4 +1,4 @@
-"""What JAX's transformations must leave as it is, whatever they are applied to."""
+"""Checks that JAX's transformations leave results unchanged."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def floats(arrays: Arrays) -> dict[str, Any]:
 @jax.jit
 def loss_of(outputs: Any) -> jax.Array:
     """A smooth number that depends on every finite output."""
-    found = jax.tree.leaves(outputs)
-    return jnp.stack([jnp.sum(jnp.sin(jnp.where(jnp.isfinite(x), x, 0.0))) for x in found]).sum()
+    leaves = jax.tree.leaves(outputs)
+    return jnp.stack([jnp.sum(jnp.sin(jnp.where(jnp.isfinite(x), x, 0.0))) for x in leaves]).sum()
 
 
 def with_gradients(function: Callable[..., Any], arrays: Arrays) -> Any:
@@ -63,14 +63,14 @@ def check_transformations(
     common = {name: pairs[name] for name in shared}
     calls = [{**common, **{name: x[i] for name, x in mapped.items()}} for i in range(2)]
     alone = jax.jit(partial(with_gradients, function))
-    found = [alone(call) for call in calls]
-    jax.tree.map(np.testing.assert_array_equal, alone(calls[0]), found[0])
+    results = [alone(call) for call in calls]
+    jax.tree.map(np.testing.assert_array_equal, alone(calls[0]), results[0])
     shapes = jax.eval_shape(lambda call: function(**call), calls[0])
     assert jax.tree.map(lambda x: (x.shape, x.dtype), (shapes,)) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), (found[0][0],)
+        lambda x: (x.shape, x.dtype), (results[0][0],)
     )
 
-    stacked = jax.tree.map(lambda *x: np.stack(x), *found)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *results)
     axes = ({name: None if name in shared else 0 for name in pairs},)
     checkpointed = jax.checkpoint(lambda **call: function(**call))
     mapped_calls = jax.vmap(partial(with_gradients, checkpointed), axes)

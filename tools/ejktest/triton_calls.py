@@ -77,21 +77,21 @@ def plans(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
         if eqn.primitive.name == "ejkernel_triton":
             yield eqn.params["launch"], [v.aval for v in eqn.invars]
         for value in eqn.params.values():
-            for one in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(one, "jaxpr", one)
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(item, "jaxpr", item)
                 if hasattr(inner, "eqns"):
                     yield from plans(inner)
 
 
 def named_launches(program: Any) -> dict[str, tuple[Any, list[Any]]]:
     """The launches of a program by the names of their plans, numbered where there are several."""
-    found: dict[str, tuple[Any, list[Any]]] = {}
+    launches: dict[str, tuple[Any, list[Any]]] = {}
     for plan, avals in plans(program.jaxpr):
         name = type(plan).__name__.removesuffix("Plan").removesuffix("Launch")
         name = re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
-        again = sum(re.sub(r" \d+$", "", earlier) == name for earlier in found)
-        found[f"{name} {again + 1}" if again else name] = plan, avals
-    return found
+        again = sum(re.sub(r" \d+$", "", earlier) == name for earlier in launches)
+        launches[f"{name} {again + 1}" if again else name] = plan, avals
+    return launches
 
 
 def launches(call: str | AbstractCall, target_name: str) -> dict[str, tuple[Any, list[Any]]]:

@@ -78,7 +78,7 @@ def options(value_dim: int = DV) -> dict[str, list[tuple[str, Call]]]:
     def calls_of(operation: str, extra: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, Call]]:
         base = call(operation)
         usual = ("bias", "softmax_aux", "causal", "sliding_window", "logits_soft_cap")
-        found = [("as_is", base)]
+        variants = [("as_is", base)]
         for label, arguments in extra:
             left_out = {*usual, *arguments}
             static = {n: v for n, v in base.static.items() if n not in left_out}
@@ -91,8 +91,8 @@ def options(value_dim: int = DV) -> dict[str, list[tuple[str, Call]]]:
             arrays = {**c.arrays, **{n: arguments[n] for n in floats}}
             static |= {n: v for n, v in arguments.items() if n not in floats}
             gradients = tuple(n for n in arrays if n in base.gradients or n in floats)
-            found.append((label, Call(operation, arrays, static, gradients)))
-        return found
+            variants.append((label, Call(operation, arrays, static, gradients)))
+        return variants
 
     without_sinks = [(n, a) for n, a in softmax if "softmax_aux" not in a]
     states = normal(3, H, D, DV)

@@ -156,13 +156,13 @@ def mosaic_call(arrays, params) -> Kernel:
         for x in kernel.operands
     ]
     alias = r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)"
-    found = re.findall(alias, str(kernel.attributes["output_operand_aliases"]))
+    aliases = re.findall(alias, str(kernel.attributes["output_operand_aliases"]))
     return Kernel(
         params["name"],
         module,
         operands,
         [jax.ShapeDtypeStruct(*shape_and_dtype(x)) for x in results],
-        {int(operand): int(result or 0) for result, operand in found},
+        {int(operand): int(result or 0) for result, operand in aliases},
         [results.index(x) for x in out.operands],
     )
 

@@ -104,10 +104,10 @@ def start_worker(root: Path, log: Path | None, *arguments: Any) -> Connection:
     """Starts a worker on the sources under ``root`` and returns the connection to it."""
     if not any(root.glob("packages/*/src")):
         sys.exit(f"{root}: no packages/*/src there")
-    here, there = SPAWN.Pipe()
-    SPAWN.Process(target=serve_logged, args=(log, there, root, *arguments), daemon=True).start()
-    there.close()
-    return here
+    ours, theirs = SPAWN.Pipe()
+    SPAWN.Process(target=serve_logged, args=(log, theirs, root, *arguments), daemon=True).start()
+    theirs.close()
+    return ours
 
 
 def answer(worker: Connection, *run: Any) -> Any:

@@ -111,16 +111,16 @@ def parameters_of(launch: Any, source: Any, avals: list[Any], outs: Any) -> list
 
 def triton_launches(programs: Any, target: Target) -> tuple[Launches, Texts]:
     """Compiles the launches of a program, (launch, operand types) each."""
-    found, texts = [], []
-    known: dict[Any, tuple[str, dict[str, Any]]] = {}
+    launches, texts = [], []
+    compiled: dict[Any, tuple[str, dict[str, Any]]] = {}
     for described, avals in programs:
         launch, outs = described.bind(target), described.result_types()
         source = describe(launch, avals, outs)
-        if source not in known:
-            known[source] = code_of(source, target)
-        text, metadata = known[source]
+        if source not in compiled:
+            compiled[source] = code_of(source, target)
+        text, metadata = compiled[source]
         texts.append(text)
-        found.append(
+        launches.append(
             {
                 "kernel": launch.kernel.__name__,
                 "code": hashlib.sha256(text.encode()).hexdigest()[:16],
@@ -131,7 +131,7 @@ def triton_launches(programs: Any, target: Target) -> tuple[Launches, Texts]:
                 "aliases": sorted(launch.aliases.values()),
             }
         )
-    return found, texts
+    return launches, texts
 
 
 def triton_case(call: str, target: str) -> tuple[Launches, Texts]:
@@ -150,7 +150,7 @@ def small_cases() -> Iterator[tuple[str, AbstractCall]]:
 
 def small_operation(operation: str) -> dict[str, tuple[Launches, Texts]]:
     """The launches of all small calls of an operation, those that differ from one before."""
-    target, found, seen = triton_calls.TARGETS["sm_90"], {}, set()
+    target, by_call, seen = triton_calls.TARGETS["sm_90"], {}, set()
     for name, called in small_cases():
         if called.operation != operation:
             continue
@@ -158,7 +158,7 @@ def small_operation(operation: str) -> dict[str, tuple[Launches, Texts]]:
         with jax.enable_x64(wide), compile_for(target):
             program = _traced(called)
         if isinstance(program, str):
-            found[name] = [{"kernel": "none", "refused": program}], [program]
+            by_call[name] = [{"kernel": "none", "refused": program}], [program]
             continue
         programs = triton_calls.launches_of(program, target).values()
         sources = tuple(
@@ -167,8 +167,8 @@ def small_operation(operation: str) -> dict[str, tuple[Launches, Texts]]:
         )
         if sources not in seen:
             seen.add(sources)
-            found[name] = triton_launches(programs, target)
-    return found
+            by_call[name] = triton_launches(programs, target)
+    return by_call
 
 
 def _traced(called: AbstractCall) -> Any:
@@ -229,10 +229,10 @@ def mosaic_case(call: str) -> tuple[Launches, Texts]:
         except Exception as error:
             texts = [f"{type(error).__name__}: {error}".splitlines()[0]]
             return [{"kernel": "none", "refused": texts[0]}], texts
-    found = [
+    launches = [
         {"kernel": "mosaic", "code": hashlib.sha256(t.encode()).hexdigest()[:16]} for t in texts
     ]
-    return found, texts
+    return launches, texts
 
 
 def hopper_package(package: Any) -> Any:
@@ -251,23 +251,23 @@ def hopper_package(package: Any) -> Any:
 # ---- the command ------------------------------------------------------------------------------
 
 
-def dump(given: argparse.Namespace) -> None:
-    if given.small:
+def dump(options: argparse.Namespace) -> None:
+    if options.small:
         operations = dict.fromkeys(called.operation for _, called in small_cases())
-        jobs = {o: (small_operation, o) for o in operations if o in (given.calls or [o])}
-    elif given.mosaic:
-        calls = given.calls or list(triton_calls.CALLS)
+        jobs = {o: (small_operation, o) for o in operations if o in (options.calls or [o])}
+    elif options.mosaic:
+        calls = options.calls or list(triton_calls.CALLS)
         jobs = {f"{call} @ mosaic": (mosaic_case, call) for call in calls}
     else:
         cases = triton_calls.cases()
         jobs = {
             f"{call} @ {target}": (triton_case, call, target)
             for call, target in cases
-            if target in given.targets and call in (given.calls or [call])
+            if target in options.targets and call in (options.calls or [call])
         }
     names, failed = list(jobs), {}
-    rows = json.loads(given.out.read_text()) if given.out.exists() else {}
-    for done, (number, result) in enumerate(as_finished(jobs.values(), given.jobs), 1):
+    rows = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for done, (number, result) in enumerate(as_finished(jobs.values(), options.jobs), 1):
         name = names[number]
         print(f"{done}/{len(names)} {name}", flush=True)
         if isinstance(result, str):
@@ -277,9 +277,9 @@ def dump(given: argparse.Namespace) -> None:
             result.items() if isinstance(result, dict) else [(name, result)]
         ):
             rows[case] = launches
-            if given.text:
-                write_texts(given.text, case, launches, texts)
-        given.out.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+            if options.text:
+                write_texts(options.text, case, launches, texts)
+        options.out.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
     if failed:
         sys.exit(f"{len(failed)} failed: {failed}")
 
@@ -298,14 +298,14 @@ def differences(before: Launches, after: Launches) -> Iterator[str]:
         yield f"{len(before)} launches, now {len(after)}: {kernels[0]} {kernels[1]}"
         return
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
-        for what in dict.fromkeys((*old, *new)):
-            if what != "kernel" and old.get(what) != new.get(what):
-                change = "" if what == "code" else f" {old.get(what)} -> {new.get(what)}"
-                yield f"launch {number}, {old['kernel']} -> {new['kernel']}: {what}{change}"
+        for key in dict.fromkeys((*old, *new)):
+            if key != "kernel" and old.get(key) != new.get(key):
+                change = "" if key == "code" else f" {old.get(key)} -> {new.get(key)}"
+                yield f"launch {number}, {old['kernel']} -> {new['kernel']}: {key}{change}"
 
 
-def compare(given: argparse.Namespace) -> None:
-    before, after = (json.loads(path.read_text()) for path in (given.before, given.after))
+def compare(options: argparse.Namespace) -> None:
+    before, after = (json.loads(path.read_text()) for path in (options.before, options.after))
     both = [case for case in before if case in after]
     count, changed = 0, set()
     for case in both:
@@ -338,8 +338,8 @@ def main() -> None:
     check.add_argument("before", type=Path)
     check.add_argument("after", type=Path)
     check.set_defaults(run=compare)
-    given = parser.parse_args()
-    given.run(given)
+    options = parser.parse_args()
+    options.run(options)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Exits with 1 when something is found, or wrong.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -40,15 +39,29 @@ import numpy as np  # noqa: E402
 from ejkernel.kernels.pallas.gpu.blocksparse_attention.implementation import (  # noqa: E402
     blocksparse_attention,
 )
+from ejkernel.kernels.pallas.gpu.common.chip import Chip  # noqa: E402
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (  # noqa: E402
     flash_attention,
 )
-from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles  # noqa: E402
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights  # noqa: E402
-from ejkernel.kernels.pallas.gpu.mla_decode.implementation import WholeStep  # noqa: E402
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import (  # noqa: E402
-    LEAST,
-    LongRows,
+    MIN_ROWS,
+    prefill_kernel,
+)
+from ejkernel.kernels.pallas.gpu.serving.mla_implementation import (  # noqa: E402
+    decode_stage,
+    merge_stage,
+)
+from ejkernel.types.serving.layout import KVLayout  # noqa: E402
+from ejkernel.types.serving.problem import (  # noqa: E402
+    LatentProblem,
+    PagedProblem,
+    RaggedProblem,
+)
+from ejkernel.types.serving.schedule import (  # noqa: E402
+    LongPrefill,
+    ScheduleSizes,
+    work_tiles,
 )
 from ejktest import at_size  # noqa: E402
 from ejktest.cases import attention as attention_cases  # noqa: E402
@@ -95,9 +108,9 @@ def hopper_sparse(name: str) -> Call:
     return attention(blocksparse_attention, attention_cases.SMALL_SPARSE[name])
 
 
-def relative(found: Any, want: Any) -> float:
-    found, want = (np.asarray(x, np.float64) for x in (found, want))
-    error = np.linalg.norm(found - want) / max(np.linalg.norm(want), 1e-30)
+def relative(actual: Any, want: Any) -> float:
+    actual, want = (np.asarray(x, np.float64) for x in (actual, want))
+    error = np.linalg.norm(actual - want) / max(np.linalg.norm(want), 1e-30)
     return float(error) if np.isfinite(error) else np.inf
 
 
@@ -112,7 +125,7 @@ def hopper_grouped(name: str) -> Call:
     first = None if offset is None else np.asarray([offset], np.int32)
     run = jax.jit(lambda: kernel(lhs, dout, np.asarray(sizes, np.int32), first))
     want = oracle.grouped_matmul(lhs, rhs, sizes, offset, dout=dout).drhs
-    return run, lambda found: relative(found, want) / 6e-3
+    return run, lambda actual: relative(actual, want) / 6e-3
 
 
 def hopper_ragged(name: str) -> Call:
@@ -120,20 +133,27 @@ def hopper_ragged(name: str) -> Call:
     m = ragged_cases.SMALL[name]
     x, rows = ragged_cases.draw(m), np.asarray(m.rows)
     first, length = np.cumsum(rows) - rows, np.asarray(m.lens)
-    mine, single = rows >= LEAST, (rows == 1) & (m.cap is None)
-    most = sum(-(-n // 128) + 1 for n in m.rows)
-    queue = ragged_cases.queue(first, first + rows, length, mine, 128, 128, m.h, m.hk, 1000, most)
-    any_single = np.full(len(rows), int(single.any()))
-    decodes = np.stack([first, np.where(single, length, 0), any_single], 1)
-    tables = jnp.clip(x["tables"], 0, len(x["cache"]) - 1)
-    tiles = ForwardTiles(q_held=0 if m.cap else 64, registers=232)
-    long = LongRows(LEAST, 0, m.d**-0.5, m.cap, tiles, SMALL_CORES, bool(single.any()))
-    operands = (x["q"], x["cache"], tables, jnp.asarray(queue), jnp.asarray(decodes, jnp.int32))
+    pages, page_size = x["cache"].shape[:2]
+    sizes = (len(rows), m.h, m.hk, m.d, m.d, pages, page_size, x["tables"].shape[1])
+    layout = KVLayout.interleaved(m.hk, m.d)
+    paged = PagedProblem(*sizes, m.q, m.kv, m.kv, m.d**-0.5, layout, soft_cap=m.cap)
+    kernel = prefill_kernel(RaggedProblem(paged, len(x["q"])), SMALL_CORES)
+    mine, single = rows >= MIN_ROWS, (rows == 1) & kernel.decodes
+    block_q, block_kv = kernel.tiles.block_q, kernel.tiles.block_kv
+    long = LongPrefill(MIN_ROWS, 0, block_q, block_kv, kernel.decodes)
+    scheduled = ScheduleSizes(
+        len(x["q"]), paged.capacity, m.h, m.hk, 64, 16, 1, 8, 1, SMALL_CORES, 1000, long=long
+    )
+    tiles = work_tiles(first, first + rows, length, mine, scheduled)
+    programs = np.full(len(rows), int(single.any()))
+    decode_rows = np.stack([first, np.where(single, length, 0), programs], 1)
+    tables = jnp.clip(x["tables"], 0, pages - 1)
+    operands = (x["q"], x["cache"], tables, jnp.asarray(tiles), jnp.asarray(decode_rows, jnp.int32))
     sampled, exact = ragged_cases.reference(m, x, x["cache"])
-    of = np.searchsorted(np.cumsum(rows), sampled, side="right")
-    here = (mine | single)[of]
-    run = jax.jit(long)
-    return lambda: run(*operands), lambda o: relative(o[sampled[here]], exact[here]) / 6e-3
+    sequence = np.searchsorted(np.cumsum(rows), sampled, side="right")
+    compared = (mine | single)[sequence]
+    run = jax.jit(kernel.attend)
+    return lambda: run(*operands), lambda o: relative(o[sampled[compared]], exact[compared]) / 6e-3
 
 
 def hopper_latent(name: str) -> Call:
@@ -148,13 +168,19 @@ def hopper_latent(name: str) -> Call:
         for shape, kind in (((len(lens), rows, 576), dtype), ((pages, page, 576), key))
     )
     tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
-    p = SimpleNamespace(
-        tokens=tokens, page_size=page, query_dtype=dtype, key_dtype=key, scale=576**-0.5,
-        soft_cap=None, return_lse=True, capacity=page * columns,
+    p = LatentProblem(
+        len(lens), rows // tokens, 1, 576, 512, pages, page, columns, dtype, key, key, 576**-0.5,
+        KVLayout.latent(576), tokens=tokens, return_lse=True,
     )  # fmt: skip
-    operands = (jnp.asarray(x, jnp.int32) for x in (lens, tables))
-    run = jax.jit(functools.partial(WholeStep(min(2, rows // 64) * SMALL_CORES), p))
-    arrays = (q, cache, *operands)
+    work: Any = SimpleNamespace(problem=p, target=Chip(min(2, rows // 64) * SMALL_CORES))
+
+    @jax.jit
+    def run(*operands: Any) -> tuple[Any, ...]:
+        arrays = dict(zip(("q", "k", "lens", "tables"), operands, strict=True))
+        merged = merge_stage(work, arrays | decode_stage(work, arrays))
+        return merged["o"], merged["lse"]
+
+    arrays = (q, cache, *(jnp.asarray(x, jnp.int32) for x in (lens, tables)))
     wide = np.asarray(cache, np.float64)
     want = np.zeros((len(lens), rows, 512))
     for i, n in enumerate(lens):
@@ -164,7 +190,7 @@ def hopper_latent(name: str) -> Call:
         if n:
             e = np.exp(s - s.max(1, keepdims=True))
             want[i] = e @ keys[:, :512] / e.sum(1, keepdims=True)
-    return lambda: run(*arrays), lambda found: relative(found[0], want) / 6e-3
+    return lambda: run(*arrays), lambda actual: relative(actual[0], want) / 6e-3
 
 
 CALLS = (
@@ -188,17 +214,17 @@ def watch(run: Any, planted: str | None = None) -> tuple[Any, Any]:
 def unexplained(seen: Any) -> set[str]:
     """Returns the findings, except equal writes of several warpgroups."""
     others = {x for x in seen.races if not any(name in x for name in ALIKE)}
-    return others | seen.own | seen.problems
+    return others | seen.same_thread | seen.problems
 
 
 def noticed(run: Any, sites: dict[str, str]) -> set[str]:
     """The sites without whose order a race is seen."""
-    found = set()
+    noticed_sites = set()
     for site, kind in sites.items():
         wrong = unexplained(watch(run, site)[0])
         print(f"     {'seen' if wrong else 'none'} {kind} {site}", flush=True)
-        found |= {site} if wrong else set()
-    return found
+        noticed_sites |= {site} if wrong else set()
+    return noticed_sites
 
 
 def problem() -> str | None:
@@ -214,7 +240,7 @@ def main() -> None:
     logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)  # an error ends every thread
     start, failed, plants = time.time(), 0, "--plant" in sys.argv[1:]
     sites: dict[str, str] = {}
-    found: set[str] = set()
+    noticed_sites: set[str] = set()
     for call in chosen(CALLS, [x for x in sys.argv[1:] if x != "--plant"]):
         before = time.time()
         run, error = call[0](*call[1:])
@@ -227,11 +253,11 @@ def main() -> None:
         print(*(f"     {x}\n" for x in sorted(wrong)), sep="", end="", flush=True)
         if plants:
             sites |= seen.sites
-            found |= noticed(run, dict(seen.sites))
+            noticed_sites |= noticed(run, dict(seen.sites))
     print(f"{failed} failed, {time.time() - start:.0f}s in all")
     if plants:
-        left = sorted(sites.keys() - found)
-        print(f"{len(found)} of {len(sites)} orders are watched; not in these calls:")
+        left = sorted(sites.keys() - noticed_sites)
+        print(f"{len(noticed_sites)} of {len(sites)} orders are watched; not in these calls:")
         print(*(f"     {sites[x]} {x}\n" for x in left), sep="", end="")
     sys.exit(bool(failed))
 

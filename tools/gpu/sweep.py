@@ -39,7 +39,7 @@ from ejkernel.modules.bench.timing import Program  # noqa: E402
 from ejkernel.modules.workloads import Call  # noqa: E402
 from ejkernel.modules.workloads.find import calls_here, operation_name  # noqa: E402
 from ejkernel.ops.call_kernel import CallKernel  # noqa: E402
-from ejkernel.ops.execution.timing import race  # noqa: E402
+from ejkernel.ops.execution.timing import compare_programs  # noqa: E402
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable  # noqa: E402
 from ejkernel.ops.platforms import Platform, parse_platform  # noqa: E402
 
@@ -69,13 +69,13 @@ def changed(tiles: Any, values: Mapping[str, Any]) -> Any:
     return tiles
 
 
-def of_pass(fields: Mapping[str, Any], which: str) -> dict[str, Any]:
+def of_pass(fields: Mapping[str, Any], pass_name: str) -> dict[str, Any]:
     """Returns the fields of a pass: group "fwd" of the forward, other groups of the backward.
 
     Without that group all belong to both, as do fields outside groups.
     """
     groups = {path.partition(".")[0] for path in fields if "." in path}
-    used = groups if "fwd" not in groups else {"fwd"} if which == "fwd" else groups - {"fwd"}
+    used = groups if "fwd" not in groups else {"fwd"} if pass_name == "fwd" else groups - {"fwd"}
     return {p: x for p, x in fields.items() if "." not in p or p.partition(".")[0] in used}
 
 
@@ -110,14 +110,14 @@ class Subject:
     may_guess: bool = True
 
     def candidates(
-        self, which: str, choices: Mapping[str, list[Any]], limit: int
+        self, pass_name: str, choices: Mapping[str, list[Any]], limit: int
     ) -> dict[str, Callable[..., Any]]:
         """Returns functions by the fields that differ; what ships is the first, with all fields.
 
         Raises:
             LookupError: ``choices`` names a field that these tiles lack.
         """
-        shipped = of_pass(flat(self.ships), which)
+        shipped = of_pass(flat(self.ships), pass_name)
         unknown = choices.keys() - shipped.keys()
         if unknown:
             fields = ", ".join(shipped) or "none"
@@ -200,7 +200,7 @@ def sweep_case(
     )
     (programs,) = compile_ahead([(case, mode)])
     arrays = case.inputs()
-    failed, wrong, racers, reference = {}, {}, {}, None
+    failed, wrong, valid, reference = {}, {}, {}, None
     factor = GRADIENT_FACTOR if mode == "fwd+bwd" else 1.0
     for label, made in programs.items():
         if isinstance(made, str):
@@ -215,22 +215,22 @@ def sweep_case(
             continue
         if why is None:
             reference = value if first else reference
-            racers[label] = Program(made[0], arrays)
+            valid[label] = Program(made[0], arrays)
         else:
             wrong[label] = why
-    ships, times = next(iter(candidates)), time_programs(racers, rounds)
-    if ships in racers and len(racers) > 2:  # what left the race early has few samples
-        pair = {label: racers[label] for label in (ships, min(times, key=lambda x: times[x][0]))}
+    ships, times = next(iter(candidates)), time_programs(valid, rounds)
+    if ships in valid and len(valid) > 2:  # dropped programs have few samples
+        pair = {label: valid[label] for label in (ships, min(times, key=lambda x: times[x][0]))}
         times |= time_programs(pair, rounds)
     rows = [(label, *times[label]) for label in sorted(times, key=lambda x: times[x][0])]
     return Outcome(ships, rows, failed, wrong)
 
 
-def time_programs(racers: Mapping[str, Program], rounds: int) -> dict[str, tuple[float, float]]:
+def time_programs(programs: Mapping[str, Program], rounds: int) -> dict[str, tuple[float, float]]:
     """Returns milliseconds and their relative spread."""
     device = jax.devices()[0]
-    times = race(list(racers.values()), num_warmup=3, num_iters=rounds, device=device)
-    return {x: (t.ms, t.spread) for x, t in zip(racers, times, strict=True) if t is not None}
+    times = compare_programs(list(programs.values()), num_warmup=3, num_iters=rounds, device=device)
+    return {x: (t.ms, t.spread) for x, t in zip(programs, times, strict=True) if t is not None}
 
 
 def outcome_text(name: str, outcome: Outcome) -> str:

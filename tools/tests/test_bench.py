@@ -63,8 +63,8 @@ def test_rounds_have_changing_orders(count):
 def test_a_cache_is_given_for_good_and_comes_back():
     shape = next(s for s in SHAPES if s.name == "cpu-mixed")
     case = case_of(call_of(shape, "ragged_page_attention_v3"), peers=False)
-    ((number, place),) = case.updates.items()
-    assert case.call.names[number] == "kv_cache" and place == 1
+    ((number, result),) = case.updates.items()
+    assert case.call.names[number] == "kv_cache" and result == 1
     ((made,),) = (x.values() for x in compile_ahead([(case, "fwd")]))
     program = timing.Program(made[0], case.inputs(), case.updates)
     before = program.arguments[number]

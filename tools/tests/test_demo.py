@@ -25,10 +25,10 @@ def test_packing_keeps_every_byte_once():
 def test_a_run_of_one_step(tmp_path, capsys):
     words = ["--steps", "1", "--tokens", "2", "--prompt", "a", "--out", str(tmp_path)]
     assert main(words) == 0
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     for step, name in (("training", "flash_attention"), ("decoding", "page_attention")):
         ran = rf"^  {step}  {name}/xla/any, .* from heuristics"
-        assert re.search(rf"{ran}\n +not .*triton/gpu.*: it needs a gpu", said, re.MULTILINE), said
+        assert re.search(rf"{ran}\n +not .*triton/gpu.*: it needs a gpu", out, re.MULTILINE), out
     assert (tmp_path / "loss.png").exists()
 
 

@@ -61,7 +61,7 @@ def test_hands_over_to_hatch_with_data_in_the_clone(clone):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("words", "expected"),
     [
         (["demo"], ["demo"]),
         (["run", "python", "-V"], ["python", "-V"]),
@@ -71,8 +71,8 @@ def test_hands_over_to_hatch_with_data_in_the_clone(clone):
         (["release", "ejk-ops"], ["release", "ejk-ops"]),
     ],
 )
-def test_arguments_for_hatch(given, expected):
-    assert dev.hatch_arguments(given[0], given[1:]) == expected
+def test_arguments_for_hatch(words, expected):
+    assert dev.hatch_arguments(words[0], words[1:]) == expected
 
 
 def test_unknown_package_is_named():
@@ -136,7 +136,7 @@ def test_old_python_can_still_read_the_script():
 
 
 class Recorder:
-    """Stands for ``dev.run``: notes commands and answers with the status a test chooses."""
+    """Stands for ``dev.run_command``: notes commands and answers with the status a test chooses."""
 
     def __init__(self, *failing):
         self.failing = failing
@@ -147,18 +147,18 @@ class Recorder:
         return int(any(all(word in command for word in words) for words in self.failing))
 
 
-def make(monkeypatch, recorder, tmp_path, missing=()):
+def run_set_up(monkeypatch, recorder, tmp_path, missing=()):
     real = dev.importlib.util.find_spec
     monkeypatch.setattr(
         dev.importlib.util, "find_spec", lambda name: None if name in missing else real(name)
     )
-    monkeypatch.setattr(dev, "run", recorder)
+    monkeypatch.setattr(dev, "run_command", recorder)
     dev.make_tool_environment(tmp_path, tmp_path / "hatch/bin/python", {})
     return recorder.commands
 
 
 def test_plain_set_up(monkeypatch, tmp_path):
-    venv, install = make(monkeypatch, Recorder(), tmp_path)
+    venv, install = run_set_up(monkeypatch, Recorder(), tmp_path)
     assert venv[1:4] == ["-m", "venv", "--clear"]
     assert install[0] == str(tmp_path / "hatch/bin/python")
     assert install[-1] == dev.HATCH
@@ -173,7 +173,7 @@ def test_without_ensurepip_the_callers_pip_fills_the_environment(monkeypatch, tm
             super().__call__(command, env, quiet)
             return int(command[-2:] == ["--clear", str(target)])
 
-    commands = make(monkeypatch, PlainVenvFails(), tmp_path, missing)
+    commands = run_set_up(monkeypatch, PlainVenvFails(), tmp_path, missing)
     assert any("--without-pip" in command for command in commands)
     caller, filled = sys.executable, str(target / "bin/python")
     assert commands[-1][:5] == [caller, "-m", "pip", "--python", filled]
@@ -190,7 +190,7 @@ def test_without_ensurepip_the_callers_pip_fills_the_environment(monkeypatch, tm
 )
 def test_set_up_that_cannot_work_says_why(monkeypatch, tmp_path, failing, missing, message):
     with pytest.raises(dev.SetupError, match=message):
-        make(monkeypatch, Recorder(*failing), tmp_path, missing)
+        run_set_up(monkeypatch, Recorder(*failing), tmp_path, missing)
 
 
 def test_full_disk_is_told_before_the_download(monkeypatch, tmp_path):
@@ -204,7 +204,7 @@ def test_an_environment_that_cannot_be_built_is_tried_again(monkeypatch, tmp_pat
     monkeypatch.setattr(dev, "ROOT", tmp_path)
     home = tmp_path / ".venv" / "py"
     recorder = Recorder(["env", "create"])
-    monkeypatch.setattr(dev, "run", recorder)
+    monkeypatch.setattr(dev, "run_command", recorder)
     for _ in range(2):
         with pytest.raises(dev.SetupError, match="could not be built"):
             dev.prepare(home, home / "hatch/bin/python", home / "hatch/bin/hatch", {})
@@ -239,7 +239,7 @@ def test_packages_that_exclude_each_other_are_named_before_the_resolver_runs(mon
     monkeypatch.setattr(dev, "ROOT", tmp_path)
     home = tmp_path / ".venv" / "py"
     recorder = Recorder(["tools/release.py", "--ranges"])
-    monkeypatch.setattr(dev, "run", recorder)
+    monkeypatch.setattr(dev, "run_command", recorder)
     with pytest.raises(dev.SetupError, match="exclude each other"):
         dev.prepare(home, home / "hatch/bin/python", home / "hatch/bin/hatch", {})
     assert not any("create" in command for command in recorder.commands)

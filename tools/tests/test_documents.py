@@ -1,4 +1,4 @@
-"""What the documents say about the code, held against the code."""
+"""Claims of the documents about the code, checked against the code."""
 
 import json
 import pkgutil
@@ -27,7 +27,9 @@ def test_every_operation_has_a_row():
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *ROOT.glob("packages/*/README.md")], ids=lambda p: p.parent.name
+    "path",
+    [ROOT / "README.md", ROOT / "docs/sharding.md", *ROOT.glob("packages/*/README.md")],
+    ids=lambda p: p.parent.name,
 )
 def test_tables_say_what_is_registered(path):
     text = path.read_text()
@@ -35,7 +37,7 @@ def test_tables_say_what_is_registered(path):
 
 
 def test_every_operation_runs_on_xla():
-    assert all("xla" in found for found in tables.platforms().values()), tables.platforms()
+    assert all("xla" in platforms for platforms in tables.platforms().values()), tables.platforms()
 
 
 def test_a_package_without_kernels_says_so(monkeypatch):
@@ -53,9 +55,9 @@ def test_figures_of_flash_attention_are_those_of_the_record(document, label):
     record = json.loads((ROOT / "tools/bench/results/nvidia-h200/flash_attention.json").read_text())
     rows = {(r["case"], r["mode"]): r for r in record["rows"] if r["contender"] == "ejkernel"}
     row = rf"^\| {label}(\d+), (\d+)(k?)(, 32 sequences)? \|(.*)$"
-    found = re.findall(row, (ROOT / document).read_text(), re.MULTILINE)
-    assert len(found) >= 7
-    for head_dim, length, thousands, short, cells in found:
+    matches = re.findall(row, (ROOT / document).read_text(), re.MULTILINE)
+    assert len(matches) >= 7
+    for head_dim, length, thousands, short, cells in matches:
         case = f"d{head_dim}-s{int(length) * (1024 if thousands else 1)}"
         cases = [f"short-{case}-b32"] if short else [f"sweep-{case}-full", f"sweep-{case}-causal"]
         modes = ("fwd", "fwd+bwd")
@@ -89,14 +91,14 @@ def test_every_package_warns_of_the_other_project(folder):
 
 
 def test_the_files_of_an_operation_are_those_that_the_page_lists():
-    """What docs/writing-a-kernel.md counts for mean_pooling are all sources that name it."""
+    """The files that docs/writing-a-kernel.md lists for mean_pooling are all that name it."""
     text = (ROOT / "docs/writing-a-kernel.md").read_text()
     rows = re.findall(r"^\| `([\w./-]+)` \|.*\| (\d+) \|$", text, re.MULTILINE)
     listed = {path: int(lines) for path, lines in rows}
     for path, lines in listed.items():
         have = len((ROOT / path).read_text().splitlines())
-        whole = "pooling" in path and "README" not in path
-        assert abs(have - lines) <= 0.15 * lines + 2 if whole else have >= lines, (path, have)
+        complete = "pooling" in path and "README" not in path
+        assert abs(have - lines) <= 0.15 * lines + 2 if complete else have >= lines, (path, have)
     packages = ("types", "kernels-xla", "kernels-triton", "modules")
     naming = {
         str(path.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""What scripts for a GPU name exists, and as much of them as needs none works."""
+"""Names in scripts for a GPU exist, and parts that need no GPU work."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.hopper_latent: latent.CASES,
     }
     for run, *case in memory.CALLS:
-        known = lists[run]
-        named = isinstance(known, dict) and known is not memory.VARIANTS
-        assert (case[0] if named else tuple(case[:2])) in known, (run, case)
+        cases = lists[run]
+        named = isinstance(cases, dict) and cases is not memory.VARIANTS
+        assert (case[0] if named else tuple(case[:2])) in cases, (run, case)
 
 
 def test_calls_are_chosen_by_kind_or_by_name(memory):
@@ -71,21 +71,21 @@ def test_calls_are_chosen_by_kind_or_by_name(memory):
 
 @pytest.fixture
 def launched(memory, monkeypatch):
-    """What calls launch outside of jit; every launch gives zeros."""
-    found = []
+    """The launches of calls outside of jit; every launch gives zeros."""
+    launches = []
 
     def triton(*arrays, launch):
-        found.append(type(launch).__name__)
+        launches.append(type(launch).__name__)
         return [jnp.zeros(o.shape, o.dtype) for o in launch.result_types()]
 
     def mosaic(*arrays, **params):
-        found.append(call := memory.alone.mosaic_call(arrays, params))
+        launches.append(call := memory.alone.mosaic_call(arrays, params))
         return [jnp.zeros(call.results[i].shape, call.results[i].dtype) for i in call.returned]
 
     monkeypatch.setattr(memory.alone.bridge._primitive, "impl", triton)
     monkeypatch.setattr(memory.alone.mpmd.mpmd_map_p, "impl", mosaic)
     with compile_for(cuda_target(90, 132)), jax.disable_jit():
-        yield found
+        yield launches
 
 
 def test_calls_launch_outside_of_jit(memory, launched):
@@ -124,16 +124,16 @@ def test_cases_begin_ahead_but_in_one_of_many_workers(monkeypatch, worker):
 
 
 def test_a_worker_answers_each_case_it_is_asked(monkeypatch, capsys):
-    wanted = [("cpu-g8", "fwd"), ("no-such-case", "fwd")]
-    monkeypatch.setattr(compare, "milliseconds", lambda program, given: program(*given).shape[1])
-    here, there = multiprocessing.Pipe()
+    cases = [("cpu-g8", "fwd"), ("no-such-case", "fwd")]
+    monkeypatch.setattr(compare, "milliseconds", lambda program, arrays: program(*arrays).shape[1])
+    ours, theirs = multiprocessing.Pipe()
     work = threading.Thread(
-        target=compare.serve_times, args=(there, checkout.ROOT, "grouped_matmul", "xla", wanted)
+        target=compare.serve_times, args=(theirs, checkout.ROOT, "grouped_matmul", "xla", cases)
     )
     work.start()
-    assert compare.answer(here) == "ready"
-    assert [compare.answer(here, *question) for question in wanted] == [1024, None]
-    here.close()
+    assert compare.answer(ours) == "ready"
+    assert [compare.answer(ours, *question) for question in cases] == [1024, None]
+    ours.close()
     work.join(30)
     assert not work.is_alive() and "no-such-case fwd: KeyError" in capsys.readouterr().err
 
@@ -148,10 +148,10 @@ def table(monkeypatch, tmp_path):
     monkeypatch.setattr(script.triton_calls, "cases", lambda: [("d64", "sm_90"), ("d128", "sm_80")])
     script.write(path, {"d64 @ sm_90": row, "d128 @ sm_80": row, "gone @ sm_80": row})
 
-    def run(found: dict[int, object], *arguments: str) -> dict:
+    def run(results: dict[int, object], *arguments: str) -> dict:
         def finished(jobs, workers):
-            assert len(list(jobs)) == len(found)
-            return iter(found.items())
+            assert len(list(jobs)) == len(results)
+            return iter(results.items())
 
         monkeypatch.setattr(script, "as_finished", finished)
         monkeypatch.setattr(sys, "argv", ["aot_table.py", *arguments])
@@ -165,8 +165,9 @@ def table(monkeypatch, tmp_path):
 
 
 def test_table_ahead_of_time_tells_what_differs(table, capsys):
-    more = {"forward": {"registers": 120, "spills": 8}, "dq": {"registers": 90, "spills": 0}}
-    assert table.run({1: more, 0: table.row}) == {"d64 @ sm_90": table.row, "d128 @ sm_80": more}
+    changed = {"forward": {"registers": 120, "spills": 8}, "dq": {"registers": 90, "spills": 0}}
+    rows = table.run({1: changed, 0: table.row})
+    assert rows == {"d64 @ sm_90": table.row, "d128 @ sm_80": changed}
     told = capsys.readouterr().out
     assert "2 kernels differ" in told and "d64 @ sm_90 forward" not in told
     assert "d128 @ sm_80 forward: registers 100 -> 120, spills 0 -> 8" in told
@@ -175,22 +176,22 @@ def test_table_ahead_of_time_tells_what_differs(table, capsys):
 
 def test_table_ahead_of_time_keeps_what_was_compiled(table):
     """A call that fails, or a run that ends early, takes nothing from the table."""
-    more = {"forward": {"registers": 120, "spills": 8}}
+    changed = {"forward": {"registers": 120, "spills": 8}}
     with pytest.raises(SystemExit, match=r"1 calls failed, their rows stay: .*OutOfMemory"):
-        table.run({0: "OutOfMemory: no", 1: more})
+        table.run({0: "OutOfMemory: no", 1: changed})
     assert json.loads(table.path.read_text())["rows"] == {
         "d64 @ sm_90": table.row,
-        "d128 @ sm_80": more,
+        "d128 @ sm_80": changed,
     }
 
 
 def test_table_ahead_of_time_compiles_what_is_asked(table):
-    more = {"forward": {"registers": 120, "spills": 8}}
-    assert table.run({0: more}, "--targets", "sm_90")["d64 @ sm_90"] == more
+    changed = {"forward": {"registers": 120, "spills": 8}}
+    assert table.run({0: changed}, "--targets", "sm_90")["d64 @ sm_90"] == changed
     before, out = table.path.read_text(), table.path.with_name("other.json")
-    table.run({0: more}, "d128", "--out", str(out))
+    table.run({0: changed}, "d128", "--out", str(out))
     assert table.path.read_text() == before
-    assert json.loads(out.read_text())["rows"]["d128 @ sm_80"] == more
+    assert json.loads(out.read_text())["rows"]["d128 @ sm_80"] == changed
     with pytest.raises(SystemExit):
         table.run({}, "no such call")
 
@@ -247,6 +248,6 @@ def test_code_comparison_tells_which_launches_changed():
 def test_a_dump_holds_every_launch(tmp_path):
     pytest.importorskip("triton")
     launches, texts = compare_code.triton_case("pooling", "sm_90")
-    assert [launch["kernel"] for launch in launches] == ["sums_of_groups", "spread"]
+    assert [launch["kernel"] for launch in launches] == ["pool_groups", "pool_backward"]
     assert len({launch["code"] for launch in launches}) == len(texts) == 2
     assert launches[0]["parameters"][0] == "operand bfloat16[8, 8192, 2048] *bf16"

@@ -1,4 +1,4 @@
-"""What watches Hopper's kernels for races: every piece has its stand-in, and a race is seen."""
+"""The race detector of Hopper's kernels: every piece has its stand-in, and a race is seen."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def races():
 
 def pieces(path: Path) -> set[str]:
     """Functions of a file with instructions of the compiler's own."""
-    found = set()
+    names_in_file = set()
     for function in ast.parse(path.read_text()).body:
         if isinstance(function, ast.FunctionDef) and function.name not in MAKES:
             calls = (x.func for x in ast.walk(function) if isinstance(x, ast.Call))
             names = {getattr(x, "attr", getattr(x, "id", None)) for x in calls}
-            found |= {f"{path.stem}.{function.name}"} if names & MAKES else set()
-    return found
+            names_in_file |= {f"{path.stem}.{function.name}"} if names & MAKES else set()
+    return names_in_file
 
 
 def test_every_piece_of_the_compilers_instructions_has_a_stand_in():
@@ -57,7 +57,7 @@ def test_calls_are_small_cases_that_exist(races):
 
 
 def test_a_race_is_seen(races):
-    """A kernel has none; it would have one if products did not wait for their operands."""
+    """A kernel has none; it would have one if matmuls did not wait for their operands."""
     if reason := races.problem():
         pytest.skip(reason)
     kernel = Weights(

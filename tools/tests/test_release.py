@@ -17,7 +17,7 @@ ROOT = Path(release.__file__).resolve().parent.parent
 
 @pytest.fixture
 def workspace(tmp_path):
-    """A copy of what the checks read: the six packages without their code."""
+    """A copy of the files that the checks read: the six packages without their code."""
     for folder in (p.parent for p in ROOT.glob("packages/*/pyproject.toml")):
         copy = tmp_path / "packages" / folder.name
         copy.mkdir(parents=True)
@@ -36,8 +36,8 @@ def bump(root: Path, name: str, version: str) -> None:
     package = release.read_package(root / "packages" / name)
     package.version_file.write_text(f'__version__ = "{version}"\n')
     changelog = package.folder / "CHANGELOG.md"
-    title, _, rest = changelog.read_text().partition("\n\n")
-    changelog.write_text(f"{title}\n\n## {version}\n\nA change.\n\n{rest}")
+    title, _, others = changelog.read_text().partition("\n\n")
+    changelog.write_text(f"{title}\n\n## {version}\n\nA change.\n\n{others}")
 
 
 def test_the_workspace_can_be_released_as_it_stands():

@@ -23,7 +23,7 @@ def one_case(monkeypatch):
     monkeypatch.setattr(sweep, "calls_here", lambda *_: [call_of(TINY)])
 
 
-def test_candidates_are_timed_beside_what_ships(capsys):
+def test_candidates_are_timed_with_the_shipped_config(capsys):
     assert sweep.main([*WORDS, "--limit", "2"]) == 0
     first, *rows, _, _, last = capsys.readouterr().out.splitlines()
     assert first == "tiny fwd, grouped_matmul/xla/any: 3 timed, 0 did not run"
@@ -61,13 +61,13 @@ def test_any_field_of_a_kernels_tiles():
     with described("NVIDIA H200", "gpu", 132):
         subject = sweep.subject_of(call, "triton")
         assert subject.name == "flash_attention/triton/gpu"
-        for which, groups in (("fwd", {"fwd"}), ("bwd", {"dq", "dkv"})):
-            labels = list(subject.candidates(which, {}, 40))[1:]
+        for pass_name, groups in (("fwd", {"fwd"}), ("bwd", {"dq", "dkv"})):
+            labels = list(subject.candidates(pass_name, {}, 40))[1:]
             assert len(labels) > 2
             assert {x.partition(".")[0] for label in labels for x in label.split()} == groups
-        found = subject.candidates("bwd", {"dkv.registers": [96, 128], "dq.block_q": [32]}, 40)
-        assert list(found)[1:] == [f"dkv.registers={n} dq.block_q=32" for n in (96, 128)]
-        function = list(found.values())[-1]
+        candidates = subject.candidates("bwd", {"dkv.registers": [96, 128], "dq.block_q": [32]}, 40)
+        assert list(candidates)[1:] == [f"dkv.registers={n} dq.block_q=32" for n in (96, 128)]
+        function = list(candidates.values())[-1]
         arrays = [call.abstract()[name] for name in call.names]
         program = jax.make_jaxpr(lambda *x: jax.vjp(function, *x)[1](x[0]))(*arrays)
         hopper = sweep.subject_of(call, "pallas")

@@ -12,7 +12,7 @@ from ejktest.tolerance import check_close
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_plain_computation_is_the_same_on_every_machine(monkeypatch, dtype) -> None:
-    """What numpy computes differently by processor, in float32, is not asked of it."""
+    """Functions that numpy computes differently by processor, in float32, are not used."""
     call = Call("all", q=12, k=12, cap=2.0, sinks=(4, 2), bias=(1, 4), dtypes=(dtype,) * 3)
     x = arrays(call)
     case = oracle_case(call, x)

@@ -95,12 +95,12 @@ def test_the_table_of_a_device_is_spread_over_the_packages(tmp_path):
     device = "gpu:some-card:9.0"
     table = ShippedTable(device, tmp_path)
     for i, platform in enumerate(("triton", "xla", "xla")):
-        facts = {"kernel": "op", "version": 1, "device": device, "n": i}
-        table.entries[payload_key(facts)] = Entry({"config": {"platform": platform}}, facts)
+        metadata = {"kernel": "op", "version": 1, "device": device, "n": i}
+        table.entries[payload_key(metadata)] = Entry({"config": {"platform": platform}}, metadata)
     table.write()
     assert shipped_names(tmp_path) == ["some_card.json"]
-    found = {p: tmp_path / folder / "some_card.json" for p, folder in FOLDERS.items()}
-    assert {p: len(entries(path)) for p, path in found.items() if path.exists()} == {
+    paths = {p: tmp_path / folder / "some_card.json" for p, folder in FOLDERS.items()}
+    assert {p: len(entries(path)) for p, path in paths.items() if path.exists()} == {
         "triton": 1,
         "xla": 2,
     }
@@ -108,7 +108,7 @@ def test_the_table_of_a_device_is_spread_over_the_packages(tmp_path):
     assert again.entries.keys() == table.entries.keys()
     again.entries.popitem()
     again.write()
-    assert sum(len(entries(path)) for path in found.values() if path.exists()) == 2
+    assert sum(len(entries(path)) for path in paths.values() if path.exists()) == 2
 
 
 def made_up_table(path):
@@ -170,14 +170,14 @@ def h200():
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a described card")
 def test_calls_that_serve_most_others_come_first(h200):
-    found = in_order(named_tasks("flash_attention,page_attention", "*", "gpu"))
-    names = [call.name for call in found]
+    tasks = in_order(named_tasks("flash_attention,page_attention", "*", "gpu"))
+    names = [call.name for call in tasks]
     assert names[0] == "flash_attention llama3-8b-4k" and len(names) == len(set(names))
-    place = names.index
-    assert place("flash_attention gemma2-9b-8k-cap") < place("page_attention decode-b64-8k-page16")
-    assert place("page_attention decode-b1-128k") < place("flash_attention sweep-d64-s8192-full")
+    at = names.index
+    assert at("flash_attention gemma2-9b-8k-cap") < at("page_attention decode-b64-8k-page16")
+    assert at("page_attention decode-b1-128k") < at("flash_attention sweep-d64-s8192-full")
     # near to Llama 3 8B: after all that is new
-    assert place("flash_attention sweep-d256-s8192-full") < place("flash_attention mixtral-8x7b-8k")
+    assert at("flash_attention sweep-d256-s8192-full") < at("flash_attention mixtral-8x7b-8k")
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a described card")

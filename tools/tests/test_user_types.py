@@ -33,5 +33,5 @@ def test_wrong_code_is_rejected(tmp_path, monkeypatch):
         "flash_attention(x, x, x, causal=3.5)\n"
     )
     monkeypatch.setattr(user_types, "SCRIPTS", (str(wrong),))
-    said = user_types.complaints("ty", tmp_path)
-    assert "is not assignable to `int`" in said and "Found 2 diagnostics" in said
+    report = user_types.complaints("ty", tmp_path)
+    assert "is not assignable to `int`" in report and "Found 2 diagnostics" in report

@@ -1,4 +1,4 @@
-"""What users write, for type checkers only: nothing here is run (tools/user_types.py)."""
+"""Code of users, for type checkers only: nothing here is run (tools/user_types.py)."""
 
 from typing import assert_type
 

@@ -8,24 +8,35 @@ from functools import partial
 from typing import Any
 
 from ejkernel.kernels import pallas
+from ejktest.abstract import BF16
+from ejktest.cases import grouped
 from ejktest.cases.attention import flash
 
+LANES = 128
 BATCH, HEADS, LENGTH = 4, 16, 4096
 _flash = partial(flash, b=BATCH, h=HEADS, kv_heads=HEADS, q=LENGTH)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A kernel whose steady code is counted: ``matmuls`` matmuls of ``pairs`` by ``dim`` a tile.
+    """A kernel whose steady code is counted.
 
-    ``function`` takes q, k, v ``[b, h, s, d]`` (``[b, s, h, d]`` for ours).
+    Attributes:
+        who: whose kernel it is.
+        row: what it computes; kernels of one row are compared.
+        kernel: part of its name.
+        tiles: its tiles, for the table.
+        work: useful multiply-adds of the steady code.
+        depth: contracted length of its matmuls, at most that of a matrix unit.
+        function: a call that runs it, for arrays of these ``shapes``.
     """
 
     who: str
+    row: str
     kernel: str
     tiles: str
-    pairs: int
-    matmuls: int
+    work: int
+    depth: int
     function: Callable[..., Any]
     shapes: tuple[Any, ...]
 
@@ -50,7 +61,8 @@ def ours(dim: int) -> Iterator[Cost]:
         text = f"{t.block_q}x{t.block_kv}/{t.rows}"
         function = forward if kernel == "fwd" else backward
         name = f"ejkernel_flash_{kernel}"
-        yield Cost("ejkernel", name, text, t.block_q * t.block_kv, matmuls, function, call.shapes())
+        work = t.block_q * t.block_kv * matmuls * dim
+        yield Cost("ejkernel", kernel, name, text, work, dim, function, call.shapes())
 
 
 def jax_flash(dim: int, block: int) -> Iterator[Cost]:
@@ -64,7 +76,7 @@ def jax_flash(dim: int, block: int) -> Iterator[Cost]:
     def forward(q: Any, k: Any, v: Any) -> Any:
         return fa.flash_attention(q, k, v, sm_scale=dim**-0.5, block_sizes=blocks)
 
-    yield from _others("jax flash", _FLASH, forward, block, (shape,) * 3)
+    yield from _others("jax flash", _FLASH, forward, block, dim, (shape,) * 3)
 
 
 def jax_splash(dim: int, block: int) -> Iterator[Cost]:
@@ -83,7 +95,7 @@ def jax_splash(dim: int, block: int) -> Iterator[Cost]:
     def forward(q: Any, k: Any, v: Any) -> Any:
         return jax.vmap(kernel)(q * dim**-0.5, k, v)
 
-    yield from _others("jax splash", _SPLASH, forward, block, (shape,) * 3)
+    yield from _others("jax splash", _SPLASH, forward, block, dim, (shape,) * 3)
 
 
 _FLASH = {"fwd": "flash_attention", "dq": "flash_mha_bwd_dq", "dkv": "flash_mha_bwd_dkv"}
@@ -91,7 +103,7 @@ _SPLASH = {"fwd": "splash_mha_fwd", "dq": "splash_mha_dq", "dkv": "splash_mha_dk
 
 
 def _others(
-    who: str, names: dict[str, str], forward: Any, block: int, shapes: tuple
+    who: str, names: dict[str, str], forward: Any, block: int, dim: int, shapes: tuple
 ) -> Iterator[Cost]:
     import jax
 
@@ -101,4 +113,62 @@ def _others(
     for kernel, matmuls in KERNELS.items():
         function = forward if kernel == "fwd" else gradients
         text = f"{block}x{block}"
-        yield Cost(who, names[kernel], text, block * block, matmuls, function, shapes)
+        work = block * block * matmuls * dim
+        yield Cost(who, kernel, names[kernel], text, work, dim, function, shapes)
+
+
+GROUPED = grouped.COMPILED_TPU["grouped 8 x 1k"]
+
+
+def our_grouped() -> Iterator[Cost]:
+    from ejkernel.kernels.pallas.tpu.common.chip import current_chip
+    from ejkernel.kernels.pallas.tpu.grouped_matmul import tiles
+    from ejkernel.types.problems.grouped_matmul import GroupedProblem
+
+    (rows, inner), (groups, _, columns) = (GROUPED.arrays[n][0] for n in ("lhs", "rhs"))
+    problem = GroupedProblem(rows, inner, columns, groups, groups, False, BF16, BF16, "default")
+    t = tiles.choose(problem, current_chip())
+    operands = GROUPED.shapes()
+    for row, call_tiles, depth, function in (
+        ("grouped", t.fwd, t.fwd.chunk, GROUPED.forward(pallas)),
+        ("grouped weights", t.drhs, t.drhs.inner, GROUPED.backward(pallas)),
+    ):
+        name = "ejkernel_" + row.replace("grouped", "grouped_matmul").replace(" ", "_")
+        text = f"{call_tiles.rows}x{call_tiles.columns}x{call_tiles.inner}"
+        work = call_tiles.rows * call_tiles.columns * depth
+        yield Cost("ejkernel", row, name, text, work, LANES, function, operands)
+
+
+def jax_grouped(tile: tuple[int, int, int]) -> Iterator[Cost]:
+    """JAX's megablox with tiles of these rows, inner and columns."""
+    import importlib
+
+    import jax
+
+    megablox = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    shapes = tuple(GROUPED.structs()[name] for name in ("lhs", "rhs", "group_sizes"))
+    rows, (_, columns) = shapes[0].shape[0], shapes[1].shape[1:]
+    dout = jax.ShapeDtypeStruct((rows, columns), BF16)
+
+    def forward(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        return megablox.gmm(lhs, rhs, sizes, lhs.dtype, tile)
+
+    def weights(lhs: Any, dout: Any, sizes: Any) -> Any:
+        return megablox.tgmm(lhs.swapaxes(0, 1), dout, sizes, lhs.dtype, tile)
+
+    work, text = tile[0] * tile[1] * tile[2], "x".join(map(str, tile))
+    yield Cost("megablox", "grouped", "gmm", text, work, LANES, forward, shapes)
+    operands = shapes[0], dout, shapes[2]
+    yield Cost("megablox", "grouped weights", "tgmm", text, work, LANES, weights, operands)
+
+
+def sources(name: str) -> list[Callable[[], Iterator[Cost]]]:
+    """The kernels of a part of the count: "d64" and the like, or "grouped"."""
+    if name == "grouped":
+        others = [partial(jax_grouped, (512, 1024, n)) for n in (512, 1024)]
+        return [our_grouped, *others]
+    dim = int(name.removeprefix("d"))
+    sources: list[Callable[[], Iterator[Cost]]] = [partial(ours, dim)]
+    for block in (512, 1024):
+        sources += [partial(jax_flash, dim, block), partial(jax_splash, dim, block)]
+    return sources

@@ -1,16 +1,16 @@
 """Compile the TPU kernels for chips that are not here, and count what they cost.
 
 python tools/tpu/check_tpu.py                           # every chip: some fifteen minutes
-python tools/tpu/check_tpu.py --chips v5e --dims 128    # one chip, static cost at one head dim
+python tools/tpu/check_tpu.py --chips v5e --parts d128  # one chip, static cost at one head dim
 python tools/tpu/check_tpu.py --no-cost                 # only: does everything compile
 
 Needs the libtpu wheel next to jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU.
 
 1. Every shipped call, forward and backward, is compiled. Exit status 1 if one is not (vector
    memory that does not suffice is such a failure), or takes longer than ``--slowest`` seconds.
-2. The code of one tile without element mask is counted, next to JAX's flash and splash kernels at
-   their best block size. A core issues a bundle a cycle; *bundles per pass* divides by the useful
-   matrix products in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs fewer,
+2. The code of one tile without element mask is counted, next to JAX's flash, splash and megablox
+   kernels at their best block size. A core issues a bundle a cycle; *bundles per pass* divides by
+   the useful matmuls in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs fewer,
    unless ours already need no more than the matrix units take (such cases are named).
 """
 
@@ -32,19 +32,24 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from tools.tpu import chips  # noqa: E402
 
 PASS = 128**3
-JAX_BLOCKS = (512, 1024)
 
 
 def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     """Compiles every shipped call for a chip; seconds, or what went wrong."""
     chips.prepare_environment()
     from ejkernel.kernels import pallas
-    from ejktest.cases.attention import COMPILED_TPU as CALLS
+    from ejktest.cases import attention, grouped, linear, pooling
+
+    families = attention, grouped, linear, pooling
+    calls = {name: call for family in families for name, call in family.COMPILED_TPU.items()}
 
     device = chips.device(chip)
     rows = []
-    for name, call in ((n, c) for n, c in CALLS.items() if not names or n in names):
-        for part, make in (("forward", call.forward), ("gradients", call.backward)):
+    for name, call in ((n, c) for n, c in calls.items() if not names or n in names):
+        passes = [("forward", call.forward)]
+        if call.gradients:
+            passes.append(("gradients", call.backward))
+        for part, make in passes:
             start = time.perf_counter()
             row: dict[str, Any] = {"call": name, "part": part}
             try:
@@ -58,40 +63,37 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def count_all(chip: str, dims: list[int]) -> list[dict[str, Any]]:
-    """Static cost of every kernel on a chip."""
+def count_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
+    """Static cost of the kernels of these parts on a chip."""
     dump = Path(tempfile.mkdtemp(prefix="llo"))
     chips.prepare_environment(dump)
-    from tools.tpu.calls import jax_flash, jax_splash, ours
+    from tools.tpu.calls import sources
 
     device = chips.device(chip)
     rows = []
     try:
-        for dim in dims:
-            sources = [lambda d: ours(d)]
-            for block in JAX_BLOCKS:
-                sources += [lambda d, n=block: jax_flash(d, n), lambda d, n=block: jax_splash(d, n)]
-            for source in sources:
-                rows += _count(device, dump, source, dim, chip)
+        for name in names:
+            for source in sources(name):
+                rows += _count(device, dump, source, name, chip)
     finally:
         shutil.rmtree(dump)
     return rows
 
 
-def _count(device: Any, dump: Path, source: Any, dim: int, chip: str) -> list[dict[str, Any]]:
+def _count(device: Any, dump: Path, source: Any, name: str, chip: str) -> list[dict[str, Any]]:
     from jax.experimental.pallas import tpu as pltpu
     from tools.tpu.llo import kernel_code
 
     rows: list[dict[str, Any]] = []
     try:
         with chips.targeting(device):
-            costs = list(source(dim))
+            costs = list(source())
             columns = pltpu.get_tpu_info().mxu_column_size
     except Exception as error:  # JAX's kernels refuse some head dims
-        print(f"{chip} d{dim}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        print(f"{chip} {name}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         return rows
     compiled = failed = None
-    for kernel, cost in zip(("fwd", "dq", "dkv"), costs, strict=True):
+    for cost in costs:
         if cost.function == failed:
             continue
         try:
@@ -103,18 +105,17 @@ def _count(device: Any, dump: Path, source: Any, dim: int, chip: str) -> list[di
             code = kernel_code(dump, cost.kernel)
         except Exception as error:
             failed = cost.function
-            print(f"{chip} d{dim} {cost}: {str(error)[:300]}", file=sys.stderr, flush=True)
+            print(f"{chip} {name} {cost}: {str(error)[:300]}", file=sys.stderr, flush=True)
             continue
-        useful = cost.matmuls * cost.pairs * dim / PASS
         rows.append(
             {
-                "dim": dim,
-                "kernel": kernel,
+                "part": name,
+                "kernel": cost.row,
                 "who": cost.who,
                 "tiles": cost.tiles,
                 "bundles": code.steady.bundles,
-                "per_pass": round(code.steady.bundles / useful, 2),
-                "cycles": _cycles(columns, code.steady.capacity["MXU"], dim),
+                "per_pass": round(code.steady.bundles / (cost.work / PASS), 2),
+                "cycles": _cycles(columns, code.steady.capacity["MXU"], cost.depth),
                 "mxu": round(code.steady.share("MXU"), 3),
                 "spills": code.spills,
                 "vmem_mib": round(code.vmem / 2**20, 1),
@@ -125,12 +126,12 @@ def _count(device: Any, dump: Path, source: Any, dim: int, chip: str) -> list[di
     return rows
 
 
-def _cycles(columns: int, units: int, dim: int) -> float:
+def _cycles(columns: int, units: int, depth: int) -> float:
     """Cycles a pass takes in units of 128 columns, which accept a row a cycle; 0: not known.
 
     The compiler does not count waiting for them: its code may be shorter.
     """
-    return 0.0 if columns > 128 else 128 / units * max(1, 128 // dim)
+    return 0.0 if columns > 128 else 128 / units * max(1, 128 // depth)
 
 
 def in_child(*arguments: str) -> list[dict[str, Any]]:
@@ -148,7 +149,8 @@ def report_compiled(chip: str, rows: list[dict[str, Any]], slowest: float) -> li
     for row in rows:
         by_call.setdefault(row["call"], {})[row["part"]] = row
     for call, parts in by_call.items():
-        cells = [parts[p].get("error") or parts[p]["seconds"] for p in ("forward", "gradients")]
+        columns = [parts.get(p, {}) for p in ("forward", "gradients")]
+        cells = [row.get("error") or row.get("seconds", "") for row in columns]
         print(f"| {call} | {cells[0]} | {cells[1]} |")
         for row in parts.values():
             if "error" in row:
@@ -160,13 +162,12 @@ def report_compiled(chip: str, rows: list[dict[str, Any]], slowest: float) -> li
 
 def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
     print(f"\n### {chip}: one unmasked tile\n")
-    print(
-        "| d | kernel | | tile | bundles | per pass | of the better | MXU slots | spills | VMEM |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = ("part", "kernel", "", "tile", "bundles", "per pass", "of the better", "MXU slots")
+    print("| " + " | ".join((*columns, "spills", "VMEM")) + " |")
+    print("|" + "---|" * (len(columns) + 2))
     faults, notes = [], []
-    for dim, kernel in dict.fromkeys((r["dim"], r["kernel"]) for r in rows):
-        mine = [r for r in rows if (r["dim"], r["kernel"]) == (dim, kernel)]
+    for part, kernel in dict.fromkeys((r["part"], r["kernel"]) for r in rows):
+        mine = [r for r in rows if (r["part"], r["kernel"]) == (part, kernel)]
         best = {}
         for row in mine:
             if row["who"] not in best or row["per_pass"] < best[row["who"]]["per_pass"]:
@@ -176,14 +177,14 @@ def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
         for who, r in best.items():
             ratio = "" if least is None else f"{r['per_pass'] / least:.3f}"
             print(
-                f"| {dim} | {kernel} | {who} | {r['tiles']} | {r['bundles']} | {r['per_pass']} | "
+                f"| {part} | {kernel} | {who} | {r['tiles']} | {r['bundles']} | {r['per_pass']} | "
                 f"{ratio} | {r['mxu']:.0%} | {r['spills']} | {r['vmem_mib']} MiB |"
             )
         if "ejkernel" not in best:
-            faults.append(f"{chip} d{dim} {kernel}: not counted")
+            faults.append(f"{chip} {part} {kernel}: not counted")
         elif least is not None and best["ejkernel"]["per_pass"] > least:
             count, cycles = (best["ejkernel"][name] for name in ("per_pass", "cycles"))
-            text = f"{chip} d{dim} {kernel}: {count} bundles per pass, JAX's better {least}"
+            text = f"{chip} {part} {kernel}: {count} bundles per pass, JAX's better {least}"
             if count > cycles:
                 faults.append(text)
             else:
@@ -195,7 +196,7 @@ def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chips", nargs="+", default=list(chips.TOPOLOGIES))
-    parser.add_argument("--dims", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--parts", nargs="+", default=["d64", "d128", "d256", "grouped"])
     parser.add_argument("--no-cost", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--slowest", type=float, default=60.0)
@@ -207,7 +208,7 @@ def main() -> None:
         if args.child == "compile":
             rows = compile_all(chip, args.calls)
         else:
-            rows = count_all(chip, args.dims)
+            rows = count_all(chip, args.parts)
         print(json.dumps(rows))
         return
     faults = []
@@ -217,8 +218,7 @@ def main() -> None:
             rows = in_child("--child", "compile", "--chips", chip, *calls)
             faults += report_compiled(chip, rows, args.slowest)
         if not args.no_cost:
-            dims = [str(d) for d in args.dims]
-            rows = in_child("--child", "cost", "--chips", chip, "--dims", *dims)
+            rows = in_child("--child", "cost", "--chips", chip, "--parts", *args.parts)
             faults += report_cost(chip, rows)
     print("\n" + ("\n".join(faults) if faults else "nothing is wrong"))
     sys.exit(bool(faults))

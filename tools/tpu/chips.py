@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def compile_for(device: Any, function: Callable[..., Any], *shapes: Any) -> Any:
     import jax
     from jax.sharding import SingleDeviceSharding
 
-    here = SingleDeviceSharding(device)
-    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    placed = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
+    structs = jax.tree.map(lambda x: placed(x.shape, x.dtype), shapes)
     with targeting(device):
         return jax.jit(function).trace(*structs).lower(lowering_platforms=("tpu",)).compile()

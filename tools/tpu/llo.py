@@ -54,7 +54,7 @@ def _utilization(path: Path) -> tuple[list[str], list[int], list[list[int]]]:
 
 def _pieces(path: Path) -> list[tuple[int, int, int]]:
     """(first bundle, bundles, matrix products) of each straight piece."""
-    found: list[tuple[int, int, int]] = []
+    pieces: list[tuple[int, int, int]] = []
     first = count = products = 0
     left = -1
     number = 0
@@ -63,19 +63,19 @@ def _pieces(path: Path) -> list[tuple[int, int, int]]:
         if match is None:
             continue
         if match[2] and count:
-            found.append((first, count, products))
+            pieces.append((first, count, products))
             first, count, products = number, 0, 0
         count, number = count + 1, number + 1
         products += len(re.findall(r"= vmatmul\.", match[3]))
         left -= 1
         if left == 0:
-            found.append((first, count, products))
+            pieces.append((first, count, products))
             first, count, products = number, 0, 0
         if "sbr.rel" in match[3]:
             left = DELAY_SLOTS
     if count:
-        found.append((first, count, products))
-    return found
+        pieces.append((first, count, products))
+    return pieces
 
 
 def kernel_code(folder: Path, name: str) -> KernelCode:

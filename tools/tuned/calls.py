@@ -11,7 +11,7 @@ from ejkernel.modules.workloads import call_of
 from ejkernel.modules.workloads.families import AttentionShape
 from ejkernel.modules.workloads.find import matching
 from ejkernel.modules.workloads.shapes import SHAPES
-from ejkernel.ops.config.nearness import payload_distance
+from ejkernel.ops.config.key_distance import key_distance
 from ejkernel.ops.platforms import Platform
 
 # Operations with kernels of their own for GPUs, by how many people wait for them; others last.
@@ -96,5 +96,5 @@ def in_order(tasks: Iterable[Task]) -> list[Task]:
 
 def _serves(tuned: Task, task: Task) -> bool:
     """Returns whether the config of one call is near enough for another."""
-    like = task.inv.kernel.likeness
-    return payload_distance(tuned.inv.payload, task.inv.payload, like) < math.inf
+    rules = task.inv.kernel.similarity
+    return key_distance(tuned.inv.payload, task.inv.payload, rules) < math.inf

@@ -49,7 +49,7 @@ def lower(inv: Invocation, cfg: Any) -> None:
     kernel = inv.kernel
     resolved = kernel.implementation(inv, kernel.config_platform(cfg))
     runner = kernel.runner(resolved, cfg)
-    parts = Parts.of((inv.abstract_args, inv.abstract_kwargs))
+    parts = Parts.flatten((inv.abstract_args, inv.abstract_kwargs))
     floats = [i for i, x in enumerate(parts.arrays) if _is_differentiable(x.dtype)]
 
     def forward(*arrays: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How far the heuristics are from the tuned configs of a table, as a Markdown page."""
+"""The gap between heuristics and tuned configs of a table, as a Markdown page."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_sums_stay_exact_where_maxima_cross(monkeypatch, unit, dtype, slack):
     monkeypatch.setattr(forward_softmax, "multiply_add", multiply_add)
     monkeypatch.setattr(forward_softmax, "_hide", lambda form, r, x, *_: x)
     monkeypatch.setattr(forward_softmax.plgpu, "layout_cast", lambda x, _: x)
-    x, block = large_logits.walks(unit, blocks=5), 16
+    x, block = large_logits.wandering_maxima(unit, blocks=5), 16
     problem = Problem(1, 64, x.shape[1], 1, 1, 64, 64, dtype, unit)
     form = Form(problem, tiles.ForwardTiles(slack=slack), (), 132)
     v = np.random.default_rng(1).standard_normal(x.shape[1])

@@ -40,27 +40,27 @@ def installed(name: str) -> metadata.Distribution | None:
 
 def ours() -> dict[str, metadata.Distribution]:
     """Returns our distributions that are installed here."""
-    found = {name: installed(name) for name in OURS}
-    return {name: distribution for name, distribution in found.items() if distribution}
+    distributions = {name: installed(name) for name in OURS}
+    return {name: distribution for name, distribution in distributions.items() if distribution}
 
 
 def strangers() -> list[str]:
     """Returns what is installed here that is not ours, judged by names alone."""
-    found: list[str] = []
+    problems: list[str] = []
     other = installed(STRANGER)
     if other is not None:
-        found.append(
+        problems.append(
             f"the distribution {STRANGER} {other.version} is another project, whose files lie in "
             "the folder of ours"
         )
-    found += [f"{init} is not ours and hides parts of the namespace" for init in regular()]
-    return found
+    problems += [f"{init} is not ours and hides parts of the namespace" for init in regular()]
+    return problems
 
 
-def regular(*more: str) -> list[Path]:
+def regular(*folders: str) -> list[Path]:
     """Returns files that turn the shared namespace into a regular package; ``more`` folders."""
     names = ("ejkernel/__init__.py", "ejkernel/kernels/__init__.py")
-    paths = [Path(entry) / name for entry in dict.fromkeys([*more, *sys.path]) for name in names]
+    paths = [Path(entry) / name for entry in dict.fromkeys([*folders, *sys.path]) for name in names]
     return [path for path in paths if path.is_file()]
 
 
@@ -69,7 +69,7 @@ def damaged(*, contents: bool) -> list[str]:
 
     Looking whether all of them exist takes milliseconds, so every command does.
     """
-    found = []
+    problems = []
     for name, distribution in ours().items():
         missing, changed = [], []
         for file, mode, value in _recorded(distribution):
@@ -78,11 +78,11 @@ def damaged(*, contents: bool) -> list[str]:
                 missing.append(file)
             elif contents and _digest(path, mode) != value:
                 changed.append(file)
-        for what, files in (("missing", missing), ("overwritten", changed)):
+        for fault, files in (("missing", missing), ("overwritten", changed)):
             if files:
-                more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-                found.append(f"{name}: {files[0]}{more} {what}")
-    return found
+                others = f" and {len(files) - 1} more" if len(files) > 1 else ""
+                problems.append(f"{name}: {files[0]}{others} {fault}")
+    return problems
 
 
 def _recorded(distribution: metadata.Distribution) -> Iterator[tuple[str, str, str]]:
@@ -122,26 +122,26 @@ def repair() -> str:
 
 def main() -> int:
     is_doctor = "doctor" in sys.argv[1:]
-    found = strangers() + damaged(contents=is_doctor)
-    if not found:
+    problems = strangers() + damaged(contents=is_doctor)
+    if not problems:
         try:
             from ejkernel.modules.cli import command
         except ImportError as error:
-            found = damaged(contents=True) or [f"ejkernel cannot be imported: {error}"]
+            problems = damaged(contents=True) or [f"ejkernel cannot be imported: {error}"]
         else:
             return command()
     if "--json" in sys.argv:
         checks = [
-            {"group": "installation", "what": "namespace", "status": "fail", "found": one}
+            {"group": "installation", "what": "namespace", "status": "fail", "found": problem}
             | {"fix": repair()}
-            for one in found
+            for problem in problems
         ]
-        error = f"ejkernel cannot be used here: {'; '.join(found)}"
+        error = f"ejkernel cannot be used here: {'; '.join(problems)}"
         report = {"error": error, "usable": False, "device": {}, "checks": checks}
         print(json.dumps({**report, "operations": []}))
     else:
         out = sys.stdout if is_doctor else sys.stderr
-        text = ["ejkernel cannot be used here:", *(f"  {one}" for one in found)]
+        text = ["ejkernel cannot be used here:", *(f"  {problem}" for problem in problems)]
         print("\n".join([*text, "This repairs it:", f"  {repair()}"]), file=out)
     return 1
 

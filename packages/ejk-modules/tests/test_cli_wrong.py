@@ -90,9 +90,10 @@ KEY = "mean_pooling.v1@cpu:cpu:2cores#" + "0123456789abcdef" * 2
 
 
 @contextlib.contextmanager
-def full_disk():
-    """Every file ends after 64 bytes: the write that crosses this fails as on a full disk."""
+def full_disk(monkeypatch):
+    """Ends every file after 64 bytes: the write that crosses this fails as on a full disk."""
     resource = pytest.importorskip("resource")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a cut .pyc would outlive the test
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
     try:
@@ -105,7 +106,7 @@ def full_disk():
 @pytest.mark.parametrize(
     "words", [["report", "--no-doctor", "--out"], ["cache", "export"]], ids=lambda words: words[0]
 )
-def test_a_full_disk_is_one_line_and_leaves_no_file(capsys, tmp_path, words):
+def test_a_full_disk_is_one_line_and_leaves_no_file(capsys, monkeypatch, tmp_path, words):
     PersistentCache().put(KEY, MeanPoolingConfig(token_tile=16))
     folder = tmp_path / "out"
     folder.mkdir()
@@ -113,7 +114,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_file(capsys, tmp_path, words):
     for old in (None, "old"):
         if old is not None:
             file.write_text(old)
-        with full_disk():
+        with full_disk(monkeypatch):
             assert main([*words, str(file), "--json"]) == 2
         told = capsys.readouterr()
         assert json.loads(told.out) == {"error": f"{file}: File too large"}

@@ -72,7 +72,7 @@ def invocation(length=3):
 
 
 EXAMPLES = {
-    Autotuner: lambda: Autotuner(gate=threading.Lock()),
+    Autotuner: lambda: Autotuner(device_lock=threading.Lock()),
     AutotunePolicy: AutotunePolicy,
     AutotuneResult: lambda: AutotuneResult("key", FwdParams(), (), 0),
     Choice: lambda: Choice(FwdParams(), "memory", "key"),
@@ -129,7 +129,7 @@ def test_a_copied_executor_has_the_configs(copied):
     np.testing.assert_array_equal(other(Double(), x), 2 * x)
     assert other.selector.cache.get("key") == FwdParams(num_warps=4)
     assert other.selector.persistent.get("key") == FwdParams(num_warps=8)
-    assert other.selector.failures._beside is other.selector.persistent
+    assert other.selector.failures._configs is other.selector.persistent
     assert other.selector.state != chain.state
 
 
@@ -202,7 +202,7 @@ def test_an_invocation_keeps_its_fields_and_its_key(copied):
 
 
 def test_the_gate_of_a_tuner_is_replaced(copied):
-    gate = threading.Lock()
-    with gate:
-        other = copied(Autotuner(gate=gate))
-        assert other.gate.acquire(blocking=False)
+    device_lock = threading.Lock()
+    with device_lock:
+        other = copied(Autotuner(device_lock=device_lock))
+        assert other.device_lock.acquire(blocking=False)

@@ -54,16 +54,16 @@ def events(monkeypatch):
 
 
 def test_waiting_for_the_device_is_no_part_of_the_budget(events):
-    gate = threading.Lock()
+    device_lock = threading.Lock()
     policy = AutotunePolicy(True, 0, 4, False, budget_s=0.5)
-    tuner = Autotuner(policy, gate=gate)
+    tuner = Autotuner(policy, device_lock=device_lock)
     found, x = [], jax.ShapeDtypeStruct((2,), jnp.float32)
-    gate.acquire()
+    device_lock.acquire()
     work = threading.Thread(target=lambda: found.append(tuner.tune(Invocation(Op("op"), (x,)))))
     work.start()
     time.sleep(1.0)
     assert not {"check", "time"} & set(events)
-    gate.release()
+    device_lock.release()
     work.join(30)
     assert all(t.error is None for t in found[0].trials) and found[0].seconds < 0.9
 
@@ -72,7 +72,7 @@ def test_pruned_candidates_are_not_compiled_and_say_why(events):
     def refusal(inv, cfg):
         return "it moves too much" if cfg.tile != 32 else None
 
-    result = Autotuner(POLICY, hopeless=refusal).tune(Invocation(Op("op"), (np.ones(2),)))
+    result = Autotuner(POLICY, prune=refusal).tune(Invocation(Op("op"), (np.ones(2),)))
     assert [t.error for t in result.trials] == [None, None, "not tried: it moves too much"]
     assert events.count("compile") == 2
 

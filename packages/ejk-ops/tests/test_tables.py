@@ -22,7 +22,7 @@ from ejkernel.ops import (
     policy_override,
     target_device,
 )
-from ejkernel.ops.config.nearness import Likeness, payload_distance
+from ejkernel.ops.config.key_distance import SimilarityRules, key_distance
 from ejkernel.ops.config.store import Entry, encode_config, format_file
 from ejkernel.ops.config.tables import covers
 from ejkernel.ops.params import tile_field
@@ -42,7 +42,7 @@ class Rows(RegisteredKernel[Tile, jax.Array]):
 
     algorithm = "rows"
     trained = False
-    likeness = Likeness(
+    similarity = SimilarityRules(
         untuned_arguments=frozenset({"scale"}), size_arguments=frozenset({"window"})
     )
 
@@ -150,13 +150,13 @@ def test_distances():
         return Invocation(make(), args, kwargs).payload
 
     def distance(ours, theirs):
-        return payload_distance(ours, theirs, Rows.likeness)
+        return key_distance(ours, theirs, Rows.similarity)
 
     here = payload(x(64), causal=True)
     assert distance(here, payload(x(50), causal=True)) == 0
     near = distance(here, payload(x(256), causal=True))
     scaled = distance(here, payload(x(64), causal=True, scale=1.0))
-    unsaid = payload_distance(here, payload(x(64), causal=True, scale=1.0))
+    unsaid = key_distance(here, payload(x(64), causal=True, scale=1.0))
     assert unsaid == float("inf")  # only the kernel knows what its words mean
     heads = distance(here, payload(x(64, heads=2), causal=True))
     assert 0 < scaled < near == 2 < heads < float("inf")
@@ -181,7 +181,7 @@ def test_sizes_of_windows_may_differ_and_their_kind_may_not():
         return Invocation(make(), (x(64),), {"window": window}).payload
 
     def distance(ours, theirs):
-        return payload_distance(payload(ours), payload(theirs), Rows.likeness)
+        return key_distance(payload(ours), payload(theirs), Rows.similarity)
 
     assert distance(1023, (1023, 1023)) == 0
     assert 0 < distance((1023, 0), (4095, 0)) < 3
@@ -198,7 +198,7 @@ def test_arrays_inside_masks_have_the_same_layout(shape, near):
         mask = {"node": "Mask", "children": [array], "static": None}
         return {"arguments": {"mask": mask}}
 
-    found = payload_distance(payload((1, 2, 32, 8)), payload(shape), Rows.likeness)
+    found = key_distance(payload((1, 2, 32, 8)), payload(shape), Rows.similarity)
     assert (found < float("inf")) == near
 
 

@@ -60,16 +60,16 @@ def main(args: argparse.Namespace) -> int:
     """Exit status 1: a warm call took longer than ``--limit`` seconds over JAX's own."""
     from bench import report  # imports the package, which a child does by the clock
 
-    found = {}
+    times = {}
     print(f"{'first call, seconds':56s} {'JAX':>6} {'cold':>6} {'warm':>6} {'warm over JAX':>14}")
     for case in CASES:
         with tempfile.TemporaryDirectory() as cache:
             cold, warm, plain = (seconds(case, kind, cache) for kind in ("cold", "warm", "JAX"))
         name, over = " ".join(case), warm - plain
-        found[name] = {"jax": plain, "cold": cold, "warm": warm, "over": over}
+        times[name] = {"jax": plain, "cold": cold, "warm": warm, "over": over}
         print(f"{name:56s} {plain:6.2f} {cold:6.2f} {warm:6.2f} {over:14.2f}", flush=True)
-    report.write_json(args.out, "first_call", found)
-    return int(args.limit is not None and any(x["over"] > args.limit for x in found.values()))
+    report.write_json(args.out, "first_call", times)
+    return int(args.limit is not None and any(x["over"] > args.limit for x in times.values()))
 
 
 if __name__ == "__main__":

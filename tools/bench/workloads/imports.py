@@ -1,4 +1,4 @@
-"""What ``import ejkernel.modules`` costs over ``import jax``, seconds, each in a new process."""
+"""Seconds that ``import ejkernel.modules`` adds to ``import jax``, each in a new process."""
 
 from __future__ import annotations
 

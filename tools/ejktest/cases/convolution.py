@@ -31,13 +31,13 @@ def convolution_arguments(
 
 def check_convolution(
     args: Mapping[str, jax.Array],
-    found: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
+    actual: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
     **options: Any,
 ) -> None:
     """Compares output, state and gradients for ``cotangents`` with the oracle's."""
-    do, dstate = cotangents(*found[:2])
+    do, dstate = cotangents(*actual[:2])
     want = convolution.causal_conv1d(**args, do=do, dstate=dstate, **options)
-    check_recurrence(args, found, want)
+    check_recurrence(args, actual, want)
 
 
 COMPILED = {

@@ -49,7 +49,7 @@ def delta_arguments(
 
 def check_delta(
     args: Mapping[str, jax.Array],
-    found: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
+    actual: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
     *,
     state_dtype: Any = None,
     rounded_beta: bool = False,
@@ -60,14 +60,14 @@ def check_delta(
     ``rounded_beta``: as close as the result for a beta that is one float32 rounding larger. Where
     keys repeat and ``beta |k|^2`` is about 2, no float32 computation of ``beta k k^T`` is closer.
     """
-    do, dstate = cotangents(*found[:2])
+    do, dstate = cotangents(*actual[:2])
     options |= {"do": do, "dstate": dstate}
     want = delta.gated_delta_rule(**args, **options)
     plain = None
     if rounded_beta:
         beta = np.asarray(args["beta"]).astype(np.float64) * (1 + 2.0**-23)
         plain = delta.gated_delta_rule(**{**args, "beta": beta}, **options)
-    check_recurrence(args, found, want, plain, state_dtype=state_dtype)
+    check_recurrence(args, actual, want, plain, state_dtype=state_dtype)
 
 
 # ---- ahead of time -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejktest.abstract import BF16, F32, AbstractCall, abstract_call
+from ejktest.abstract import BF16, F32, AbstractCall, Arrays, abstract_call
 from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close
 
@@ -278,13 +278,37 @@ CASES = [
 # ---- ahead of time -------------------------------------------------------------------------------
 
 
-def _grouped(rows: int, inner: int, columns: int, groups: int, dtype: str) -> AbstractCall:
+def _grouped(
+    rows: int, inner: int, columns: int, groups: int, dtype: str = BF16, **options: Any
+) -> AbstractCall:
     sizes = {"rows": rows, "inner": inner, "columns": columns, "groups": groups}
-    return abstract_call("grouped_matmul", sizes, dtype=dtype, trained=True)
+    transposed: Arrays = {"rhs": ((groups, columns, inner), dtype)}
+    arrays = transposed if options.get("transpose_rhs") else None
+    return abstract_call(
+        "grouped_matmul", sizes, arrays=arrays, dtype=dtype, trained=True, options=options
+    )
+
+
+def _eight_bit(dtype: str) -> AbstractCall:
+    sizes = {"rows": 2048, "inner": 4096, "columns": 2048, "groups": 64}
+    operands = {"rhs": dtype, "rhs_scale": F32}
+    return abstract_call(
+        "grouped_matmul", sizes, "rhs_scale", dtypes=operands, forms={"rhs_scale": 2}
+    )
 
 
 COMPILED = {
     "grouped": _grouped(16384, 4096, 14336, 8, BF16),
     "grouped many": _grouped(65536, 7168, 2048, 256, BF16),
     "grouped float32": _grouped(8192, 1024, 1024, 8, F32),
+}
+COMPILED_TPU = {
+    "grouped 8 x 1k": _grouped(8192, 4096, 14336, 8),
+    "grouped one row each": _grouped(512, 4096, 1536, 512),
+    "grouped transposed": _grouped(4096, 7168, 2048, 64, transpose_rhs=True),
+    "grouped odd": _grouped(1000, 2880, 5760, 32),
+    "grouped float32": _grouped(4096, 2048, 2048, 16, F32, precision="highest"),
+    "grouped int8": _eight_bit("int8"),
+    "grouped e4m3": _eight_bit("float8_e4m3fn"),
+    "grouped e5m2": _eight_bit("float8_e5m2"),
 }

@@ -120,7 +120,7 @@ NARROW += [_large("sinks", _SINKS, 16, sinks=(4, 2))]
 AT_SIZE = {str(case): case for case in (*BIASED, *PLAIN, *NARROW)}
 
 
-def walks(unit: float, blocks: int, rows: int = 64, block: int = 16) -> np.ndarray:
+def wandering_maxima(unit: float, blocks: int, rows: int = 64, block: int = 16) -> np.ndarray:
     """Returns float32 ``[rows, blocks * block]`` whose maxima rise and fall from block to block.
 
     They wander across the size from which rows take another slope, in both directions, with

@@ -57,13 +57,13 @@ def linear_cotangents(args: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
 
 def check_linear(
     args: Mapping[str, jax.Array],
-    found: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
+    actual: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
     *,
     state_dtype: Any = None,
     **options: Any,
 ) -> None:
     """Output, state and gradients, pulled through ``linear_cotangents``, against the oracle."""
-    (o, state, grads), (do, dstate) = found, linear_cotangents(args)
+    (o, state, grads), (do, dstate) = actual, linear_cotangents(args)
     want = linear.linear_attention(**args, do=do, dstate=dstate, **options)
     check_close(o, want.o, dtype=args["query"].dtype, name="o")
     check_close(state, want.state, dtype=state_dtype, name="state")
@@ -79,7 +79,7 @@ def cotangents(o: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def check_recurrence(
     args: Mapping[str, jax.Array],
-    found: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
+    actual: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
     want: linear.Result,
     plain: linear.Result | None = None,
     *,
@@ -89,7 +89,7 @@ def check_recurrence(
 
     ``plain``: results of the reference dtype, as in ``check_close``.
     """
-    o, state, grads = found
+    o, state, grads = actual
     check_close(o, want.o, plain and plain.o, name="o")
     check_close(state, want.state, plain and plain.state, dtype=state_dtype, name="state")
     for name, x in args.items():
@@ -124,3 +124,17 @@ COMPILED = {
     "linear values": _linear("recurrent_attention", "g", "gv"),
     "linear step": _linear_step(),
 }
+COMPILED_TPU = {
+    "linear heads": COMPILED["linear heads"],
+    "linear constant": COMPILED["linear constant"],
+    "linear packed reverse": abstract_call(
+        "recurrent_attention",
+        {"batch": 1, "seq": 4096, "heads": 8, "kv_heads": 2, "key_dim": 64, "sequences": 32},
+        "g", "cu_seqlens", dtypes={"g": F32}, forms={"g": 1}, trained=True,
+        options={"reverse": True},
+    ),
+    "linear short d256": abstract_call(
+        "gla_attention", {"batch": 4, "seq": 50, "heads": 4, "key_dim": 256, "kv_heads": 4},
+        "g", forms={"g": 1}, dtype=F32, trained=True,
+    ),
+}  # fmt: skip

@@ -191,10 +191,10 @@ def _parts(total: np.ndarray, a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np
         yield total, a, b
         return
     rows = max(1, IN_CACHE // total.shape[-1])
-    for place in np.ndindex(total.shape[:-2]):
+    for leading in np.ndindex(total.shape[:-2]):
         for first in range(0, total.shape[-2], rows):
             block = slice(first, first + rows)
-            yield total[place][block], a[place][block], b[place]
+            yield total[leading][block], a[leading][block], b[leading]
 
 
 class _Arithmetic:

@@ -109,8 +109,8 @@ def write_pages(pages, keys, values, lens, tables, starts, count):
         length = int(starts[r + 1] - starts[r])
         for m in range(length):
             position = int(lens[r]) - length + m
-            page, place = tables[r, position // pages.shape[1]], position % pages.shape[1]
+            page, slot = tables[r, position // pages.shape[1]], position % pages.shape[1]
             row = int(starts[r]) + m
-            pages = pages.at[page, place, 0::2].set(keys[row])
-            pages = pages.at[page, place, 1::2].set(values[row])
+            pages = pages.at[page, slot, 0::2].set(keys[row])
+            pages = pages.at[page, slot, 1::2].set(values[row])
     return pages

@@ -44,11 +44,11 @@ def interpret(self: Any, jaxpr: Any, token: Any, *args: Any) -> Any:
         if out is None:
             operands = zip(eqn.invars, values, strict=True)
             inputs = {v: x for v, x in operands if not hasattr(v, "val")}
-            one = jaxpr.replace(
+            single = jaxpr.replace(
                 constvars=[], invars=list(inputs), outvars=eqn.outvars, eqns=[eqn],
                 debug_info=jaxpr.debug_info.with_unknown_names(),
             )  # fmt: skip
-            token, out = theirs(self, one, token, *inputs.values())
+            token, out = theirs(self, single, token, *inputs.values())
         env.write_many(eqn.outvars, out)
     return token, env.read_many(jaxpr.outvars)
 

@@ -1,4 +1,4 @@
-"""What threads of an interpreted kernel know of each other, and memory as one of them sees it."""
+"""The order of threads of an interpreted kernel, and memory as one of them sees it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Watch:
         planted: the site whose order is taken away.
         sites: places in the sources that order something, and what they are.
         races: pairs of places whose accesses, by two threads, are in no known order.
-        own: pairs of one thread: past a proxy, or before a copy or a wgmma is done.
+        same_thread: pairs of one thread: past a proxy, or before a copy or a wgmma is done.
         problems: accumulators that were touched before their wgmma was done.
     """
 
@@ -29,7 +29,7 @@ class Watch:
     sites: dict[str, str] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
     races: set[str] = field(default_factory=set)
-    own: set[str] = field(default_factory=set)
+    same_thread: set[str] = field(default_factory=set)
     problems: set[str] = field(default_factory=set)
 
 
@@ -92,8 +92,8 @@ class Races:
                             f"{'written' if w else 'read'} at {place_of(i)}"
                             for w, i in ((wrote, its_info), (writes, info))
                         )
-                        found = now().own if who == thread else now().races
-                        found.add(" and ".join(pair))
+                        problems = now().same_thread if who == thread else now().races
+                        problems.add(" and ".join(pair))
                     elif writes and group == its_group and within(its_part, part):
                         continue  # an access in no order with it is in none with this one, either
                 records.append(other)
@@ -157,15 +157,15 @@ class Kernel:
 
         def called(token: Any, place: Any, thread: Any, *operands: Any) -> Any:
             host = Host(token, place, thread, self.eqn.source_info)
-            found = run(host, *operands)
-            kinds = zip(found or (), results, strict=True)
+            outputs = run(host, *operands)
+            kinds = zip(outputs or (), results, strict=True)
             return token, *(np.asarray(x, kind.dtype).reshape(kind.shape) for x, kind in kinds)
 
         where = self.interpreter.mesh_location, self.interpreter.thread
         kinds = callbacks.TOKEN_SHAPE_DTYPE, *results
         checked = callbacks.fail_on_exception(called)
-        self.token, *found = io_callback(checked, kinds, self.token, *where, *operands)
-        return found
+        self.token, *values = io_callback(checked, kinds, self.token, *where, *operands)
+        return values
 
 
 @dataclass

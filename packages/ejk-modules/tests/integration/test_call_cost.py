@@ -76,7 +76,7 @@ def test_a_traced_call_of_triton_flash_does_each_thing_once():
     # a mask of numbers alone is one object for all calls that have it: made once, then found
     assert calls["combine_masks"] == calls["mask_of_rule"] == 0
     assert calls["KernelRegistry._survey"] == calls["CallKernel.supports"] == 1
-    assert calls["payload_distance"] + calls["distance_of_alike"] == 0  # no table of this device
+    assert calls["key_distance"] + calls["distance_within_schema"] == 0  # no table of this device
 
 
 @pytest.mark.parametrize("masks", [("mask_info",), ("mask_info", "attention_mask")])
@@ -89,7 +89,7 @@ def test_looking_up_a_cards_table_is_cheap():
     pytest.importorskip("triton", reason="Triton is not installed")
     with on(H200):
         calls, _ = counted("triton")
-    assert calls["outline"] == 1 and calls.total() < 1000, calls.most_common(20)
+    assert calls["key_schema"] == 1 and calls.total() < 1000, calls.most_common(20)
 
 
 def test_a_traced_call_of_xla_flash_asks_each_implementation_once():

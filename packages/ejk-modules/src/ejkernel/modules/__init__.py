@@ -4,14 +4,14 @@ Every operation is a function, a Kernel class for executors, and a Config datacl
 hold for all of them:
 
 * Arrays are ``[batch, seq, heads, head_dim]``; query head i reads key head
-  ``i // (heads // kv_heads)``. Products and softmax accumulate in float32 or better; the output
+  ``i // (heads // kv_heads)``. Matmuls and softmax accumulate in float32 or better; the output
   has the query's dtype, each gradient that of its input.
 * Masks, windows, segments and lengths are ANDed; a row that sees no key gives exactly 0.
 * ``platform``, ``cfg`` and ``mesh`` never change a result beyond rounding.
 * All work under jit, grad, vmap, checkpoint, scan and shard_map. A wrong argument is an
   ``InvalidArgument`` (a TypeError and a ValueError) that names it.
 
-Operations are imported on first use; the stub beside this file names them for type checkers.
+Operations are imported on first use; the stub next to this file names them for type checkers.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What files may name of ours: the operations, their configs, and the types of their arguments.
+"""Declaration of the types that files may name: operations, their configs and argument types.
 
 ``ejkernel.ops`` loads this module when a file names one of them.
 """

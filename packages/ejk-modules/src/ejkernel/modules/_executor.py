@@ -16,7 +16,7 @@ __all__ = ["create_default_executor", "explain", "get_default_executor", "suppor
 
 
 def _kernel(operation: Any) -> Kernel:
-    """The kernel that a name, a public function, a Kernel class or a Kernel stands for."""
+    """Returns the kernel of a name, a public function, a Kernel class or a Kernel."""
     if isinstance(operation, type) and issubclass(operation, Operation):
         return operation.shared()
     if isinstance(operation, str) or getattr(operation, "__module__", "").startswith(

@@ -1,4 +1,4 @@
-"""Finding out early that parts of the ``ejkernel`` namespace are missing or hidden."""
+"""An early check that no part of the ``ejkernel`` namespace is missing or hidden."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PORTIONS = {"ejkernel.types": "ejk-types", "ejkernel.ops": "ejk-ops"}
 
 
 def check() -> None:
-    """Raise ImportError with an explanation unless the namespace is whole.
+    """Raise ImportError with an explanation unless the namespace is complete.
 
     ``ejkernel`` is shared by several distributions and has no ``__init__`` of its own. A regular
     package of that name in the same environment hides them, and an unfinished installation lacks

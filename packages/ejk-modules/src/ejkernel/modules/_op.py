@@ -1,4 +1,4 @@
-"""Operation: a Kernel whose run is a public function and whose work is done by the registry."""
+"""Operation: the Kernel of a public function, with implementations from the registry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ejkernel.modules._specs import explicit_mesh
 from ejkernel.ops import InvalidArgument
 from ejkernel.ops import env as environment
 from ejkernel.ops.call_kernel import CallKernel
-from ejkernel.ops.config.nearness import Likeness
+from ejkernel.ops.config.key_distance import SimilarityRules
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.ops.core.registered import RegisteredKernel
@@ -49,19 +49,17 @@ def own_errors() -> Generator[None]:
 
 
 class Operation(RegisteredKernel[Cfg, Any]):
-    """The Kernel of a public function: its call is said by ``spec``, its work done by the registry.
+    """The Kernel of a public function: ``spec`` defines its call, a registry its implementations.
 
     Attributes:
-        spec: what a call takes and how it is canonicalized.
+        spec: the arguments of a call and how they are canonicalized.
         function: the public function.
         aliases: other names of the function.
-        whole_groups: whether a device needs whole groups of query heads per key head.
     """
 
     spec: ClassVar[type[Call]]
     function: ClassVar[Callable[..., Any]]
     aliases: ClassVar[tuple[str, ...]] = ()
-    whole_groups: ClassVar[bool] = False
     _instance: ClassVar[Operation | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -70,7 +68,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
             return
         cls.__doc__ = cls.__doc__ or f"Kernel of :func:`{cls.spec.name}`."
         cls.algorithm = cls.spec.algorithm
-        cls.likeness = Likeness(
+        cls.similarity = SimilarityRules(
             cls.spec.untuned_arguments, cls.spec.size_arguments, frozenset(cls.spec.boundary.pools)
         )
         cls._instance = None
@@ -80,10 +78,10 @@ class Operation(RegisteredKernel[Cfg, Any]):
 
         run.__doc__ = f"As :func:`{cls.spec.name}`, through the default executor."
         run.__qualname__ = f"{cls.__name__}.run"
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        instance = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
         taken = inspect.signature(cls.spec.signature)
-        parameters = [own, *taken.parameters.values(), cfg]
+        parameters = [instance, *taken.parameters.values(), cfg]
         run.__signature__ = taken.replace(parameters=parameters)  # ty: ignore[missing-attribute]
         cls.run = run  # type: ignore[method-assign]
         show_signature(cls.function)
@@ -108,7 +106,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
     # ---- the steps of a call ----------------------------------------------------------------
 
     def prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        # only what differs from its default is carried, which keeps the eager path short
+        # only arguments that differ from their defaults are carried: the eager path stays short
         default = self.spec.boundary.defaults.get
         kwargs = {name: value for name, value in kwargs.items() if value is not default(name, self)}
         try:  # eager calls run this each time: a context manager would cost them a microsecond
@@ -124,7 +122,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         return (), arguments
 
     def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """An operation on an explicit mesh runs on every shard, so that no kernel has to know."""
+        """An operation on an explicit mesh runs on every shard, so that kernels see no mesh."""
         return explicit_mesh((args, kwargs)) is not None
 
     def distribute(
@@ -169,7 +167,7 @@ class ShownSignature(inspect.Signature):
     """
 
     @classmethod
-    def of(cls, signature: inspect.Signature) -> ShownSignature:
+    def from_signature(cls, signature: inspect.Signature) -> ShownSignature:
         parameters = [
             p.replace(annotation=shown(p.annotation))
             for p in signature.parameters.values()
@@ -192,4 +190,4 @@ class ShownSignature(inspect.Signature):
 def show_signature(function: Callable[..., Any]) -> None:
     """Let ``help`` show the function's signature in short words; its annotations stay."""
     if not hasattr(function, "__signature__"):
-        vars(function)["__signature__"] = ShownSignature.of(inspect.signature(function))
+        vars(function)["__signature__"] = ShownSignature.from_signature(inspect.signature(function))

@@ -81,6 +81,6 @@ def operation_class(name: str) -> type[Operation]:
     word = name.strip().lower()
     word = {**REGISTRY_NAMES, **ALIASES}.get(word, word)
     if word not in OPERATIONS:
-        known = ", ".join(sorted(OPERATIONS))
-        raise KernelNotFound(f"operation {name!r} is unknown: expected one of {known}")
+        names = ", ".join(sorted(OPERATIONS))
+        raise KernelNotFound(f"operation {name!r} is unknown: expected one of {names}")
     return load(home(word), OPERATIONS[word])

@@ -1,6 +1,6 @@
 """flash_attention inside the attention layers of Flax and Equinox; neither library is imported.
 
-What a layer asks for and flash attention cannot do is an error here, never left out.
+An option of a layer that flash attention does not have is an error here, never ignored.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def flax_attention(
         ``[..., q_len, heads, v_dim]``.
 
     Raises:
-        ValueError: something is asked for that flash attention does not do.
+        ValueError: an option that flash attention does not have.
     """
     refused = {
         "einsum_dot_general": einsum_dot_general,
@@ -72,9 +72,9 @@ def flax_attention(
         "attn_weights_value_einsum": attn_weights_value_einsum,
         "promote_dtype": promote_dtype,
     }
-    for name, asked in refused.items():
-        if asked is not None:
-            raise ValueError(f"{name}: given {asked!r}, flash attention replaces the products")
+    for name, option in refused.items():
+        if option is not None:
+            raise ValueError(f"{name}: given {option!r}, flash attention replaces the products")
     if module is not None:
         raise ValueError(
             "module: flash attention has no weights to sow; call the layer with sow_weights=False"
@@ -114,7 +114,7 @@ def equinox_attention(
     process_heads: Callable[..., Any] | None = None,
     **options: Any,
 ) -> jax.Array:
-    """What ``layer(query, key_, value, mask, ...)`` computes, by :func:`flash_attention`.
+    """Computes ``layer(query, key_, value, mask, ...)`` by :func:`flash_attention`.
 
     Args:
         layer: an ``equinox.nn.MultiheadAttention``.
@@ -169,5 +169,5 @@ def _scores_of(
     rows = shape[: len(batch)]
     if any(n != 1 for n in rows):
         rows = batch
-    whole = jnp.broadcast_to(x.reshape(shape), (*rows, shape[-3], *lengths))
-    return whole.reshape(math.prod(rows), shape[-3], *lengths)
+    scores = jnp.broadcast_to(x.reshape(shape), (*rows, shape[-3], *lengths))
+    return scores.reshape(math.prod(rows), shape[-3], *lengths)

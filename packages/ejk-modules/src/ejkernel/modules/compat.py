@@ -1,4 +1,4 @@
-"""Differences between versions of JAX, and what its public interface does not say."""
+"""Differences between versions of JAX, and properties that its public interface lacks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def typed_sharding(x: Any) -> NamedSharding | None:
 
 
 def placed(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """The same values laid out over ``mesh`` by ``spec``."""
+    """Returns the values sharded over ``mesh`` by ``spec``."""
     if not explicit_axes(mesh):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
     now = typed_sharding(x)
     if now is not None and not now.mesh.empty and _entries(now.spec) == _entries(spec):
-        return x  # to say it again would spread it over no other axis, those of the compiler too
+        return x  # resharding would replicate it over the axes left to the compiler
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 

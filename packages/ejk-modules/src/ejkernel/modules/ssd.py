@@ -55,7 +55,7 @@ def ssd_attention(
     Per batch row and head, with the state H ``[key_dim, v_dim]`` starting at ``initial_state`` or
     0::
 
-        dt_t = softplus(dt_t + dt_bias)                 # what is asked for of the two
+        dt_t = softplus(dt_t + dt_bias)                 # either or both, by arguments
         H = exp(dt_t * A) * H + outer(B_t, dt_t * x_t)
         y_t = C_t @ H + D * x_t
 

@@ -1,4 +1,4 @@
-"""CallKernel: a kernel as one object, from the question whether it can to its gradients."""
+"""CallKernel: a kernel as one object, from the check of a call to its gradients."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.errors import ConfigError, warn_caution
 from ejkernel.ops.params import warpgroups_of
+from ejkernel.ops.partition import may_be_sharded
+from ejkernel.ops.partitioned import run_partitioned
 from ejkernel.ops.second_order import operation
 
 
 class CallKernel:
     """One kernel for the calls of one operation.
 
-    ``call`` (a ``Call`` of ejk-types, or anything with its methods) says what a call takes, how it
-    is checked and canonicalized, its static properties (``problem``), its arrays (``operands``) and
-    its outputs where there is nothing to compute. A backend's base class says ``target`` and
-    ``unavailable_reason``; a kernel says the rest. Everything else is made here: the public
+    ``call`` (a ``Call`` of ejk-types, or anything with its methods) defines the arguments of a
+    call, how they are checked and canonicalized, its static properties (``problem``), its arrays
+    (``operands``) and its outputs where there is nothing to compute. A backend's base class defines
+    ``target`` and ``unavailable_reason``. Everything else is made here: the public
     function with the operation's signature, ``supports``, ``heuristic`` and ``candidates`` for the
     registry, the override by a config, gradients, mesh axes.
 
@@ -52,6 +54,10 @@ class CallKernel:
     """Whether ``apply_config`` reads ``WarpgroupParams``."""
     fixed_tiles: ClassVar[bool] = False
     """Whether no config names tiles: they are the kernel's own choice."""
+    partitioned: ClassVar[bool] = True
+    """Whether a compiler that partitions programs has to be told how to shard the kernel."""
+    saved_axes: ClassVar[str] = ""
+    """Words of the axes of each array that ``forward`` keeps for ``backward``."""
 
     def __init__(self) -> None:
         cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -104,11 +110,11 @@ class CallKernel:
         return self.call.problem(a)
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
-        """The arrays of such a call, by the names ``forward`` knows them by; None: not given."""
+        """Returns the arrays of such a call by the names that ``forward`` uses; None: not given."""
         return self.call.operands(a, problem)
 
     def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
-        """The outputs of a call that ``forward`` is not asked for; None for every other call."""
+        """Returns the outputs of a call that needs no ``forward``; None for every other call."""
         return self.call.empty_outputs(a, problem)
 
     def results(self, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
@@ -130,9 +136,9 @@ class CallKernel:
         return None
 
     def unsupported_reason(self, problem: Any, target: Any) -> str | None:
-        """Why a call cannot be done, beginning with the argument's name; None = it can.
+        """Returns why a call is not supported, beginning with the argument's name, or None.
 
-        Only of arguments that are read: all others are refused before.
+        Arguments that the kernel does not read are refused before.
         """
         return None
 
@@ -141,7 +147,7 @@ class CallKernel:
         return self.call.Unsupported(reason)
 
     def notes_on(self, problem: Any, target: Any) -> tuple[str, ...]:
-        """Sentences about how a call is done, from its problem."""
+        """Returns sentences for ``explain`` about how a call is computed, from its problem."""
         return ()
 
     def choose(self, problem: Any, target: Any, /) -> Any:
@@ -149,11 +155,11 @@ class CallKernel:
         return None
 
     def neighbours(self, problem: Any, target: Any, chosen: Any, /) -> Iterable[Any]:
-        """Tiles worth timing beside the chosen ones."""
+        """Returns tiles worth timing in addition to the chosen ones."""
         return ()
 
     def apply_config(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
-        """The chosen tiles with what a config says instead, by their ``apply_config``."""
+        """Returns the chosen tiles with the fields of a config, by their ``apply_config``."""
         apply_config = getattr(chosen, "apply_config", None)
         return chosen if apply_config is None else apply_config(cfg, problem, target)
 
@@ -161,15 +167,23 @@ class CallKernel:
         """Returns the tiles' own fields of the operation's config; ``apply_config`` reads them."""
         return dict(getattr(chosen, "fields", {}))
 
+    def forward_axes(self, a: Mapping[str, Any], count: int) -> tuple[str, ...]:
+        """Returns the words of the axes of each of the ``count`` outputs of ``forward``."""
+        return self.call.forward_axes(a, count)
+
+    def on_shards(self, a: Mapping[str, Any]) -> tuple[CallKernel, Mapping[str, Any]]:
+        """Returns the kernel and the arguments of a call that means the same on every shard."""
+        return self, a
+
     def precompute(self, work: Work, arrays: Arrays) -> Arrays:
-        """The arrays, with what both passes need of those whose values are known.
+        """Returns the arrays, and values that both passes derive from arrays the host knows.
 
         Such arrays are numpy here and no longer in ``forward``.
         """
         return arrays
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        """The outputs, and what else ``backward`` wants kept."""
+        """Returns the outputs, and the other residuals of ``backward``."""
         raise NotImplementedError
 
     def backward(
@@ -203,19 +217,27 @@ class CallKernel:
         if reason is not None:
             raise self.unsupported_error(reason)
         outputs = self.empty_outputs(a, problem)
+        sharded = self.partitioned and may_be_sharded(self.call.array_arguments(a))
+        if sharded:
+            kernel, same = self.on_shards(a)
+            if kernel is not self:
+                return kernel.run_canonical(cfg=cfg, **same)
         if outputs is None:
             tiles = self.tiles(problem, target, cfg)
             # an explicit config has none: where it fails, the call fails
             fallback = self.tiles(problem, target) if is_config_from_file() else None
             options, name = self.call.options(a), operation(self.call.name)
             work = Work(self, problem, options, tiles, target, name, fallback)
-            operands = self.operands(a, problem)
-            arrays = {name: x for name, x in operands.items() if x is not None}
-            outputs = self.outputs(work, same_axes(self.precompute(work, arrays)))
+            if sharded:
+                outputs = run_partitioned(work, a)
+            else:
+                operands = self.operands(a, problem)
+                arrays = {name: x for name, x in operands.items() if x is not None}
+                outputs = self.outputs(work, same_axes(self.precompute(work, arrays)))
         return self.results(a, outputs)
 
     def tiles(self, problem: Any, target: Any, cfg: Any = None) -> Any:
-        """The tiles that run: what a config says, else the chosen ones."""
+        """Returns the tiles that run: from a config, else the chosen ones."""
         groups = None if cfg is None else warpgroups_of(cfg)
         if groups is not None and not self.reads_warpgroups:
             raise ConfigError(
@@ -257,11 +279,11 @@ class CallKernel:
             return [{}]
         problem, target = self.problem_of(call), self.target()
         chosen = self.choose(problem, target)
-        found: list[dict[str, Any]] = []
+        candidates: list[dict[str, Any]] = []
         for tiles in (chosen, *self.neighbours(problem, target, chosen)):
             fields = self.fields(tiles)
-            found += [fields] if fields not in found else []
-        return found
+            candidates += [fields] if fields not in candidates else []
+        return candidates
 
     def notes(self, call: BoundCall) -> tuple[str, ...]:
         """Returns what ``explain`` adds about a call that this kernel does."""

@@ -23,7 +23,7 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Work:
-    """Everything about a call that is known while tracing; hashable.
+    """The static part of a call while it is traced; hashable.
 
     Attributes:
         kernel: the kernel that does it.
@@ -31,7 +31,7 @@ class Work:
         options: its arguments that take no array, in a NamedTuple.
         tiles: how each pass is launched.
         target: the device it is made for.
-        operation: what the user called, for errors.
+        operation: the function that the user called, for errors.
         fallback: tiles for calls whose gradients cannot be lowered with ``tiles``, which then come
             from a file; None: that is an error.
     """
@@ -57,7 +57,7 @@ def differentiable(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
 
 
 def _once(work: Work, tree: Any) -> Any:
-    """The arrays as they are; an error where a second derivative would need one of the kernel's."""
+    """Returns the arrays; raises where a second derivative would need the kernel's derivative."""
     return tree if work.kernel.forward_again else differentiable_once(tree, work.operation)
 
 
@@ -111,7 +111,7 @@ def _chosen_by_lowering(work: Work, structure: Any, types: tuple[Any, ...]) -> W
 
 
 def _as(gradient: Any, primal: Any) -> Any:
-    """A gradient in the dtype of what it belongs to; None is zero."""
+    """Returns a gradient in the dtype of its primal; None is zero."""
     return None if gradient is None else gradient.astype(primal.dtype)
 
 
@@ -135,7 +135,7 @@ def same_axes(arrays: Arrays) -> Arrays:
     """The arrays as ``differentiable`` wants them.
 
     Inside ``shard_map`` all of them vary over the same mesh axes, so that JAX sums the gradients of
-    those that were replicated.
+    replicated arrays.
     """
     arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), arrays)
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))

@@ -25,24 +25,24 @@ _INSTALL = {
     Platform.PALLAS: "pip install ejk-kernels-pallas",
 }
 
-# Packages load in this order, so that registration order never depends on who asked first.
+# Packages load in this order, so that registration order never depends on the first look-up.
 _ORDER = {name: i for i, name in enumerate(("triton", "pallas", "cuda", "xla"))}
 
 
 @functools.cache
 def installed() -> tuple[EntryPoint, ...]:
     """The entry points of all installed kernel packages, each once, in loading order."""
-    found = {(e.name, e.value): e for e in entry_points(group=GROUP)}
+    points = {(e.name, e.value): e for e in entry_points(group=GROUP)}
 
     def order(e: EntryPoint) -> tuple[Any, ...]:
-        # ours first: a package that replaces a kernel of ours finds it there
+        # ours first: a package that replaces one of our kernels expects it to be registered
         return _ORDER.get(e.name, 9), e.name, not e.value.startswith("ejkernel."), e.value
 
-    return tuple(sorted(found.values(), key=order))
+    return tuple(sorted(points.values(), key=order))
 
 
 def install_line(platform: Platform | None = None) -> str:
-    """The pip command that brings implementations of ``platform``, or of everything."""
+    """Returns the pip command that installs implementations of ``platform``, or of all."""
     return "pip install ejk-modules" if platform is None else _INSTALL[platform]
 
 
@@ -60,7 +60,7 @@ class Packages(Copyable):
         return tuple(dict.fromkeys(point.name for point in self.points()))
 
     def describe(self) -> str:
-        """What is installed, for a message, e.g. "xla (ejk-kernels-xla 0.1.0)"."""
+        """Returns the installed packages for a message, e.g. "xla (ejk-kernels-xla 0.1.0)"."""
         words = []
         for point in self.points():
             failed = ", failed to load" if (point.name, point.value) in self._failures else ""
@@ -69,12 +69,12 @@ class Packages(Copyable):
 
     def load(self, platforms: Sequence[Platform], use: Callable[[EntryPoint], None]) -> None:
         """Call ``use`` for each package of ``platforms`` that was not used yet; keep failures."""
-        wanted = {p.value for p in platforms}
+        requested = {p.value for p in platforms}
         every = {p.value for p in Platform}
         for point in self.points():
             identity = (point.name, point.value)
-            # A name that is no platform says nothing about its content: it may always be needed.
-            if identity in self._loaded or (point.name in every and point.name not in wanted):
+            # A package whose name is no platform may always be needed.
+            if identity in self._loaded or (point.name in every and point.name not in requested):
                 continue
             with self._lock:
                 if identity in self._loaded:
@@ -83,7 +83,7 @@ class Packages(Copyable):
                     use(point)
                 except KeyboardInterrupt:
                     raise
-                except BaseException as error:  # also what exits the process when it is imported
+                except BaseException as error:  # also SystemExit, which an import may raise
                     self._failures[identity] = point, _as_failure(error)
                 finally:
                     self._loaded.add(identity)
@@ -93,9 +93,9 @@ class Packages(Copyable):
         return list(self._failures.values())
 
     def failure(self, platform: Platform | None) -> Exception | None:
-        """Why a package of ``platform`` could not be loaded; None if there was no failure."""
-        found = (e for point, e in self.failures() if platform and point.name == platform.value)
-        return next(found, None)
+        """Returns why a package of ``platform`` could not be loaded; None without a failure."""
+        errors = (e for point, e in self.failures() if platform and point.name == platform.value)
+        return next(errors, None)
 
     def warn_failures(self) -> None:
         """Warn, once each, about packages that failed to load."""
@@ -109,7 +109,7 @@ class Packages(Copyable):
 
 
 def whose(point: EntryPoint) -> str:
-    """The distribution of an entry point with its version; without one, what it loads."""
+    """Returns the distribution of an entry point with its version; without one, its value."""
     return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
 
 

@@ -135,19 +135,19 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         NoHome: there is no home directory, or HOME is empty or relative: that names the root of
-            the file system or the working directory, where nobody wants our files.
+            the file system or the working directory.
     """
     text = os.fspath(path)
     if not text.startswith("~"):
         return Path(text)
     try:
-        found = Path(text).expanduser()
+        expanded = Path(text).expanduser()
     except RuntimeError:
         raise NoHome(text) from None
-    # an empty HOME expands to "/", which HOME may also say outright
-    if not found.is_absolute() or os.environ.get("HOME") == "":
+    # an empty HOME expands to "/", which HOME may also name explicitly
+    if not expanded.is_absolute() or os.environ.get("HOME") == "":
         raise NoHome(text)
-    return found
+    return expanded
 
 
 def check_values() -> None:

@@ -36,17 +36,17 @@ class LazyFunction:
             return self._resolved
         module, _, name = self.target.partition(":")
         try:
-            found: Any = importlib.import_module(module)
+            value: Any = importlib.import_module(module)
             for part in name.split("."):
-                found = getattr(found, part)
+                value = getattr(value, part)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # whatever a module may raise when it is imported
             reason = f"{type(error).__name__}: {error}"
             raise LazyLoadError(f"loading {self.target} failed: {reason}") from error
         with self._lock:
-            self._resolved = found
-        return found
+            self._resolved = value
+        return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.resolve()(*args, **kwargs)
@@ -81,8 +81,8 @@ class Implementation:
         priority_for: ``(inv) -> int``, its priority for a call that it supports, from static
             properties, where that depends on the shapes; None = ``priority``.
         notes: ``(inv) ->`` sentences about what it does with a call, for ``explain``.
-        config_fields: the config fields that it reads, those of nested configs with a dot
-            (``"fwd_params.num_warps"``); None = not said.
+        config_fields: the config fields that it reads, with a dot for fields of nested configs
+            (``"fwd_params.num_warps"``); None = unknown.
         order: position among all registrations, breaks ties.
         origin: who registered it: an installed package with its version, or a module.
         replaces: the origin of the implementation that it was registered in place of, else empty.
@@ -126,7 +126,7 @@ class Implementation:
 
         Raises:
             LazyLoadError: its module cannot be imported.
-            ValueError: its signature differs from that of the other implementations.
+            ValueError: its signature differs from the other implementations'.
         """
         if not isinstance(self.function, LazyFunction):
             return self.function

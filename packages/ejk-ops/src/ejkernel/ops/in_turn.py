@@ -1,4 +1,4 @@
-"""Mapped calls one after the other, where one program has no room or no order for all of them."""
+"""Sequential vmap, for calls of which one program cannot run several at once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax
 
 
 def in_turn(run: Callable[..., Any], arrays: Sequence[Any], mapped: Sequence[bool]) -> Any:
-    """``run(*arrays)`` in a loop over the leading axis of those that are ``mapped``."""
+    """Runs ``run(*arrays)`` in a loop over the leading axis of the ``mapped`` arrays."""
     moving = [x for x, m in zip(arrays, mapped, strict=True) if m]
 
-    def one(slices: list[jax.Array]) -> Any:
-        rest = iter(slices)
-        return run(*(next(rest) if m else x for x, m in zip(arrays, mapped, strict=True)))
+    def run_slice(slices: list[jax.Array]) -> Any:
+        remaining = iter(slices)
+        return run(*(next(remaining) if m else x for x, m in zip(arrays, mapped, strict=True)))
 
-    return jax.lax.map(one, moving)
+    return jax.lax.map(run_slice, moving)

@@ -26,7 +26,7 @@ def interpret_mode(enabled: bool = True) -> Generator[None]:
 
 
 def interpret_override() -> bool | None:
-    """What the innermost ``interpret_mode`` says, None outside any."""
+    """Returns the setting of the innermost ``interpret_mode``, None outside any."""
     return _override.get()
 
 

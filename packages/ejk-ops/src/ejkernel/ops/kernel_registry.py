@@ -1,4 +1,4 @@
-"""Registry of implementations: which code can do an algorithm, on which hardware, how well."""
+"""Registry of implementations: the code for an algorithm, its hardware and its priority."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class KernelRegistry(Registrations):
         try:
             register = point.load()  # outside the lock: its modules may register when imported
             with self._lock:
-                before = {name: list(known) for name, known in self._by_algorithm.items()}
+                before = {name: list(entries) for name, entries in self._by_algorithm.items()}
                 tables = list(self._config_tables)
                 try:
                     register(self)
@@ -78,7 +78,7 @@ class KernelRegistry(Registrations):
     def replacements(self) -> list[Implementation]:
         """Implementations that were registered in place of another package's or module's."""
         with self._lock:
-            every = [i for known in self._by_algorithm.values() for i in known]
+            every = [i for implementations in self._by_algorithm.values() for i in implementations]
         return [i for i in every if i.replaces]
 
     def _warn_packages(self) -> None:
@@ -90,7 +90,7 @@ class KernelRegistry(Registrations):
             warn_once(("replaced", i.name, i.origin), i.replacement, stacklevel=6)
 
     def failure(self, platform: str | Platform) -> Exception | None:
-        """Why the installed package of ``platform`` could not be loaded; None if it could."""
+        """Returns why the installed package of ``platform`` could not be loaded, or None."""
         return self._packages.failure(parse_platform(platform))
 
     def failures(self) -> list[tuple[EntryPoint, Exception]]:
@@ -112,10 +112,10 @@ class KernelRegistry(Registrations):
 
         Arguments as for ``get``. Only packages that may be needed are loaded, and no kernel.
         """
-        forced, wanted = parse_platform(platform), parse_backend(backend)
+        forced, hardware = parse_platform(platform), parse_backend(backend)
         target = target_device(device)
         self.load_for(forced, target)
-        return self._survey(normalized(algorithm), forced, wanted, _bound(inv), target)
+        return self._survey(normalized(algorithm), forced, hardware, _bound(inv), target)
 
     def load_for(self, forced: Platform | None, target: TargetDevice) -> None:
         """Load the packages that may serve calls on a device, or one platform's."""
@@ -129,17 +129,17 @@ class KernelRegistry(Registrations):
         self,
         algorithm: str,
         forced: Platform | None,
-        wanted: Backend | None,
+        backend: Backend | None,
         inv: Any,
         target: TargetDevice,
     ) -> Survey:
         with self._lock:
-            known = list(self._by_algorithm.get(algorithm, ()))
+            implementations = list(self._by_algorithm.get(algorithm, ()))
         usable, refused = [], []  # of (rank, implementation), of (implementation, reason)
-        for implementation in known:
+        for implementation in implementations:
             if forced is not None and implementation.platform is not forced:
                 continue
-            reason = filtered(implementation, wanted)
+            reason = filtered(implementation, backend)
             if reason is None:
                 reason = misplaced(implementation, target, forced is not None)
                 if reason is not None and forced is not None:
@@ -229,10 +229,10 @@ class KernelRegistry(Registrations):
         self.load()
         algorithm, forced = survey.algorithm, survey.platform
         with self._lock:
-            known = list(self._by_algorithm.get(algorithm, ()))
+            implementations = list(self._by_algorithm.get(algorithm, ()))
             names = sorted(self._by_algorithm)
         failure = self._packages.failure(forced)
-        if not known and failure is None:
+        if not implementations and failure is None:
             return lookup.unknown_algorithm(algorithm, names, self._packages)
         everything = self._survey(algorithm, None, None, inv, survey.target)
         if forced is None:
@@ -241,7 +241,7 @@ class KernelRegistry(Registrations):
             return lookup.forced_refuses(survey, everything, inv)
         if failure is not None:
             return lookup.package_failed(survey, everything, failure)
-        return lookup.nothing_registered(survey, everything, known, self._packages)
+        return lookup.nothing_registered(survey, everything, implementations, self._packages)
 
     # Inspection
 
@@ -257,19 +257,19 @@ class KernelRegistry(Registrations):
         self.load()
         self._warn_packages()
         with self._lock:
-            known = self._by_algorithm.get(normalized(algorithm), [])
-            return sorted(known, key=lambda i: (-i.priority, i.order))
+            implementations = self._by_algorithm.get(normalized(algorithm), [])
+            return sorted(implementations, key=lambda i: (-i.priority, i.order))
 
     def describe(self, algorithm: str | None = None) -> str:
-        """A table of what is registered: one line per implementation.
+        """Returns a table of implementations, one per line.
 
         "..., by call" after a priority: some calls have another (``priority_for``).
         """
         names = self.list_algorithms() if algorithm is None else [normalized(algorithm)]
-        found = [i for name in names for i in self.list_implementations(name)]
-        if not found:
+        implementations = [i for name in names for i in self.list_implementations(name)]
+        if not implementations:
             return f"nothing registered{'' if algorithm is None else f' for {algorithm!r}'}"
-        return table(found)
+        return table(implementations)
 
     def validate_signatures(self, algorithm: str | None = None) -> list[str]:
         """Differences between the signatures of implementations, one per line; empty = none.

@@ -20,7 +20,7 @@ Refusal = tuple[Implementation, str]
 
 @dataclass(frozen=True)
 class Survey:
-    """What the registry knows about one look-up.
+    """The registry's answer to one look-up.
 
     Attributes:
         algorithm: lower-case name.
@@ -42,15 +42,15 @@ def platforms_for(kind: Backend) -> tuple[Platform, ...]:
     return tuple(p for p, b in LEGAL_BACKENDS.items() if kind in b or Backend.ANY in b)
 
 
-def filtered(i: Implementation, wanted: Backend | None) -> str | None:
-    """Why the caller's ``backend`` excludes it, None when it does not."""
-    if wanted in (None, Backend.ANY, i.backend) or i.backend is Backend.ANY:
+def filtered(i: Implementation, backend: Backend | None) -> str | None:
+    """Returns why the caller's ``backend`` excludes it, None when it does not."""
+    if backend in (None, Backend.ANY, i.backend) or i.backend is Backend.ANY:
         return None
-    return f"it is for backend {i.backend.value!r}, {wanted.value!r} was asked for"
+    return f"it is for backend {i.backend.value!r}, {backend.value!r} was requested"
 
 
 def misplaced(i: Implementation, target: TargetDevice, forced: bool) -> str | None:
-    """Why the hardware cannot run it, None when it can.
+    """Returns why the hardware cannot run it, None when it can.
 
     Interpretation counts for forced platforms only: automatic choice never interprets.
     """
@@ -70,9 +70,9 @@ def misplaced(i: Implementation, target: TargetDevice, forced: bool) -> str | No
 
 
 def with_reason_of_call(i: Implementation, inv: Any, misplaced: str) -> str:
-    """The reason why the hardware cannot run it, after the one why it cannot do the call if any.
+    """Returns why the hardware cannot run it, after the reason why it cannot do the call, if any.
 
-    What it says of its own requirements, naming no argument, the first reason says already.
+    A reason that names no argument repeats the hardware's and is left out.
     """
     try:
         reason = i.why_not(inv)
@@ -85,7 +85,7 @@ def with_reason_of_call(i: Implementation, inv: Any, misplaced: str) -> str:
 def rank(i: Implementation, target: TargetDevice, inv: Any = None) -> tuple[int | bool, ...]:
     """Sort key, best first.
 
-    What runs here before what would be interpreted; then priority, the device's own platform,
+    Native before interpreted ones; then priority, the device's own platform,
     hardware, registration order. ``inv`` is a call that ``i`` supports.
     """
     interpreted = i.backend not in (Backend.ANY, target.kind)
@@ -105,11 +105,11 @@ def argument_of(refusal: Refusal, inv: Any) -> str | None:
 
 
 def unknown_algorithm(
-    algorithm: str, known: Sequence[str], packages: discovery.Packages
+    algorithm: str, registered: Sequence[str], packages: discovery.Packages
 ) -> KernelNotFound:
     """Nothing is registered under the name."""
     return KernelNotFound(
-        f"algorithm {algorithm!r} is unknown: registered are {', '.join(known) or 'none'}; "
+        f"algorithm {algorithm!r} is unknown: registered are {', '.join(registered) or 'none'}; "
         f"installed kernel packages: {packages.describe()}; "
         f"more come with: {discovery.install_line()}"
     )
@@ -148,7 +148,7 @@ def package_failed(survey: Survey, everything: Survey, cause: Exception) -> Kern
 def nothing_registered(
     survey: Survey,
     everything: Survey,
-    known: Sequence[Implementation],
+    implementations: Sequence[Implementation],
     packages: discovery.Packages,
 ) -> KernelNotFound:
     """The forced platform has no implementation of the algorithm."""
@@ -156,7 +156,7 @@ def nothing_registered(
     assert forced is not None
     text = (
         f"{survey.algorithm} has no implementation on platform {forced.value!r}: registered are "
-        f"{', '.join(i.name for i in known) or 'none'}; installed kernel packages: "
+        f"{', '.join(i.name for i in implementations) or 'none'}; installed kernel packages: "
         f"{packages.describe()}; "
         f"more may come with: {discovery.install_line(forced)}"
     )

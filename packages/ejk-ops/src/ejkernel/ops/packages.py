@@ -1,4 +1,4 @@
-"""What a kernel package says of itself: its kernels, as text, and its public functions."""
+"""The description of a kernel package: its kernels, as text, and its public functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOOKS = ("supports", "heuristic", "candidates", "sample_inputs", "notes", "prior
 
 
 def add_tables(registry: Any, module: str) -> None:
-    """Register the tuned tables beside a module: those of its own platform."""
+    """Registers the tuned tables in the folder of a module."""
     folder = Path(sys.modules[module].__file__ or "").parent / "tables"
     for table in sorted(folder.glob("*.json")):
         registry.add_config_table(table)
@@ -97,13 +97,13 @@ class KernelPackage:
 
     def function(self, name: str) -> Callable[..., Any]:
         """The public function of this name; of several devices' kernels, the target device's."""
-        found = {entry.backend: entry for entry in self.entries if entry.public == name}
-        if len(found) == 1:
-            return self.load(*found.values())
+        by_backend = {entry.backend: entry for entry in self.entries if entry.public == name}
+        if len(by_backend) == 1:
+            return self.load(*by_backend.values())
 
         def choose(*args: Any, **kwargs: Any) -> Any:
             kind = device_kind()
-            return self.load(found[kind if kind in found else "tpu"])(*args, **kwargs)
+            return self.load(by_backend[kind if kind in by_backend else "tpu"])(*args, **kwargs)
 
         choose.__name__ = choose.__qualname__ = name
         choose.__doc__ = f"{name}, by the kernel of the target device (the TPU's on a CPU)."
@@ -120,7 +120,7 @@ class KernelPackage:
                 return sorted({*super().__dir__(), *package.functions})
 
         for name in self.functions:
-            # importing a folder assigns it to the module; the function stays what is seen
+            # importing a folder assigns it to the module; the attribute stays the function
             seen = property(lambda _, name=name: self.function(name), lambda _, value: None)
             setattr(Module, name, seen)
         sys.modules[self.name].__class__ = Module

@@ -86,14 +86,14 @@ def params_field(cls: type[Params]) -> Any:
 
 
 def _name_field(parse: Callable[[Any], Any], default: str) -> Any:
-    """The name of a platform or backend, in lower case; ``default`` for any."""
+    """Returns a field for the name of a platform or backend, in lower case."""
 
     def check(value: Any) -> str:
         try:
-            found = parse(value)
+            member = parse(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from None
-        return default if found is None else found.value
+        return default if member is None else member.value
 
     return checked_field(check, default)
 
@@ -203,7 +203,7 @@ class FwdParams(Params):
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> FwdParams:
-        """As of every record; with ``warpgroups``, those of WarpgroupParams."""
+        """Returns the record with the fields of ``d``; WarpgroupParams if it has ``warpgroups``."""
         if cls is FwdParams and isinstance(d, Mapping) and "warpgroups" in d:
             return WarpgroupParams.from_dict(d)
         return super().from_dict(d)

@@ -81,15 +81,15 @@ def load_invocations(path: str | os.PathLike[str]) -> list[Invocation]:
         raise ValueError(f"{path} holds no recorded calls: {error!r}") from None
     if kind != KIND or schema != SCHEMA or not isinstance(calls, list):
         raise ValueError(f"{path} holds {kind!r} of schema {schema!r}, expected {KIND!r}, {SCHEMA}")
-    found = []
+    invocations = []
     for call in calls:
         try:
-            found.append(_decode_call(call).bound)
+            invocations.append(_decode_call(call).bound)
         except Exception as error:  # whatever the classes raise for values that are none of theirs
             name = call.get("key") if isinstance(call, dict) else None
             told = f"{path}: a call is left out: {name!r}: {_reason(error)}"
             warn_once(("load", told), told)
-    return found
+    return invocations
 
 
 def invocations_in_lowered(lowered: Any, known: Iterable[Invocation] = ()) -> list[Invocation]:
@@ -104,15 +104,15 @@ def invocations_in_lowered(lowered: Any, known: Iterable[Invocation] = ()) -> li
         known: calls to look among, e.g. ``load_invocations(path)``.
     """
     by_digits = {key_digits(i.key): i for i in (*registry.get_invocations(), *known)}
-    found: dict[str, Invocation] = {}
+    invocations: dict[str, Invocation] = {}
     for label in find_labels_in_lowered(lowered):
         calls = stamped_calls(label)
         if not calls and "#" in label:
             other = by_digits.get(label.rpartition("#")[2])
             calls = [] if other is None else [other]
         for inv in calls:
-            found.setdefault(inv.key, inv)
-    return list(found.values())
+            invocations.setdefault(inv.key, inv)
+    return list(invocations.values())
 
 
 # ---- one call ----------------------------------------------------------------------------------
@@ -186,9 +186,9 @@ def _reason(error: Exception) -> str:
     return text or type(error).__name__
 
 
-def _expect(holds: bool, what: str, given: Any) -> None:
+def _expect(holds: bool, field: str, value: Any) -> None:
     if not holds:
-        raise ValueError(f"{what} cannot be {given!r:.80}")
+        raise ValueError(f"{field} cannot be {value!r:.80}")
 
 
 def _text(x: Any) -> str:
@@ -200,7 +200,7 @@ def _text(x: Any) -> str:
 
 
 def _encode(x: Any) -> Any:
-    """A value as JSON; what is no plain JSON value is an object with one telling key."""
+    """Returns a value as JSON; other types become an object with one key that names the type."""
     if is_array(x):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return {"key": list(x.shape)}

@@ -1,4 +1,4 @@
-"""What is registered: implementations by algorithm, and tables of tuned configs."""
+"""Registered implementations by algorithm, and tables of tuned configs."""
 
 from __future__ import annotations
 
@@ -142,13 +142,13 @@ class Registrations(Copyable):
         if implementation.config_cls is not None:
             allow_in_files(implementation.config_cls)
         with self._lock:
-            known = self._by_algorithm.get(implementation.algorithm, [])
-            same = [i for i in known if i.name == implementation.name]
+            implementations = self._by_algorithm.get(implementation.algorithm, [])
+            same = [i for i in implementations if i.name == implementation.name]
             if same and not replace:
                 raise ValueError(
                     f"{implementation.name} is registered already; pass replace=True to replace it"
                 )
-            others = [i for i in known if i not in same]
+            others = [i for i in implementations if i not in same]
             if implementation.loaded:
                 self._check_signature(implementation, others)
             origin = package_loading.get() or f"module {implementation.module}"

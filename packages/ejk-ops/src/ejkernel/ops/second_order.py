@@ -23,7 +23,7 @@ _running: ContextVar[str] = ContextVar("ejkernel_operation", default="this opera
 
 @contextlib.contextmanager
 def running(operation: str) -> Generator[None]:
-    """What is traced inside belongs to ``operation``."""
+    """Attributes operations traced inside the block to ``operation``."""
     token = _running.set(operation)
     try:
         yield
@@ -74,12 +74,12 @@ mlir.register_lowering(_once, lambda _, x, **__: [x])
 
 
 def _floats(tree: Any, reason: str, forward: bool) -> Any:
-    def one(x: Any) -> Any:
+    def guard(x: Any) -> Any:
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             return x
         return _once.bind(jnp.asarray(x), reason=reason, forward=forward)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(guard, tree)
 
 
 def differentiable_once(tree: Any, name: str) -> Any:

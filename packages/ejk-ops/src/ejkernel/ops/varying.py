@@ -27,7 +27,7 @@ def vary(tree: Any, axes: frozenset) -> Any:
 def vary_alike(tree: Any, axes: frozenset = frozenset()) -> Any:
     """The arrays of ``tree``, varying over ``axes`` and over every axis that one of them does.
 
-    Inside shard_map JAX then sums the gradients of those that were replicated.
+    Inside shard_map JAX then adds the gradients of replicated arrays over the devices.
     """
     return vary(tree, axes | varying_axes(*jax.tree.leaves(tree)))
 

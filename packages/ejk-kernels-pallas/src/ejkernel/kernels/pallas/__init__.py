@@ -13,6 +13,14 @@ _HOPPER = (
     *(f"fwd_params.{size}" for size in (*_SIZES, "warpgroups")),
     *(f"bwd_params.{size}" for size in _SIZES),
 )
+_TPU_FLASH = (
+    "fwd_params.q_blocksize",
+    "fwd_params.kv_blocksize",
+    "bwd_params.q_blocksize",
+    "bwd_params.kv_blocksize",
+    "bwd_params.blocksize_m",
+    "bwd_params.blocksize_n",
+)
 _RAGGED = (
     "num_queries_per_block",
     "num_kv_pages_per_block",
@@ -22,10 +30,22 @@ _RAGGED = (
 )
 
 
-def _hopper(name: str, *config_fields: str, folder: str = "") -> Entry:
+def _hopper(name: str, *config_fields: str, module: str = "") -> Entry:
     """A kernel for Hopper: ahead of those for every GPU, but see its own ``priority_for``."""
-    target = f"gpu.{folder or name}.implementation:{name}"
+    target = f"gpu.{module or f'{name}.implementation'}:{name}"
     return Entry(name, target, priority=110, hooks=HOOKS, config_fields=config_fields)
+
+
+def _tpu(name: str, *config_fields: str, folder: str = "") -> Entry:
+    """A kernel for TPUs."""
+    target = f"tpu.{folder or name}.implementation:{name}"
+    return Entry(name, target, backend="tpu", config_fields=config_fields)
+
+
+def _linear(algorithm: str, function: str) -> Entry:
+    """One of the three operations of linear attention for TPUs."""
+    target = f"tpu.linear_attention.implementation:{function}"
+    return Entry(algorithm, target, backend="tpu", function=function, config_fields=())
 
 
 PACKAGE = KernelPackage(
@@ -33,26 +53,21 @@ PACKAGE = KernelPackage(
     "pallas",
     (
         _hopper("flash_attention", *_HOPPER),
-        Entry(
-            "flash_attention",
-            "tpu.flash_attention.implementation:flash_attention",
-            backend="tpu",
-            config_fields=(
-                "fwd_params.q_blocksize",
-                "fwd_params.kv_blocksize",
-                "bwd_params.q_blocksize",
-                "bwd_params.kv_blocksize",
-                "bwd_params.blocksize_m",
-                "bwd_params.blocksize_n",
-            ),
-        ),
+        _tpu("flash_attention", *_TPU_FLASH),
         _hopper("blocksparse_attention", *_HOPPER),
-        _hopper("scaled_dot_product_attention", folder="flash_attention"),
-        _hopper("mla_attention", *_HOPPER, folder="flash_attention"),
+        _hopper("scaled_dot_product_attention", module="flash_attention.implementation"),
+        _hopper("mla_attention", *_HOPPER, module="flash_attention.implementation"),
         _hopper("ragged_page_attention", *_RAGGED),
-        _hopper("ragged_page_attention_v3", *_RAGGED, folder="ragged_page_attention"),
-        _hopper("mla_decode"),
+        _hopper(
+            "ragged_page_attention_v3", *_RAGGED, module="ragged_page_attention.implementation"
+        ),
+        _hopper("mla_decode", module="serving.mla_implementation"),
         _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
+        _tpu("grouped_matmul", "block_m", "block_n", "block_k"),
+        _tpu("mean_pooling"),
+        _linear("recurrent", "recurrent_attention"),
+        _linear("gla", "gla_attention"),
+        _linear("lightning_attn", "lightning_attention"),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

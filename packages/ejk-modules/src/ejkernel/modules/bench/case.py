@@ -20,7 +20,7 @@ class Case:
     ``contenders`` maps a name to a function of ``inputs()``; the first is ours. A value that is a
     string is the reason why that peer cannot take part. ``flops`` and ``moved`` are the forward's
     least operations and bytes. ``grad_argnums``: the inputs to differentiate; empty = forward only.
-    ``call``: what the first contender does, where it is a call of an operation. ``updates``: inputs
+    ``call``: the call of the first contender, where it is one of an operation. ``updates``: inputs
     that a result takes the place of, by number, and the number of that result: forward passes are
     given them for good and have them back, as a server's caches.
     """

@@ -76,7 +76,7 @@ def fits(
     return None
 
 
-def sound(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def valid_parts(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns the record with the parts that can be shown, and a line for each that cannot."""
     usable, problems = dict(record), []
     name, must, may = ("rows", ROW, ROW_MAY) if record["kind"] == "bench" else ("trials", CALL, {})

@@ -28,7 +28,7 @@ class Limits:
         return max(self._both(flops, moved, dtype))
 
     def bound(self, flops: float, moved: float, dtype: str) -> str:
-        """Returns which of the two it is: "arithmetic" or "memory"."""
+        """Returns the binding limit: "arithmetic" or "memory"."""
         arithmetic, memory = self._both(flops, moved, dtype)
         return "arithmetic" if arithmetic >= memory else "memory"
 

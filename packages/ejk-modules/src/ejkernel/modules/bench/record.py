@@ -1,7 +1,7 @@
 """Records of benchmarks and tuning: one JSON file per run, with its device and versions.
 
 ``{"kind": "bench" | "tune", "op": ..., "date": ..., "device": ..., "versions": {...}, ...}``, in
-``records`` of the cache directory unless told otherwise. ``ejk report`` reads them.
+``records`` of the cache directory by default. ``ejk report`` reads them.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ MODES = ("fwd", "fwd+bwd")
 class Row:
     """One contender of one case.
 
-    ``speed_over``: this one's speed over that of each of the others. ``tier``, ``implementation``
-    and ``config`` say what automatic choice took. ``clock``: "host" or "device".
+    ``speed_over``: its speed relative to each other contender. ``tier``, ``implementation`` and
+    ``config``: the automatic choice. ``clock``: "host" or "device".
     """
 
     case: str
@@ -80,17 +80,17 @@ def _compile(lowered: Any) -> Compiled:
 
 
 def compile_ahead(pairs: Sequence[tuple[Case, str]]) -> list[dict[str, Compiled]]:
-    """Compiles every contender of every (case, mode) side by side; runs none."""
+    """Compiles every contender of every (case, mode) in parallel; runs none."""
     with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, MOST_COMPILERS))) as pool:
-        found = []
+        compiling = []
         for case, mode in pairs:
             args = _shapes(case)
-            found.append({  # tracing takes turns anyway, so it happens here
+            compiling.append({  # tracing takes turns anyway, so it happens here
                 name: pool.submit(_compile, _lowered(case, mode, fn, args))
                 for name, fn in case.contenders.items()
                 if not isinstance(fn, str)
             })  # fmt: skip
-        return [{name: f.result() for name, f in futures.items()} for futures in found]
+        return [{name: f.result() for name, f in futures.items()} for futures in compiling]
 
 
 def _shapes(case: Case) -> tuple:
@@ -102,17 +102,17 @@ def _shapes(case: Case) -> tuple:
 
 
 def _chosen(case: Case) -> dict[str, str]:
-    """Returns what the first contender runs, as far as it is a call of an operation."""
+    """Returns the choice for the first contender, if it is a call of an operation."""
     if case.call is None:
         return {}
     try:
-        found = case.call.explanation()
+        explanation = case.call.explanation()
     except Exception as error:
         return {"tier": "error", "config": str(error)[:120]}
     return {
-        "tier": found.tier,
-        "implementation": found.implementation or "none",
-        "config": record.config_text(found.cfg),
+        "tier": explanation.tier,
+        "implementation": explanation.implementation or "none",
+        "config": record.config_text(explanation.cfg),
     }
 
 
@@ -133,8 +133,8 @@ def run_case(
 ) -> list[Row]:
     """Times every contender of a case; one that fails becomes a row that says why.
 
-    ``tier``: of the first contender's config, where it is known; None = asked now. ``programs``:
-    what ``compile_ahead`` made of the contenders; None = compiled now.
+    ``tier``: of the first contender's config; None = looked up now. ``programs``: the programs of
+    ``compile_ahead``; None = compiled now.
     """
     if tier is None:
         tier = tier_of(case)

@@ -1,4 +1,4 @@
-"""Timing that finishes on the device: warm-up, rounds side by side, median and spread."""
+"""Timing that finishes on the device: warm-up, interleaved rounds, median and spread."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PAUSE_S = 0.5
 class Timing:
     """Seconds per call: median of the rounds, and half the central half of them.
 
-    ``clock``: "host" when calls were queued and waited for, "device" when the time is that of the
-    kernels alone, without what lies between them.
+    ``clock``: "host" when calls were queued and waited for, "device" for the time of the kernels
+    alone, without gaps between them.
     """
 
     median: float
@@ -55,8 +55,8 @@ class Program:
 
     def __call__(self) -> Any:
         results = self.compiled(*self.arguments)
-        for i, place in self.updates.items():
-            self.arguments[i] = results[place]
+        for i, result in self.updates.items():
+            self.arguments[i] = results[result]
         return results
 
 
@@ -89,9 +89,9 @@ def time_together(
 
 
 def _turns(names: list[str], number: int) -> list[str]:
-    """Returns the order of a round: forwards and backwards, then beginning with the next one.
+    """Returns the order of a round: forwards and backwards, with a rotating start.
 
-    A GPU that the contender before has heated runs slower: none always follows the same one.
+    The previous contender heats the GPU, which slows the next: the order must change.
     """
     first = number // 2 % max(len(names), 1)
     turned = names[first:] + names[:first]
@@ -114,6 +114,6 @@ def device_timing(fn: Callable[[], Any]) -> Timing | None:
         calls = int(max(2, min(KERNEL_CALLS, RESULT_BYTES // size)))
         time.sleep(PAUSE_S)
         milliseconds = kernel_times(fn.compiled, fn.arguments, calls)
-    except Exception:  # a machine without CUPTI, or one where somebody else holds it
+    except Exception:  # a machine without CUPTI, or one where another process uses it
         return None
     return _timing([ms * 1e-3 for ms in milliseconds], "device") if milliseconds else None

@@ -1,4 +1,4 @@
-"""The ``ejk`` command: what would run here, why, how fast, and how to make it faster.
+"""The ``ejk`` command: explains, times and tunes calls on this machine.
 
 Starting it imports no JAX; each subcommand imports what it needs.
 """

@@ -1,4 +1,4 @@
-"""The parser of ``ejk``, and what happens to errors: one line, no traceback."""
+"""The parser of ``ejk``; errors become one line without a traceback."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CommandError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaint is JSON too where JSON was asked for."""
+    """A parser whose errors are JSON too with ``--json``."""
 
     as_json = False
 
@@ -136,12 +136,13 @@ def common(sub: argparse.ArgumentParser, nothing: Any = None) -> None:
 def _import(names: Sequence[str]) -> None:
     """Imports the modules that ``--import`` names.
 
-    The working folder may be anyone's: it is searched last, and only where Python would search it.
+    The working folder may hold files of others: it is searched last, and only where Python would
+    search it.
     """
     for name in names:
         try:
-            found = importlib.util.find_spec(name.partition(".")[0])
-            if found is None and not sys.flags.safe_path:
+            spec = importlib.util.find_spec(name.partition(".")[0])
+            if spec is None and not sys.flags.safe_path:
                 sys.path.append(os.getcwd())
             importlib.import_module(name)
         except KeyboardInterrupt:
@@ -153,14 +154,14 @@ def _import(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _warnings_in_a_line(out: Output) -> Generator[None]:
-    """Our own warnings are remarks of the command, without the line of code they come from."""
+    """Prints warnings of ejkernel as remarks, without the line of code they come from."""
     before = warnings.showwarning
 
-    def show(message: Any, category: type[Warning], *where: Any, **how: Any) -> None:
+    def show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
         if category.__module__.startswith("ejkernel."):
             out.note(str(message))
         else:
-            before(message, category, *where, **how)
+            before(message, category, *where, **options)
 
     warnings.showwarning = cast(Any, show)
     try:
@@ -173,7 +174,7 @@ def run_cli(argv: Sequence[str] | None = None) -> int:
     """Parses, runs and prints; returns the exit status."""
     args = parse(argv)
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") is None:
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA's start-up chatter is for its developers
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # start-up messages of XLA are for its developers
     out = make_output(args.json, args.plain)
     try:
         with Interrupts() as interrupts, _warnings_in_a_line(out):

@@ -80,7 +80,7 @@ def _show(args: argparse.Namespace, out: Output) -> int:
     files = stored.scan()
     every = stored.configs(files)
     query = (args.what or "").lower()
-    found = [
+    matching = [
         c
         for c in every
         if query in ("", c.kernel.lower())
@@ -88,7 +88,7 @@ def _show(args: argparse.Namespace, out: Output) -> int:
         or (len(query) >= 4 and c.digits.startswith(query))
         or query == c.key.lower()
     ]
-    if query and not found:
+    if query and not matching:
         raise UnknownName("kernel, device or key in the cache", args.what,
                           [n for c in every for n in (c.kernel, c.device)])  # fmt: skip
     out.data(
@@ -102,11 +102,11 @@ def _show(args: argparse.Namespace, out: Output) -> int:
                 "measured": c.entry.measured,
                 "path": str(c.path),
             }
-            for c in found
+            for c in matching
         ]
     )
     rows = []
-    for c in found:
+    for c in matching:
         times = c.measured.get("ms"), c.measured.get("heuristic_ms")
         rows.append((*c.cells, *times, c.digits[:8]))
     if rows:

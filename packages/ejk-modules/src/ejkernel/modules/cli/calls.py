@@ -44,10 +44,10 @@ def calls_of(operation: str, pattern: str | None, words: list[str]) -> list[Call
         return [find.from_words(name, words)]
     shapes = []
     for glob in pattern.split(","):
-        found = find.shapes_of(name, glob)
+        matching = find.shapes_of(name, glob)
         if any(c in glob for c in "*?["):
-            found = find.shapes_of(name, glob, find.device_meant()) or found
-        shapes += [shape for shape in found if shape not in shapes]
+            matching = find.shapes_of(name, glob, find.device_meant()) or matching
+        shapes += [shape for shape in matching if shape not in shapes]
     return [find.from_words(name, words, base=shape) for shape in shapes]
 
 

@@ -1,6 +1,6 @@
-"""The checks of ``ejk doctor``: each gives a status, what was found, and the line that fixes it.
+"""The checks of ``ejk doctor``: each gives a status, a finding, and the line that fixes it.
 
-Those here look at the installation; ``trials`` looks at what runs.
+The checks here look at the installation; ``trials`` runs calls.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def machine() -> Iterator[Check]:
     text = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     yield Check("machine", "host", "info", text + (f", {memory:.0f} GiB" if memory else ""))
     seen = installed.hardware()
-    for kind, how in seen.items():
-        yield Check("machine", f"{kind} hardware", "info", how)
+    for kind, evidence in seen.items():
+        yield Check("machine", f"{kind} hardware", "info", evidence)
     if not seen:
         yield Check("machine", "accelerators", "info", "none: the XLA implementations run on CPU")
 
@@ -77,9 +77,9 @@ def namespace() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    found = {name: installed.version(name) for name in ejk_command.OURS}
-    text = ", ".join(f"{name} {v}" for name, v in found.items() if v)
-    mixed = "warn" if len({installed.numbers(v)[:2] for v in found.values() if v}) > 1 else ""
+    versions = {name: installed.version(name) for name in ejk_command.OURS}
+    text = ", ".join(f"{name} {v}" for name, v in versions.items() if v)
+    mixed = "warn" if len({installed.numbers(v)[:2] for v in versions.values() if v}) > 1 else ""
     fix = "python -m pip install --upgrade ejk-modules"
     yield judged("installation", "ejkernel", mixed, text, fix)
 
@@ -102,14 +102,14 @@ def jax_versions() -> Iterator[Check]:
 
 def plugins() -> Iterator[Check]:
     jax = installed.version("jax")
-    found = {d: installed.version(d) for d in installed.PLUGINS}
-    for name, version in found.items():
+    versions = {d: installed.version(d) for d in installed.PLUGINS}
+    for name, version in versions.items():
         if version is None:
             continue
         same = name == "libtpu" or installed.numbers(version)[:3] == installed.numbers(jax)[:3]
         fix = f'python -m pip install "{name}=={jax}" (to match jax {jax})'
         yield judged("installation", "JAX plugin", "" if same else "fail", f"{name} {version}", fix)
-    served = {installed.PLUGINS[d] for d, v in found.items() if v}
+    served = {installed.PLUGINS[d] for d, v in versions.items() if v}
     seen = installed.hardware()
     extras = {"nvidia": ("gpu", "cuda13"), "amd": ("gpu", "rocm"), "tpu": ("tpu", "tpu")}
     for kind in seen:
@@ -184,8 +184,8 @@ def cache() -> Iterator[Check]:
         )  # fmt: skip
     files = scan()
     count = sum(len(f.entries) for f in files if f.status == "ok")
-    sound = sum(f.status == "ok" for f in files)
-    text = f"{root}: {counted(count, 'tuned config')} in {counted(sound, 'file')}"
+    valid = sum(f.status == "ok" for f in files)
+    text = f"{root}: {counted(count, 'tuned config')} in {counted(valid, 'file')}"
     yield Check("settings", "cache", "ok" if files else "info", text)
     for f in files:
         if f.status != "ok":
@@ -196,7 +196,7 @@ def cache() -> Iterator[Check]:
 
 
 def devices() -> tuple[list[Check], dict[str, Any]]:
-    """Starts JAX's backend and returns what it shows."""
+    """Starts JAX's backend and returns checks of its devices."""
     complaints: list[str] = []
     with _overhearing(complaints):
         problem = no_device()
@@ -237,7 +237,7 @@ def _without_accelerator(complaints: list[str]) -> Iterator[Check]:
         )  # fmt: skip
 
 
-class _Ear(logging.Handler):
+class _LogCollector(logging.Handler):
     """Collects the causes of errors that are only logged."""
 
     def __init__(self, heard: list[str]):
@@ -253,15 +253,15 @@ class _Ear(logging.Handler):
 
 @contextlib.contextmanager
 def _overhearing(heard: list[str]) -> Generator[None]:
-    """JAX logs what its plugins complain about, with tracebacks, and goes on."""
+    """Collects errors of plugins, which JAX only logs, with tracebacks."""
     logger = logging.getLogger("jax._src.xla_bridge")
-    ear, before = _Ear(heard), logger.propagate
-    logger.addHandler(ear)
+    collector, before = _LogCollector(heard), logger.propagate
+    logger.addHandler(collector)
     logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(ear)
+        logger.removeHandler(collector)
         logger.propagate = before
 
 

@@ -30,7 +30,7 @@ def words() -> dict[str, list[str]]:
     from ejkernel.modules._table import OPERATIONS
     from ejkernel.modules.cli.app import parser
 
-    found = {}
+    following_words = {}
     (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
     for name, sub in commands.choices.items():
         following: list[str] = []
@@ -38,12 +38,12 @@ def words() -> dict[str, list[str]]:
             following += [option for option in action.option_strings if option.startswith("--")]
             following += map(str, action.choices or ())
             following += OPERATIONS if action.metavar == "OP" else ()
-        found[name] = following
-    return found
+        following_words[name] = following
+    return following_words
 
 
 def bash(*, zsh: bool = False) -> str:
-    """The script for bash; zsh takes it too, once it is told to."""
+    """The script for bash; with ``zsh`` also for zsh."""
     commands = words()
     cases = "\n".join(f'    {name}) words="{" ".join(w)}" ;;' for name, w in commands.items())
     start = "autoload -U +X bashcompinit && bashcompinit\n" if zsh else ""

@@ -1,4 +1,4 @@
-"""What is installed, what works, what does not, and the one line that fixes it.
+"""Checks of the installation and of the device, each with the line that fixes it.
 
 The exit status is 0 when the operations can be used here, 1 when something must be fixed first.
 """
@@ -18,29 +18,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace, out: Output) -> int:
-    found, device, table = examine(run=not args.no_run)
-    usable = not any(c.status == "fail" for c in found)
+    results, device, table = examine(run=not args.no_run)
+    usable = not any(c.status == "fail" for c in results)
     out.data(
         {
             "usable": usable,
             "device": device,
-            "checks": [asdict(c) for c in found],
+            "checks": [asdict(c) for c in results],
             "operations": table,
         }
     )
-    for group in dict.fromkeys(c.group for c in found):
+    for group in dict.fromkeys(c.group for c in results):
         out.title(group)
-        out.checks([(c.status, c.what, c.found, c.fix) for c in found if c.group == group])
+        out.checks([(c.status, c.what, c.found, c.fix) for c in results if c.group == group])
     if table:
         _show_operations(table, out)
-    fixes = [c for c in found if c.fix and c.status in ("warn", "fail")]
+    fixes = [c for c in results if c.fix and c.status in ("warn", "fail")]
     out.text("")
     if usable:
         name = device.get("name", "this machine")
         notes = f"; {len(fixes)} remark{'s'[: len(fixes) != 1]} above" if fixes else ""
         out.text(f"ejkernel can be used here, on {name}{notes}.", "ok")
     else:
-        first = next(c for c in found if c.status == "fail")
+        first = next(c for c in results if c.status == "fail")
         out.text(f"Not usable yet. First: {first.fix or first.found}", "fail")
     return 0 if usable else 1
 
@@ -48,34 +48,34 @@ def run_command(args: argparse.Namespace, out: Output) -> int:
 def examine(*, run: bool) -> tuple[list[checks.Check], dict[str, Any], list[dict[str, Any]]]:
     """Returns all checks, the device, and what each operation can run on.
 
-    What would need a part that is missing is left out: the check of that part says so.
+    Checks that need a missing part are left out: the check of that part reports it.
     """
-    found = [c for check in checks.INSTALLATION for c in check()]
-    if any(c.status == "fail" for c in found):
-        return found, {}, []
+    results = [c for check in checks.INSTALLATION for c in check()]
+    if any(c.status == "fail" for c in results):
+        return results, {}, []
     on_device, device = checks.devices()
-    found += on_device
-    found += [c for check in checks.SETTINGS for c in check()]
-    if any(c.status == "fail" for c in found):
-        return found, device, []
+    results += on_device
+    results += [c for check in checks.SETTINGS for c in check()]
+    if any(c.status == "fail" for c in results):
+        return results, device, []
     from ejkernel.modules.cli import trials
 
-    found += trials.packages()
+    results += trials.packages()
     table = trials.operations()
     unserved = [row["operation"] for row in table if row["chosen"] == "none"]
     if unserved:
-        found.append(
+        results.append(
             checks.Check(
                 "kernels", "operations", "fail", f"nothing can run {', '.join(unserved)}",
                 "python -m pip install --force-reinstall ejk-kernels-xla",
             )
         )  # fmt: skip
     if run:
-        found += trials.small_call()
+        results += trials.small_call()
         gated = next(row for row in table if row["operation"] == "recurrent_attention")
         if gated["platforms"]["triton"] == "yes":
-            found += trials.gated_gradients("triton")
-    return found, device, table
+            results += trials.gated_gradients("triton")
+    return results, device, table
 
 
 def _show_operations(table: list[dict[str, Any]], out: Output) -> None:

@@ -1,4 +1,4 @@
-"""Devices that are not here: JAX's abstract devices by short names."""
+"""Devices of other machines: JAX's abstract devices by short names."""
 
 from __future__ import annotations
 

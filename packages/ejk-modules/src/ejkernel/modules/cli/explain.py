@@ -1,5 +1,5 @@
-"""Which implementation, platform and configuration a call would get, from which tier, and why the
-others were refused. Works on shapes alone: nothing is run, tuned or stored.
+"""Explain the implementation, platform and configuration that a call would get, the tier they come
+from, and why others were refused. Works on shapes alone: nothing is run, tuned or stored.
 
   ejk explain flash_attention --shape llama3-8b-4k
   ejk explain flash_attention b=2 s=8k h=32 hk=8 d=128 causal=true
@@ -72,16 +72,16 @@ def explained(call: Any) -> dict[str, Any]:
     """Returns the explanation of a call as JSON values."""
     from ejkernel.modules.bench.record import config_fields
 
-    found = call.explanation()
+    explanation = call.explanation()
     return {
         "operation": call.operation,
         "shape": call.name,
         "source": call.source,
         "arguments": sizes_text(call),
-        **{name: getattr(found, name) for name in ANSWERS},
-        "config": config_fields(found.cfg),
-        "unused": list(found.unused),
-        "tiers": [list(pair) for pair in found.tiers],
-        "refused": [list(pair) for pair in found.skipped],
-        "notes": list(found.notes),
+        **{name: getattr(explanation, name) for name in ANSWERS},
+        "config": config_fields(explanation.cfg),
+        "unused": list(explanation.unused),
+        "tiers": [list(pair) for pair in explanation.tiers],
+        "refused": [list(pair) for pair in explanation.skipped],
+        "notes": list(explanation.notes),
     }

@@ -23,8 +23,8 @@ PYTHON_RANGE = ((3, 11), (3, 14))
 
 def version(distribution: str) -> str | None:
     """Returns the installed version, None when it is not installed."""
-    found = ejk_command.installed(distribution)
-    return None if found is None else found.version
+    metadata = ejk_command.installed(distribution)
+    return None if metadata is None else metadata.version
 
 
 def numbers(text: str | None) -> tuple[int, ...]:
@@ -35,18 +35,18 @@ def numbers(text: str | None) -> tuple[int, ...]:
 
 def hardware() -> dict[str, str]:
     """Returns accelerators that the operating system shows, by kind, with how they were seen."""
-    found: dict[str, str] = {}
+    evidence: dict[str, str] = {}
     driver = Path("/proc/driver/nvidia/version")
     if driver.exists() or Path("/dev/nvidiactl").exists():
-        found["nvidia"] = _nvidia_driver(driver)
+        evidence["nvidia"] = _nvidia_driver(driver)
     if Path("/dev/kfd").exists():
-        found["amd"] = "/dev/kfd"
+        evidence["amd"] = "/dev/kfd"
     tpus = [*Path("/dev").glob("accel*")] or (
         [*Path("/dev/vfio").glob("[0-9]*")] if "TPU_ACCELERATOR_TYPE" in os.environ else []
     )
     if tpus:
-        found["tpu"] = str(tpus[0])
-    return found
+        evidence["tpu"] = str(tpus[0])
+    return evidence
 
 
 def _nvidia_driver(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C that is not lost.
+"""Reliable handling of Ctrl-C.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the garbage
 collector, of which JAX has one, it is printed and dropped; inside the start of an extension module
@@ -19,7 +19,7 @@ AGAIN_S = 0.05
 
 
 class Interrupts:
-    """While entered, Ctrl-C arrives where it is heard; ``seen`` says whether there was one.
+    """While entered, Ctrl-C is never dropped; ``seen``: whether there was one.
 
     Does nothing outside the main thread, or where something else handles the signal already.
     """

@@ -22,7 +22,7 @@ MARKS = {"ok": "ok", "warn": "!!", "fail": "XX", "info": "--", "": ""}
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters, and what else terminals obey, written as escapes."""
+    """Returns ``text`` with control characters and terminal commands written as escapes."""
     if text.isprintable():
         return text
     return "".join(
@@ -49,7 +49,7 @@ def print_line(text: str) -> None:
 
     Raises:
         OutputError: not written.
-        BrokenPipeError: nobody reads any more.
+        BrokenPipeError: the reader has closed the pipe.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with _writing_stdout():
@@ -78,13 +78,13 @@ def write_file(path: Path, text: str) -> None:
 
 
 class Advance(Protocol):
-    """One step done: what it was, and how many there are where that was not known before."""
+    """Callback of a finished step: its text, and the total where it was not known before."""
 
     def __call__(self, text: str, total: int | None = None) -> None: ...
 
 
 class Output:
-    """Plain text. ``json``: only ``data`` and ``error`` say anything."""
+    """Plain text. ``json``: only ``data`` and ``error`` print."""
 
     def __init__(self, json: bool = False):
         self.json = json
@@ -142,7 +142,7 @@ class Output:
         self._remark(f"ejk: {printable(text)}", "bold red")
 
     @contextlib.contextmanager
-    def progress(self, what: str, total: int) -> Generator[Advance]:
+    def progress(self, label: str, total: int) -> Generator[Advance]:
         """A bar of ``total`` steps on standard error; call the yielded function after each."""
         done = 0
 
@@ -150,7 +150,7 @@ class Output:
             nonlocal done
             done += 1
             if not self.json:
-                progress = _line(f"{what} {done}/{total} {text}")
+                progress = _line(f"{label} {done}/{total} {text}")
                 print(progress, file=sys.stderr, flush=True)
 
         yield advance
@@ -186,9 +186,9 @@ class Output:
             print_line("  ".join(cells).rstrip())
 
     def _checks(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
-        width = max((len(what) for _, what, _, _ in rows), default=0)
-        for status, what, found, fix in rows:
-            print_line(f"{MARKS[status]}  {what.ljust(width)}  {_hanging(found, width + 6)}")
+        width = max((len(subject) for _, subject, _, _ in rows), default=0)
+        for status, subject, finding, fix in rows:
+            print_line(f"{MARKS[status]}  {subject.ljust(width)}  {_hanging(finding, width + 6)}")
             if fix and status in ("warn", "fail"):
                 print_line(f"{' ' * (width + 6)}fix: {fix}")
 
@@ -210,7 +210,7 @@ class RichOutput(Output):
         self._errors.print(text, style=style, markup=False)
 
     @contextlib.contextmanager
-    def progress(self, what: str, total: int) -> Generator[Advance]:
+    def progress(self, label: str, total: int) -> Generator[Advance]:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.progress import TimeElapsedColumn as Elapsed
 
@@ -219,7 +219,7 @@ class RichOutput(Output):
             MofNCompleteColumn(), Elapsed(), TextColumn("{task.fields[last]}", markup=False),
         )  # fmt: skip
         with Progress(*columns, console=self._errors, transient=True) as bar:
-            task = bar.add_task(_line(what), total=total, last="")
+            task = bar.add_task(_line(label), total=total, last="")
 
             def advance(text: str, total: int | None = None) -> None:
                 bar.update(task, advance=1, last=_line(text), total=total)
@@ -253,11 +253,11 @@ class RichOutput(Output):
     def _checks(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
         marks = {"ok": "✔", "warn": "!", "fail": "✘", "info": "·", "": ""}
         grid = self._grid()
-        for status, what, found, fix in rows:
-            value = _plain(found)
+        for status, subject, finding, fix in rows:
+            value = _plain(finding)
             if fix and status in ("warn", "fail"):
                 value.append(f"\n→ {fix}", style="bold " + STYLES[status].replace("bold ", ""))
-            grid.add_row(_plain(f"{marks[status]} {what}", STYLES[status]), value)
+            grid.add_row(_plain(f"{marks[status]} {subject}", STYLES[status]), value)
         self._console.print(grid)
 
     def _grid(self) -> Any:
@@ -308,7 +308,7 @@ def no_device() -> str:
         import jax
 
         jax.devices()
-    except AssertionError:  # all that JAX says of a platform that nothing installed serves
+    except AssertionError:  # JAX's message for a platform without an installed plugin
         platforms = jax.config.jax_platforms or ""  # ty: ignore[missing-attribute]
         return f"JAX finds no device (JAX_PLATFORMS={platforms})"
     except Exception as error:
@@ -323,7 +323,7 @@ def _plain(text: str, style: str = "") -> Any:
 
 
 def cell_text(value: Any) -> str:
-    """Returns what a cell of a table shows."""
+    """Returns the text of a cell of a table."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else _line(str(value))

@@ -1,7 +1,7 @@
-"""One self-contained HTML page: what ran, from which tier, how near to the bound, and what tuning
-tried. It loads nothing from the network. Needs jinja2 and matplotlib: ejk-modules[report].
+"""Write one self-contained HTML page: measured calls, their tier and bound, and tuning candidates.
+It loads nothing from the network. Needs jinja2 and matplotlib: ejk-modules[report].
 
-  ejk report                                   what `ejk bench` and `ejk tune` recorded here
+  ejk report                                   records of `ejk bench` and `ejk tune` on this machine
   ejk report results/*.json --out page.html   records from elsewhere
 """
 
@@ -76,9 +76,12 @@ def render(**content: Any) -> str:
 
 
 def gather(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the records in files and folders, none = this machine's, and what is unreadable."""
+    """Returns the records in files and folders, and a line for each unreadable part.
+
+    Without paths: the records of this machine.
+    """
     from ejkernel.modules.bench import record
-    from ejkernel.modules.bench.checked import sound
+    from ejkernel.modules.bench.checked import valid_parts
 
     chosen = list(paths)
     files: list[Path] = []
@@ -87,8 +90,8 @@ def gather(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str]]:
     records, problems = [], []
     for path in files:
         try:
-            found, wrong = sound(record.read(path))
-            records.append(found)
+            valid, wrong = valid_parts(record.read(path))
+            records.append(valid)
             problems += [f"{path}: left out: {why}" for why in wrong]
         except (OSError, ValueError) as error:
             if chosen or path.exists():

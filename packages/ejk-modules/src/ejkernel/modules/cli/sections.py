@@ -20,7 +20,7 @@ MAX_ROWS = 16  # more are folded
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under column names; ``title`` is the heading, or what a folded table is behind."""
+    """Rows under column names; ``title`` is the heading, or the summary of a folded table."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -38,7 +38,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """Tables and charts under a heading, with a sentence on what they show."""
+    """Tables and charts under a heading, with a sentence about them."""
 
     name: str
     heading: str
@@ -203,7 +203,7 @@ def _cached_configs() -> Iterator[Section]:
 def machine_section(
     checks: Sequence[Any], device: Mapping[str, Any], operations: Sequence[Any]
 ) -> Section:
-    """Returns the section with what ``doctor.examine`` gives."""
+    """Returns the section with the checks of ``doctor.examine``."""
     rows = [
         (MARKS[c.status], c.what, c.found, c.fix if c.status in ("warn", "fail") else "")
         for c in checks

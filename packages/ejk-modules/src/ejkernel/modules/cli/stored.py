@@ -1,4 +1,4 @@
-"""The files of tuned configurations: what each holds, and whether it is ours to touch."""
+"""The files of tuned configurations: their content and status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredConfig:
-    """One configuration with what its key says."""
+    """One configuration with the parts of its key."""
 
     key: str
     kernel: str
@@ -72,21 +72,21 @@ def read(path: Path) -> StoredFile:
 def scan(folder: Path | None = None) -> list[StoredFile]:
     """All files of the cache, in order of their paths."""
     folder = root() if folder is None else folder
-    found = []
+    files = []
     for path in sorted([*folder.glob("*.json"), *folder.glob("*/*.json")]):
         try:
-            found.append(read(path))
+            files.append(read(path))
         except OSError as error:
             problem = f"unreadable: {error.strerror or error}"
-            found.append(StoredFile(path, "unreadable", problem=problem))
-    return found
+            files.append(StoredFile(path, "unreadable", problem=problem))
+    return files
 
 
 def configs(
     files: Iterable[StoredFile], *, kernel: str | None = None, device: str | None = None
 ) -> list[StoredConfig]:
-    """The configurations in sound files; ``kernel`` and ``device`` keep those they occur in."""
-    found = []
+    """Returns the configurations of readable files whose key has ``kernel`` and ``device``."""
+    configs = []
     for file in files:
         for key, entry in file.entries.items():
             match = KEY.fullmatch(key)
@@ -96,8 +96,8 @@ def configs(
                 continue
             if device is not None and device.lower() not in where.lower():
                 continue
-            found.append(StoredConfig(key, name, where, entry, file.path))
-    return found
+            configs.append(StoredConfig(key, name, where, entry, file.path))
+    return configs
 
 
 def shapes_text(metadata: Any) -> str:

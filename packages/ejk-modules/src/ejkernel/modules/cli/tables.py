@@ -60,7 +60,7 @@ def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
     """Puts the configurations of a file into the cache.
 
     Returns:
-        Keys by what became of them: "added", "replaced", "kept" (the cache had one already),
+        Keys by their outcome: "added", "replaced", "kept" (the cache had one already),
         "unknown" (of a class that this process has not declared), "illegal" (no config of this
         version).
     """
@@ -72,7 +72,7 @@ def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
     for config in stored.configs([stored.read(path)]):
         try:
             cls = operation_class(config.kernel).config_cls
-        except KernelNotFound:  # a kernel of the user's own: its class says what it is
+        except KernelNotFound:  # a kernel of the user's own: its class names the config
             cls = None
             if not _declared(config.entry.plain.get("class")):
                 outcome.setdefault("unknown", []).append(config.key)

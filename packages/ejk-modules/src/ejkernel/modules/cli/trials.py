@@ -1,4 +1,4 @@
-"""What works here: each operation on each platform, and one small call that is really run."""
+"""Support of each operation on each platform here, and small calls that are run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLATFORMS = ("triton", "pallas", "cuda", "xla")
 
 
 def operations() -> list[dict[str, Any]]:
-    """Per operation: what automatic choice takes for a typical call, and each platform's answer.
+    """Returns the automatic choice for a typical call of each operation, and platforms' answers.
 
     ``{"operation", "chosen", "platforms": {platform: "yes" | reason}}``; nothing is run.
     """
@@ -20,12 +20,12 @@ def operations() -> list[dict[str, Any]]:
     from ejkernel.modules.workloads.call import call_of
     from ejkernel.modules.workloads.find import device_meant, operation_names, shapes_of
 
-    found = []
+    rows = []
     for name in operation_names():
         shape = (shapes_of(name, device=device_meant()) or shapes_of(name))[0]
         call = call_of(shape, name)
         answers = {p: supports(name, platform=p, **call.abstract()) for p in PLATFORMS}
-        found.append(
+        rows.append(
             {
                 "operation": name,
                 "shape": shape.name,
@@ -33,7 +33,7 @@ def operations() -> list[dict[str, Any]]:
                 "platforms": {p: "yes" if a else a.reason for p, a in answers.items()},
             }
         )
-    return found
+    return rows
 
 
 def packages() -> Iterator[Check]:
@@ -99,9 +99,9 @@ def small_call() -> Iterator[Check]:
     p = np.exp(x - x.max(-1, keepdims=True))
     expected = np.einsum("bhqk,bkhd->bqhd", p / p.sum(-1, keepdims=True), v)
     error = float(np.abs(out - expected).max())
-    sound = error < 5e-3 and bool(np.isfinite(gradient).all())
+    valid = error < 5e-3 and bool(np.isfinite(gradient).all())
     yield judged(
-        "kernels", "a small call", "" if sound else "fail",
+        "kernels", "a small call", "" if valid else "fail",
         f"flash_attention and its gradient, largest error {error:.1e}, "
         f"{time.perf_counter() - start:.1f} s with compilation",
         "report this with the output of: ejk doctor --json",
@@ -125,7 +125,7 @@ def gated_gradients(platform: str) -> Iterator[Check]:
     rounded = jnp.asarray(rng.standard_normal((4, 192, 64)), jnp.bfloat16)
     q, k, v, do = np.asarray(rounded, np.float64)
     g = -np.abs(rng.standard_normal(192)).astype(np.float32) / 8
-    what = f"gated gradients on {platform}"
+    subject = f"gated gradients on {platform}"
 
     def call(q, k, v, g):
         return recurrent_attention(q, k, v, g=g, softmax_scale=1.0, platform=platform)
@@ -134,11 +134,11 @@ def gated_gradients(platform: str) -> Iterator[Check]:
         with policy_override(autotune=False):
             rows = [x[None, :, None] for x in (*rounded, jnp.asarray(g))]
             pull = jax.vjp(call, *rows[:3], rows[4])[1]
-            found = [np.asarray(x, np.float64)[0, :, 0] for x in pull(rows[3])]
+            gradients = [np.asarray(x, np.float64)[0, :, 0] for x in pull(rows[3])]
     except Exception as error:
         line = first_line(str(error))[:300]
         fix = f"ejk explain recurrent_attention --platform {platform}"
-        yield Check("kernels", what, "fail", f"{type(error).__name__}: {line}", fix)
+        yield Check("kernels", subject, "fail", f"{type(error).__name__}: {line}", fix)
         return
     total = np.cumsum(g, dtype=np.float64)
     decay = np.exp(np.where(np.tri(192, dtype=bool), total[:, None] - total, -np.inf))
@@ -146,12 +146,11 @@ def gated_gradients(platform: str) -> Iterator[Check]:
     both = pairs * (q @ k.T)
     dg = np.cumsum((both.sum(1) - both.sum(0))[::-1])[::-1]
     expected = (pairs @ k, pairs.T @ q, weights.T @ do, dg)
-    errors = [
-        float(np.abs(x - y).max() / np.abs(y).max()) for x, y in zip(found, expected, strict=True)
-    ]
-    sound = bool(np.max(errors) < 2e-2)  # NaN is not
+    matched = zip(gradients, expected, strict=True)
+    errors = [float(np.abs(x - y).max() / np.abs(y).max()) for x, y in matched]
+    valid = bool(np.max(errors) < 2e-2)  # NaN is not
     yield judged(
-        "kernels", what, "" if sound else "fail",
+        "kernels", subject, "" if valid else "fail",
         "recurrent_attention: largest errors of dq, dk, dv, dg are "
         + ", ".join(f"{e:.1e}" for e in errors) + " of the largest value",
         "python -m pip install -U triton   # 3.4 to 3.7.0 compile them wrongly",

@@ -241,7 +241,7 @@ def _progress(advance: Any) -> OnTrial:
 def show_results(
     rows: Sequence[dict[str, Any]], skipped: Sequence[tuple[Task, str]], out: Output
 ) -> None:
-    """Shows what was tuned, and what was not with the reasons."""
+    """Shows the tuned calls, and the others with the reasons."""
     if rows:
         out.title("tuned")
         out.table(

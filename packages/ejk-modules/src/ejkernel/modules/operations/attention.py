@@ -45,7 +45,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax attention in O(q_len * kv_len) memory, returning the weights too.
 
-    The formula is :func:`flash_attention`'s; ``weights[i,j]`` is the probability as it was
+    It computes :func:`flash_attention`'s result; ``weights[i,j]`` is the probability as it was
     multiplied with ``v[j]``, after dropout. Use it to look at attention, not to train with it.
 
     Args:

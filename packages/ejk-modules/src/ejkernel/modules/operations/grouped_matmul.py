@@ -1,4 +1,4 @@
-"""One matrix per run of rows."""
+"""A matmul with one right matrix per contiguous group of rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Never
@@ -39,8 +39,8 @@ def grouped_matmul(
 ) -> jax.Array:
     """``out[r] = lhs[r] @ rhs[group(r) - group_offset]`` for consecutive runs of rows.
 
-    Group i owns ``group_sizes[i]`` rows after those of group i - 1. Rows of no group, of groups
-    outside ``[group_offset, group_offset + groups)``, and past the last group give 0.
+    Group i owns the ``group_sizes[i]`` rows after the rows of group i - 1. Rows of no group, of
+    groups outside ``[group_offset, group_offset + groups)``, and past the last group give 0.
 
     Args:
         lhs: ``[rows, inner]``.
@@ -54,10 +54,9 @@ def grouped_matmul(
         preferred_element_type: dtype of the result; default ``result_type(lhs, rhs)``, that of
             lhs for 8-bit ``rhs``.
         transpose_rhs: see ``rhs``.
-        precision: of the products, as in ``jax.lax.dot``.
-        rhs_scale: what the numbers of an 8-bit ``rhs`` are multiplied with: one number, one for
-            every group ``[groups]``, or one for every column of the result
-            ``[groups, columns]``; None = 1.
+        precision: of the matmul, as in ``jax.lax.dot``.
+        rhs_scale: the scale of an 8-bit ``rhs``: a scalar, one per group ``[groups]``, or one per
+            column of the result ``[groups, columns]``; None = 1.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`; rows and columns
             may be sharded, the inner axis and the groups may not.
 
@@ -66,7 +65,7 @@ def grouped_matmul(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: negative sizes or offset as Python numbers or numpy arrays; a sharded inner
+        ValueError: negative sizes or offset as Python scalars or numpy arrays; a sharded inner
             or group axis; ``rhs_scale`` with a float ``rhs``.
         NotImplementedError: a gradient through a call with an 8-bit ``rhs``.
 

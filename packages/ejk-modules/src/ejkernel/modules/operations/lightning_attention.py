@@ -74,7 +74,7 @@ class _LayerOfShard(int):
     first: Any
 
     @classmethod
-    def of(cls, layer_idx: int, heads: int, first: Any) -> "_LayerOfShard":
+    def create(cls, layer_idx: int, heads: int, first: Any) -> "_LayerOfShard":
         layer = cls(layer_idx)
         layer.heads, layer.first = heads, first
         return layer
@@ -93,7 +93,7 @@ class LightningAttention(Operation[LightningAttentionConfig]):
     def to_shard(a: Arguments, shard: Any) -> None:
         if shard.parts("heads") > 1:
             first = shard.offset("heads")
-            a["layer_idx"] = _LayerOfShard.of(a["layer_idx"], shard.sizes["heads"], first)
+            a["layer_idx"] = _LayerOfShard.create(a["layer_idx"], shard.sizes["heads"], first)
 
     def runner(self, resolved: Resolved, cfg: Any) -> Callable[..., Any]:
         usual = super().runner(resolved, cfg)
@@ -107,15 +107,15 @@ class LightningAttention(Operation[LightningAttentionConfig]):
 
     def _of_shard(self, resolved: Resolved, kwargs: Arguments, cfg: Any) -> Any:
         layer = kwargs["layer_idx"]
-        # the decays of some of the heads are no lightning decays, but gla takes any
-        rest = {n: x for n, x in kwargs.items() if n not in ("layer_idx", "num_layers")}
-        query = rest["query"]
+        # the decays of a part of the heads are no lightning decays, but gla takes any
+        arguments = {n: x for n, x in kwargs.items() if n not in ("layer_idx", "num_layers")}
+        query = arguments["query"]
         wide = result_dtype(query, jnp.float32)
-        rest["g_gamma"] = layer.decays(kwargs["num_layers"], query.shape[2], wide)
+        arguments["g_gamma"] = layer.decays(kwargs["num_layers"], query.shape[2], wide)
         gla = GLAttention.shared()
-        call = BoundCall(gla, (), abstractify(rest))
+        call = BoundCall(gla, (), abstractify(arguments))
         try:
             implementation = self.registry.resolve(gla.name, resolved.platform, inv=call)
         except (KernelNotSupported, KernelNotFound):
             implementation = self.registry.resolve(gla.name, inv=call)
-        return implementation.fn(**rest, cfg=cfg)
+        return implementation.fn(**arguments, cfg=cfg)

@@ -48,7 +48,7 @@ def page_attention(
         key_cache: ``[pages, page_size, kv_heads, head_dim]``; float, int8 or an 8-bit float.
         value_cache: ``[pages, page_size, kv_heads, v_dim]``.
         context_lens: ``[batch]`` tokens in the cache, the new one included; 0 gives 0.
-        block_tables: ``[batch, max_blocks]`` page numbers; entries past the context may hold
+        block_tables: ``[batch, max_blocks]`` page indices; entries past the context may hold
             anything, and rows may share pages.
         softmax_scale: default ``head_dim ** -0.5``.
         logits_soft_cap: a positive number, or None.

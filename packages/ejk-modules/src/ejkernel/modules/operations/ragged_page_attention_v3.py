@@ -47,9 +47,9 @@ def ragged_page_attention_v3(
 
     Args:
         queries: ``[tokens, heads, head_dim]``.
-        keys, values: ``[tokens, kv_heads, head_dim]``. Those of the cache's dtype are stored as
-            they are; others as ``cast(clip(round(key / k_scale)))`` (values: ``v_scale``),
-            rounding to nearest even for int8 caches.
+        keys, values: ``[tokens, kv_heads, head_dim]``. Stored unchanged if of the
+            cache's dtype, else as ``cast(clip(round(key / k_scale)))`` (values: ``v_scale``); int8
+            caches round to nearest even.
         kv_cache: ``[pages, page_size, 2 * kv_heads, head_dim]``, or packed ``[pages, page_size,
             ceil(2 * kv_heads / packing), packing, head_dim rounded up to 128]`` with
             ``packing = 32 // bits``. Combined heads lie in the order K0 V0 K1 V1 ...
@@ -86,4 +86,3 @@ class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):
     spec = calls.RaggedPageAttentionv3
     function = staticmethod(ragged_page_attention_v3)
     trained = False
-    whole_groups = True  # every device writes the keys it holds

@@ -31,7 +31,7 @@ class Call:
         make: gives the array arguments by name, the same ones every time.
         options: the other arguments by name.
         flops, moved: operations and bytes that the forward pass cannot do without.
-        dtype: what the matrix products are in.
+        dtype: of the operands of matmuls.
         gradients: names of the arguments that training differentiates; empty for inference.
         backward_factor: operations of the backward pass over operations of the forward pass.
         source, device: as in the case.
@@ -86,7 +86,7 @@ class Call:
         return call_invocation(self.kernel, (), self.abstract())
 
     def explanation(self, platform: str | None = None) -> Explanation:
-        """Returns what would run for it here, and why."""
+        """Returns the explanation of the choice for it here."""
         from ejkernel.modules._executor import get_default_executor
 
         return get_default_executor().explanation(

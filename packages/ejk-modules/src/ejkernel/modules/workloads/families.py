@@ -1,4 +1,4 @@
-"""What a named case consists of, one class per family of operations.
+"""The fields of named cases, one class per family of operations.
 
 Lengths are tokens, ``heads`` are query heads, counts are of multiply-adds as two operations.
 """
@@ -11,9 +11,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Shape:
-    """A case. ``source``: where its sizes come from. ``device``: what it is meant for:
-    "cpu", "gpu" or "any".
-    """
+    """A case. ``source``: origin of its sizes. ``device``: its device, "cpu", "gpu" or "any"."""
 
     operations: ClassVar[tuple[str, ...]] = ()
     builder: ClassVar[str] = ""  # module and function of this package that make its calls
@@ -27,7 +25,7 @@ class Shape:
         return operation in self.operations
 
 
-# what may be written for a field: the first of these that the family has
+# short names of a field: the first of these that the family has
 SHORT_NAMES = {
     "b": ("batch",), "h": ("heads",), "hk": ("kv_heads",), "d": ("head_dim", "channels"),
     "dv": ("v_dim",), "q": ("q_len",), "k": ("kv_len",), "s": ("q_len", "length"),

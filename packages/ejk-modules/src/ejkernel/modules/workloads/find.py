@@ -1,6 +1,6 @@
 """Looking up operations and cases by name, and cases made from ``key=value`` words.
 
-A name that does not exist is answered with those nearest to it.
+The error for an unknown name lists similar names.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SHOWN = 25  # names that a message lists when none is near
 
 
 class UnknownName(LookupError):
-    """No such operation, case or argument; ``near``: the names that look like it."""
+    """No such operation, case or argument; ``near``: similar names."""
 
-    def __init__(self, what: str, name: str, names: Iterable[str]):
+    def __init__(self, kind: str, name: str, names: Iterable[str]):
         names = list(dict.fromkeys(names))
         self.name = name
         self.near = near(name, names)
@@ -39,9 +39,9 @@ class UnknownName(LookupError):
             hint = f"did you mean {' or '.join(self.near)}?"
         else:
             shown = ", ".join(names[:SHOWN]) or "none"
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            hint = f"there are: {shown}{more}"
-        super().__init__(f"unknown {what} {name!r}; {hint}")
+            others = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            hint = f"there are: {shown}{others}"
+        super().__init__(f"unknown {kind} {name!r}; {hint}")
 
 
 def near(name: str, names: Iterable[str], count: int = 5) -> list[str]:
@@ -79,10 +79,10 @@ def shapes_of(operation: str, pattern: str = "*", device: str | None = None) -> 
     """
     family = family_of(operation)
     every = [s for s in SHAPES if type(s) is family and s.serves(operation)]
-    found = [s for s in every if fnmatch.fnmatch(s.name, pattern)]
-    if not found:
+    matching = [s for s in every if fnmatch.fnmatch(s.name, pattern)]
+    if not matching:
         raise UnknownName(f"shape of {operation}", pattern, [s.name for s in every])
-    return [s for s in found if device is None or s.device == device]
+    return [s for s in matching if device is None or s.device == device]
 
 
 def device_meant() -> str:

@@ -36,8 +36,8 @@ def contexts(shape: DecodeShape | LatentDecodeShape | RaggedShape) -> np.ndarray
     drawn = np.random.default_rng(0).lognormal(0.0, 1.0, rows)
     drawn = np.clip(drawn / drawn.mean() * shape.context, 16, 4 * shape.context)
     drawn *= shape.context * rows / drawn.sum()
-    found = np.clip(drawn, 16, 4 * shape.context).astype(np.int32)
-    return np.maximum(found, new_tokens(shape)) if isinstance(shape, RaggedShape) else found
+    lengths = np.clip(drawn, 16, 4 * shape.context).astype(np.int32)
+    return np.maximum(lengths, new_tokens(shape)) if isinstance(shape, RaggedShape) else lengths
 
 
 def new_tokens(shape: RaggedShape) -> np.ndarray:
@@ -51,7 +51,7 @@ def columns(shape: DecodeShape | LatentDecodeShape | RaggedShape) -> int:
 
 
 def filled(key: jax.Array, size: tuple[int, ...], dtype: str, cache_dtype: str) -> jax.Array:
-    """A cache with something in every slot."""
+    """Returns a cache with a value in every slot."""
     if jnp.issubdtype(jnp.dtype(cache_dtype), jnp.integer):
         return jax.random.randint(key, size, -127, 128, jnp.dtype(cache_dtype))
     return jax.random.normal(key, size, dtype).astype(cache_dtype)
@@ -151,7 +151,7 @@ def _ragged_arrays(shape: RaggedShape, operation: str) -> dict[str, Any]:
 
 def ragged(shape: RaggedShape, operation: str) -> dict[str, Any]:
     """The fields of a Call."""
-    # a row of a prompt's chunk sees on average half of its chunk besides what came before
+    # a row of a prompt's chunk sees on average half of its chunk and the tokens before it
     rows, lengths = new_tokens(shape).astype(np.float64), contexts(shape)
     pairs = float((rows * (lengths - rows + (rows + 1) / 2)).sum())
     if shape.window is not None:

@@ -1,1 +1,1 @@
-"""Where configurations come from: caches, overrides, the selector chain."""
+"""Sources of configurations: caches, overrides, the selector chain."""

@@ -27,8 +27,8 @@ class _Latch:
 class ConfigCache(Copyable, process_local={"_latches": dict, "_serial": _serials.__next__}):
     """Configs by key, in memory. Any hashable key, any config object. Thread safe.
 
-    ``get`` never waits. Whoever may tune a key does so under ``tuning(key)``, so that other
-    threads which ask for it wait and then find the result.
+    ``get`` never waits. A caller that may tune a key does so under ``tuning(key)``, so that other
+    threads that need it wait and then find the result.
     """
 
     def __init__(self) -> None:
@@ -166,12 +166,12 @@ def find_overlay(key: Hashable, kernel_name: str) -> Any:
 
 
 def autotune_override() -> bool | None:
-    """What the innermost ``policy_override`` says, None outside any."""
+    """Returns the setting of the innermost ``policy_override``, None outside any."""
     return _autotune.get()
 
 
 def selection_state() -> Hashable:
-    """What the context managers in force may change about a choice, as a cheap hashable.
+    """Returns the state of the context managers in force, as a cheap hashable.
 
     Two calls with equal states, in equal environments, with equal caches, choose alike.
     """

@@ -1,4 +1,4 @@
-"""What is asked of whoever gives configs, and what the answer is."""
+"""The interface of selectors that give configs, and their answer."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ class AutotunePolicy:
             return self.autotune
         return env.autotune_policy() == "autotune"
 
-    def asked_for(self) -> bool:
-        """Returns whether tuning is on because someone said so, not by default."""
-        said = autotune_override() is not None or self.autotune is not None
-        return self.enabled() and (said or bool(os.environ.get(env.AUTOTUNE_POLICY, "").strip()))
+    def explicitly_enabled(self) -> bool:
+        """Returns whether a caller or the environment switched tuning on; False for the default."""
+        explicit = autotune_override() is not None or self.autotune is not None
+        variable = os.environ.get(env.AUTOTUNE_POLICY, "").strip()
+        return self.enabled() and (explicit or bool(variable))
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class Choice:
         cfg: the config; None for kernels without tunables, and when ``tier`` is "error".
         tier: "override", "overlay", "memory", "persistent", "autotune", "heuristics" or "error".
         key: cache key of the call.
-        answers: what each tier said that was asked, in order.
-        error: what tier "error" would raise.
+        answers: the answer of each tier that was asked, in order.
+        error: the exception that tier "error" would raise.
     """
 
     cfg: Any

@@ -1,7 +1,7 @@
 """Candidates that failed: remembered with the reason, so that no process compiles them again.
 
-A failure holds for one call, one config and the versions in use. It is kept beside the persistent
-cache (``failures/<device>/<kernel>.json`` in its folder), in the same file format.
+A failure holds for one call, one config and the versions in use. It is kept in the folder of
+the persistent cache (``failures/<device>/<kernel>.json``), in the same file format.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 
 class FailureCache(Copyable, process_local={"_files": dict}):
-    """Reasons by call and config, in memory and, with a persistent cache, beside its files.
+    """Reasons by call and config, in memory and, with a persistent cache, in its folder.
 
     Thread safe. A file that cannot be read or written costs a second try, nothing else.
 
     Args:
-        beside: the cache whose folder holds the files; None = memory only.
+        configs: the cache whose folder holds the files; None = memory only.
     """
 
-    def __init__(self, beside: PersistentCache | None = None):
-        self._beside = beside
+    def __init__(self, configs: PersistentCache | None = None):
+        self._configs = configs
         self._memory: dict[str, str] = {}
         self._files: dict[Path, ConfigFile] = {}
         self._lock = threading.Lock()
 
     def reason(self, key: str, cfg: Any) -> str | None:
-        """Why ``cfg`` failed for ``key`` with these versions, None when not known."""
+        """Returns why ``cfg`` failed for ``key`` with these versions, None when not known."""
         name = _name(key, cfg)
         if name is None:
             return None
@@ -52,8 +52,8 @@ class FailureCache(Copyable, process_local={"_files": dict}):
             file = self._file(key)
             entry = None if file is None else file.entries().get(name)
         metadata = None if entry is None else entry.metadata
-        found = metadata.get("reason") if isinstance(metadata, dict) else None
-        return found if isinstance(found, str) else None
+        reason = metadata.get("reason") if isinstance(metadata, dict) else None
+        return reason if isinstance(reason, str) else None
 
     def remember(self, key: str, cfg: Any, reason: str) -> None:
         """Keep that ``cfg`` failed for ``key``."""
@@ -70,7 +70,7 @@ class FailureCache(Copyable, process_local={"_files": dict}):
                 file.update({name: Entry(encode_config(cfg), metadata)}, 1.0)
             except NOT_WRITTEN as error:
                 if not is_about_one_file(error):
-                    self._beside = None
+                    self._configs = None
 
     def clear(self) -> None:
         """Forget everything, also on disk."""
@@ -85,10 +85,10 @@ class FailureCache(Copyable, process_local={"_files": dict}):
             self._files.clear()
 
     def _root(self) -> Path | None:
-        if self._beside is None:
+        if self._configs is None:
             return None
         try:
-            path = self._beside.path
+            path = self._configs.path
         except OSError:
             return None
         return path.with_suffix(".failures") if path.suffix == ".json" else path / "failures"

@@ -56,7 +56,7 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
         self._lock_timeout = lock_timeout
         self._lock = threading.RLock()
         self._files: dict[Path, ConfigFile] = {}
-        self._memory: dict[str, Any] = {}  # what could not be written
+        self._memory: dict[str, Any] = {}  # configs that could not be written
         self._writable = True
         self._version = 0
 
@@ -85,7 +85,7 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
         Args:
             key: a string, or anything with a JSON form.
             cfg: a dataclass instance, or plain JSON values.
-            metadata: JSON values kept beside the config, e.g. the shapes it was tuned for. They let
+            metadata: JSON values stored with the config, e.g. the shapes it was tuned for. They let
                 entries be copied into a shipped table.
             measured: JSON values that say how good it was, when and with which versions.
         """
@@ -137,8 +137,8 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
             entry = self._entry(text)
         if entry is None:
             return default
-        found = entry.config(cls, _ABSENT)
-        return default if found is _ABSENT else found
+        config = entry.config(cls, _ABSENT)
+        return default if config is _ABSENT else config
 
     def metadata(self, key: Hashable) -> Any:
         """The ``metadata`` put with ``key``, None when there are none."""
@@ -146,7 +146,7 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
         return None if entry is None else entry.metadata
 
     def measured(self, key: Hashable) -> Any:
-        """What was ``measured`` when ``key`` was put, None when it is not known."""
+        """Returns the ``measured`` values that ``key`` was put with, None when there are none."""
         entry = self._entry(key)
         return None if entry is None else entry.measured
 
@@ -162,11 +162,11 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
     def keys(self) -> list[str]:
         """All keys on disk and in memory. Keys that were put as other objects appear as JSON."""
         with self._lock:
-            found: dict[str, None] = {}
+            keys: dict[str, None] = {}
             for file in self._existing():
-                found.update(dict.fromkeys(file.entries()))
-            found.update(dict.fromkeys(self._memory))
-            return list(found)
+                keys.update(dict.fromkeys(file.entries()))
+            keys.update(dict.fromkeys(self._memory))
+            return list(keys)
 
     def __len__(self) -> int:
         return len(self.keys())

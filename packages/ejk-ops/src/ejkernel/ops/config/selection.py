@@ -32,7 +32,7 @@ Event = Callable[[str, dict[str, Any]], None]
 
 @dataclass
 class _Search:
-    """One walk through the tiers."""
+    """One pass through the tiers."""
 
     call: BoundCall
     kernel: AnyKernel
@@ -111,29 +111,29 @@ class ConfigSelectorChain:
     def decide(self, inv: Invocation, kernel: AnyKernel, cfg: Any = None) -> Choice:
         """Returns the choice with its tier; an explicit ``cfg`` wins and is never stored."""
         search = _Search(inv.bound, kernel, dry=False)
-        found = self._fast_tiers(search, cfg)
-        if found is None and search.call.symbolic:
-            found = self._heuristics(search)  # nothing is stored or timed for a size unknown
-        if found is None:
+        choice = self._fast_tiers(search, cfg)
+        if choice is None and search.call.symbolic:
+            choice = self._heuristics(search)  # nothing is stored or timed for a size unknown
+        if choice is None:
             group = multihost.peers() if kernel.has_tunables else None
             if group is None:
-                found = self._slow_tiers(search)
+                choice = self._slow_tiers(search)
             else:
-                found = group.agree(
+                choice = group.agree(
                     search.call, self.policy.enabled(), lambda: self._slow_tiers(search)
                 )
-                stored = found.tier in ("persistent", "autotune")
-                if stored and found.key not in self.cache:
-                    self.cache.put(found.key, found.cfg)
-        if found.error is not None:
-            self._emit("error", search, error=found.error)
-            raise found.error
-        if found.tier != "autotune":
-            self._emit(found.tier, search, cfg=found.cfg)
-        return found
+                stored = choice.tier in ("persistent", "autotune")
+                if stored and choice.key not in self.cache:
+                    self.cache.put(choice.key, choice.cfg)
+        if choice.error is not None:
+            self._emit("error", search, error=choice.error)
+            raise choice.error
+        if choice.tier != "autotune":
+            self._emit(choice.tier, search, cfg=choice.cfg)
+        return choice
 
     def preview(self, inv: Invocation, kernel: AnyKernel, cfg: Any = None) -> Choice:
-        """Returns what ``decide`` would choose, without tuning, storing or events."""
+        """Returns the choice of ``decide``, without tuning, storing or events."""
         search = _Search(inv.bound, kernel, dry=True)
         slow = self._heuristics if search.call.symbolic else self._slow_tiers
         return self._fast_tiers(search, cfg) or slow(search)
@@ -197,11 +197,11 @@ class ConfigSelectorChain:
             # another thread may have found one while this one waited
             if self.cache.get(search.call.key) is not None:
                 search.answers.pop()
-                found = self._memory(search, "hit, found by another thread")
-                if found is not None:
-                    return found
-            found = self._persistent(search) or self._tune(search)
-        return found or self._heuristics(search)
+                choice = self._memory(search, "hit, found by another thread")
+                if choice is not None:
+                    return choice
+            choice = self._persistent(search) or self._tune(search)
+        return choice or self._heuristics(search)
 
     def _persistent(self, search: _Search) -> Choice | None:
         kernel, call = search.kernel, search.call
@@ -231,7 +231,7 @@ class ConfigSelectorChain:
             yield shipped, f"shipped table, {_near(distance)}"
 
     def _lowering_failure(self, search: _Search, cfg: Any) -> str | None:
-        """Why a config of a file cannot be lowered here, None when it can.
+        """Returns why a config of a file cannot be lowered here, None when it can.
 
         The reason is remembered next to the files. A dry search compiles nothing and knows only
         what is remembered. Where the heuristic config fails too, the fault is not the config's.
@@ -269,9 +269,9 @@ class ConfigSelectorChain:
         if not tables or not payload:
             return ()
         kernel = search.kernel
-        return nearest_configs(tables, payload, kernel.config_cls, kernel.likeness)
+        return nearest_configs(tables, payload, kernel.config_cls, kernel.similarity)
 
-    def _known_card(self, search: _Search) -> bool:
+    def _has_shipped_table(self, search: _Search) -> bool:
         """Returns whether a shipped table covers the kernel on this device."""
         payload = search.call.payload
         return bool(payload) and covers(search.kernel.config_tables(search.call), payload)
@@ -284,7 +284,7 @@ class ConfigSelectorChain:
         if not kernel.has_tunables:
             search.miss("autotune", "the kernel has no tunables")
             return None
-        if not self.policy.asked_for() and self._known_card(search):
+        if not self.policy.explicitly_enabled() and self._has_shipped_table(search):
             search.miss("autotune", "shipped tables know this device: tuned only when asked for")
             return None
         configs = [c for c in kernel.config_space(call) if _refusal(kernel, c, call) is None]
@@ -311,7 +311,7 @@ class ConfigSelectorChain:
                 total=total,
             ),
             failures=self.failures,
-            unasked=True,
+            implicit=True,
         )
         result = tuner.tune(call, configs)
         self.store_result(result, call.payload)
@@ -350,14 +350,14 @@ def _near(distance: float) -> str:
 
 
 def _refusal(kernel: AnyKernel, cfg: Any, call: BoundCall) -> str | None:
-    """Why a stored or proposed config cannot serve this call, None when it can."""
+    """Returns why a stored or proposed config cannot serve this call, None when it can."""
     try:
         cfg = kernel.convert_config(cfg, call)
-        wanted = call.route.platform
+        requested = call.route.platform
         named = kernel.config_platform(cfg)
-        if wanted is not None and named is not None and named is not wanted:
-            return f"it is for platform {named.value!r}, {wanted.value!r} was asked for"
-        kernel.implementation(call, wanted or named)
+        if requested is not None and named is not None and named is not requested:
+            return f"it is for platform {named.value!r}, {requested.value!r} was requested"
+        kernel.implementation(call, requested or named)
     except (ConfigError, TypeError, ValueError, KernelNotSupported, KernelNotFound) as error:
         return str(error)
     return None

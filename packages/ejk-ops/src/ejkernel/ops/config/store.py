@@ -8,7 +8,8 @@ Format (schema 1), one entry per line so that differences read well::
                 "measured": ...}
     }}
 
-``facts`` (what the key was made from) and ``measured`` (times, versions, date) are optional.
+The optional entries ``"facts"`` hold the metadata (the payload of the key), ``"measured"`` times,
+versions and a date.
 Tables shipped with kernel packages have the same format plus ``"provenance"``.
 """
 
@@ -63,7 +64,7 @@ def file_stem(name: str) -> str:
 
 
 def key_file(root: Path, key: str) -> tuple[Path, str, str]:
-    """Where the entry of a key is kept under ``root``, and the key's device and kernel."""
+    """Returns the file under ``root`` for a key, and the key's device and kernel."""
     match = KEY.fullmatch(key)
     if match is None:
         return root / "misc.json", "", ""
@@ -83,8 +84,8 @@ def encode_config(cfg: Any) -> dict[str, Any]:
     Raises:
         TypeError: no JSON form.
     """
-    known = dataclasses.is_dataclass(cfg) and not isinstance(cfg, type)
-    return {"class": class_name(type(cfg)) if known else None, "config": to_plain(cfg)}
+    is_dataclass = dataclasses.is_dataclass(cfg) and not isinstance(cfg, type)
+    return {"class": class_name(type(cfg)) if is_dataclass else None, "config": to_plain(cfg)}
 
 
 def decode_config(plain: Mapping[str, Any], cls: type | None = None) -> Any:
@@ -105,7 +106,7 @@ def decode_config(plain: Mapping[str, Any], cls: type | None = None) -> Any:
 
 @dataclass
 class Entry:
-    """One config as stored, and as an object once it was asked for."""
+    """One config as stored, and as an object once it was read."""
 
     plain: Mapping[str, Any]
     metadata: Any = None
@@ -141,7 +142,7 @@ class CorruptFile(ValueError):
 
 
 class OtherSchema(ValueError):
-    """JSON that is not of our schema. ``newer``: of a schema that a later version writes."""
+    """JSON of another schema. ``newer``: of a schema that a later version writes."""
 
     newer = False
 
@@ -151,7 +152,7 @@ def parse_file(text: str) -> tuple[dict[str, Any], dict[str, Entry]]:
 
     Raises:
         CorruptFile: cut off, not JSON, or entries that are none.
-        OtherSchema: sound JSON of another schema.
+        OtherSchema: valid JSON of another schema.
     """
     try:
         content = parse_json(text)
@@ -193,7 +194,7 @@ def read_table(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
 
 
 class Stamp(NamedTuple):
-    """What tells one content of a file from the next."""
+    """Identity of a file's content: its path, time and size."""
 
     path: Path
     mtime_ns: int
@@ -204,7 +205,7 @@ class Stamp(NamedTuple):
 class ConfigFile:
     """A file of configs that several processes may read and write.
 
-    Writing takes a lock beside the file, reads what others wrote, adds, writes a temporary file
+    Writing takes a lock file next to it, reads what others wrote, adds, writes a temporary file
     in the same folder, and renames it over the old one: a reader, or a writer that is killed,
     never leaves or sees half a file.
     """
@@ -212,7 +213,7 @@ class ConfigFile:
     def __init__(self, path: Path, *, device: str = "", kernel: str = ""):
         self.path = path
         self._header = {k: v for k, v in (("device", device), ("kernel", kernel)) if v}
-        self._stamp: Stamp | None = None  # of what _entries was read from
+        self._stamp: Stamp | None = None  # of the file that _entries was read from
         self._foreign: Stamp | None = None  # of a file of another schema
         self._entries: dict[str, Entry] = {}
 
@@ -220,18 +221,18 @@ class ConfigFile:
     def plain_path(path: Path) -> Path:
         """``x.json`` for ``x.json`` and for ``x.schema1.json``."""
         ending = f".schema{SCHEMA}.json"
-        whole = path.name
-        if not whole.endswith(ending):
+        name = path.name
+        if not name.endswith(ending):
             return path
-        return path.with_name(f"{whole.removesuffix(ending)}.json")
+        return path.with_name(f"{name.removesuffix(ending)}.json")
 
     @property
-    def _beside(self) -> Path:
-        """Where we write when ``path`` belongs to another schema."""
+    def _fallback_path(self) -> Path:
+        """The file to write when ``path`` belongs to another schema."""
         return self.path.with_suffix(f".schema{SCHEMA}.json")
 
     def entries(self) -> dict[str, Entry]:
-        """What is stored now; empty when there is no readable file. Never raises."""
+        """Returns the stored entries; empty when there is no readable file. Never raises."""
         try:
             active = self._active()
         except CorruptFile:
@@ -251,7 +252,7 @@ class ConfigFile:
             except CorruptFile as error:
                 self._move_aside(error)
                 active = self._active()
-            path = active or (self._beside if self.path.exists() else self.path)
+            path = active or (self._fallback_path if self.path.exists() else self.path)
             merged = {**(self._entries if active and keep else {}), **new}
             self._stamp = None
             self._replace(path, format_file(self._header, merged))
@@ -263,7 +264,7 @@ class ConfigFile:
 
     def _active(self) -> Path | None:
         """The file that holds our entries, loaded; None when there is none yet."""
-        for path in (self.path, self._beside):
+        for path in (self.path, self._fallback_path):
             stamp = _stamp(path)
             if stamp is None or stamp == self._foreign:
                 continue
@@ -290,7 +291,7 @@ class ConfigFile:
         warn_once(
             ("schema", str(path)),
             f"{path} was written by a newer version ({other}): it is left alone, configs of this "
-            f"version are kept in {self._beside.name} beside it",
+            f"version are kept in {self._fallback_path.name} beside it",
             stacklevel=7,
         )
 

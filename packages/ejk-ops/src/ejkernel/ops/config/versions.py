@@ -22,20 +22,20 @@ PACKAGES = {
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """By distribution, those that are installed or imported."""
-    found = {}
+    """Returns the versions of installed or imported distributions, by name."""
+    by_name = {}
     for name, module in PACKAGES.items():
         try:
-            found[name] = metadata.version(name)
+            by_name[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             version = getattr(sys.modules.get(module), "__version__", None)
             if version is not None:
-                found[name] = str(version)
-    return found
+                by_name[name] = str(version)
+    return by_name
 
 
 def versions_text() -> str:
-    """The same in one line."""
+    """Returns ``versions()`` in one line."""
     return ", ".join(f"{name} {version}" for name, version in sorted(versions().items()))
 
 

@@ -82,12 +82,12 @@ def bind_shapes(
     """
     if not (route.distributed or kernel.says("bind", "distributes")):
         return args, kwargs, None
-    parts = Parts.of((args, kwargs))
+    parts = Parts.flatten((args, kwargs))
 
     def reach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _LocalCallReached(args, kwargs)
 
-    found: list[Any] = []
+    results: list[Any] = []
 
     def steps(*arrays: Any) -> Any:
         args, kwargs = kernel.bind(*parts.around(arrays))
@@ -96,14 +96,14 @@ def bind_shapes(
         leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
         traced = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array))
         bound = Parts(treedef, tuple(leaves), traced)
-        found.extend((abstractify((args, kwargs)), bound.without_arrays()))
+        results.extend((abstractify((args, kwargs)), bound.without_arrays()))
         return bound.arrays
 
     try:
         program = jax.make_jaxpr(steps)(*parts.arrays)
     except _LocalCallReached as reached:
         return *reached.call, None
-    if not found:
+    if not results:
         raise TypeError(f"{kernel.name}.distribute returned without running the call")
-    (args, kwargs), bound = found
+    (args, kwargs), bound = results
     return args, kwargs, Binding(parts.positions, program, bound)

@@ -22,8 +22,8 @@ def check_mesh_and_specs(name: str, mesh: Any, in_specs: Any, out_specs: Any) ->
             "argument, e.g. in_specs=(PartitionSpec('dp'), ...)"
         )
     if mesh is None and (in_specs is not None or out_specs is not None):
-        given = "in_specs" if in_specs is not None else "out_specs"
-        raise ValueError(f"{name}: {given} was given without mesh")
+        argument = "in_specs" if in_specs is not None else "out_specs"
+        raise ValueError(f"{name}: {argument} was given without mesh")
     if in_specs is None:
         return
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
@@ -48,7 +48,7 @@ def distribute_by_specs(
     check_mesh_and_specs(name, *placement)
     mesh, in_specs, out_specs = placement
     names = list(kwargs)  # flattening a dict would sort them
-    parts = Parts.of((args, [kwargs[n] for n in names]))
+    parts = Parts.flatten((args, [kwargs[n] for n in names]))
     arrays = parts.arrays
     specs = [PartitionSpec() if spec is None else spec for spec in in_specs]
     if len(specs) > len(arrays):

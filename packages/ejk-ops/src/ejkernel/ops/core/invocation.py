@@ -1,4 +1,4 @@
-"""Invocation: everything that is known about one call of a kernel before it runs."""
+"""Invocation: one call of a kernel before it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
-from ejkernel.ops.config.nearness import Likeness
+from ejkernel.ops.config.key_distance import SimilarityRules
 from ejkernel.ops.core.binding import Binding, BindingSteps, bind_shapes
 from ejkernel.ops.core.keys import key_payload, payload_key
 from ejkernel.ops.core.route import EXECUTOR_KEYWORDS, Route, specs_key
@@ -32,7 +32,7 @@ class AnyKernel(BindingSteps, Protocol):
     version: int
     config_cls: type | None
     trained: bool
-    likeness: Likeness
+    similarity: SimilarityRules
 
     @property
     def signature(self) -> inspect.Signature: ...
@@ -67,7 +67,7 @@ class Invocation:
     Attributes:
         kernel: the kernel that is called.
         args: positional arguments. Arrays, tracers or ShapeDtypeStructs besides static values.
-        kwargs: keyword arguments, without those of the executor.
+        kwargs: keyword arguments, without the executor's.
         metadata: anything the caller wants to keep with the call; stored as given, never read.
         route: where the call is asked to run.
         prepared: whether the arguments went through ``kernel.prepare`` and are abstract.
@@ -128,7 +128,7 @@ class Invocation:
 
     @functools.cached_property
     def made(self) -> Invocation:
-        """The call before it is bound, prepared and abstract: what keys and files hold."""
+        """The call before it is bound, prepared and abstract: the form in keys and files."""
         if self.prepared:
             return self
         args, kwargs = self.kernel.prepare(self.args, dict(self.kwargs or {}))
@@ -177,7 +177,7 @@ class Invocation:
         return dataclasses.replace(self, args=self.abstract_args, kwargs=self.abstract_kwargs)
 
     def with_numbers(self) -> Invocation:
-        """Abstract, symbolic sizes taken for large ones: what heuristics see."""
+        """Abstract, with large sizes in place of symbolic ones, for heuristics."""
         args, kwargs = with_numbers((self.abstract_args, self.abstract_kwargs))
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 
@@ -187,7 +187,7 @@ class BoundCall(Invocation):
     """A call with canonical, abstract arguments; over a mesh, the call of one shard.
 
     ``Invocation.bound`` makes it, once; the hooks of kernels and implementations receive it. Its
-    key is that of the call as it was made.
+    key is the key of the call as it was made.
 
     Attributes:
         made: the call before it was bound.

@@ -11,7 +11,7 @@ from typing import Any, Generic
 
 import numpy as np
 
-from ejkernel.ops.config.nearness import NOTHING_SAID
+from ejkernel.ops.config.key_distance import NO_RULES
 from ejkernel.ops.core.distribution import LocalCall, distribute_by_specs
 from ejkernel.ops.core.invocation import Invocation, call_invocation
 from ejkernel.ops.core.samples import random_like
@@ -54,7 +54,7 @@ class Kernel(Generic[Cfg, Out]):
     config_cls: type | None = None
     trained = True
     """Whether calls are usually differentiated: tuning then ranks by both passes together."""
-    likeness = NOTHING_SAID
+    similarity = NO_RULES
     """Which arguments tiles do not depend on, for the nearest entry of a shipped table."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -117,7 +117,7 @@ class Kernel(Generic[Cfg, Out]):
         raise NotImplementedError(f"{self.name} does not define custom_vjp")
 
     def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]:
-        """Concrete inputs like those of ``inv``, for tuning: random floats, zeros for integers."""
+        """Returns concrete inputs shaped like the call's: random floats, zeros for integers."""
         return random_like((inv.abstract_args, inv.abstract_kwargs), rng)
 
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]] | None:
@@ -133,7 +133,7 @@ class Kernel(Generic[Cfg, Out]):
 
     @property
     def state(self) -> Hashable:
-        """Hashable that differs whenever a change outside the kernel may change what runs."""
+        """A hashable that differs after a change outside the kernel that may change its program."""
         return None
 
     # ---- the steps of a call --------------------------------------------------------------
@@ -175,35 +175,35 @@ class Kernel(Generic[Cfg, Out]):
         """
         target = target_device()
         native = target.native_platform
-        own = self._own_methods()
+        methods = self._run_methods()
         if platform is not None:
-            method = own.get(f"run_{platform.value}")
+            method = methods.get(f"run_{platform.value}")
             if method is None and platform is native:
-                method = own.get("run")
+                method = methods.get("run")
             if method is None:
                 raise KernelNotSupported(
                     algorithm=self.name,
                     platform=platform.value,
                     reason=f"the kernel defines no run_{platform.value} "
-                    f"(it defines {', '.join(own) or 'no run method'})",
-                    nearest=self._nearest(own, native),
+                    f"(it defines {', '.join(methods) or 'no run method'})",
+                    nearest=self._nearest(methods, native),
                 )
-            return self._resolved(method, platform, own, "another platform was asked for")
+            return self._resolved(method, platform, methods, "another platform was asked for")
         order = [native, *([Platform.CUDA] if target.is_nvidia else []), Platform.XLA]
         for candidate in order:
-            method = own.get(f"run_{candidate.value}")
+            method = methods.get(f"run_{candidate.value}")
             if method is not None:
-                return self._resolved(method, candidate, own, "comes later in the order")
-        if "run" in own:
-            return self._resolved(own["run"], None, own, f"no {target.kind.value} path")
+                return self._resolved(method, candidate, methods, "comes later in the order")
+        if "run" in methods:
+            return self._resolved(methods["run"], None, methods, f"no {target.kind.value} path")
         raise KernelNotSupported(
             algorithm=self.name,
             reason="the kernel defines neither run nor a run_<platform> for "
-            f"{target.kind.value} devices (it defines {', '.join(own) or 'no run method'})",
+            f"{target.kind.value} devices (it defines {', '.join(methods) or 'no run method'})",
         )
 
     def runner(self, resolved: Resolved, cfg: Cfg) -> Callable[..., Out]:
-        """Last step: what runs bound arguments, differentiated by ``custom_vjp`` if defined."""
+        """Last step: the function that runs bound arguments, differentiated by ``custom_vjp``."""
 
         def run(*args: Any, **kwargs: Any) -> Out:
             with running(self.name):
@@ -228,18 +228,18 @@ class Kernel(Generic[Cfg, Out]):
 
         Never raises for a call that cannot be done: the answer carries the reason.
         """
-        wanted = parse_platform(platform)
-        inv = call_invocation(self, args, {**kwargs, "platform": wanted})
+        requested = parse_platform(platform)
+        inv = call_invocation(self, args, {**kwargs, "platform": requested})
         try:
-            self.implementation(inv, wanted)
+            self.implementation(inv, requested)
         except KernelNotSupported as error:
             return Support(False, error.reason, error.argument, error.nearest)
         return Support(True)
 
     def says(self, *methods: str) -> bool:
         """Returns whether the subclass, or the object itself, overrides one of these methods."""
-        cls, own = type(self), vars(self)
-        return any(getattr(cls, m) is not getattr(Kernel, m) or m in own for m in methods)
+        cls, attributes = type(self), vars(self)
+        return any(getattr(cls, m) is not getattr(Kernel, m) or m in attributes for m in methods)
 
     @property
     def has_custom_vjp(self) -> bool:
@@ -253,8 +253,8 @@ class Kernel(Generic[Cfg, Out]):
     @property
     def signature(self) -> inspect.Signature:
         """The arguments of ``run`` without ``cfg``."""
-        own = self._own_methods()
-        method = own.get("run") or next(iter(own.values()), None) or self._undefined_run()
+        methods = self._run_methods()
+        method = methods.get("run") or next(iter(methods.values()), None) or self._undefined_run()
         return _signature(getattr(method, "__func__", method))
 
     def convert_config(self, cfg: Any, inv: Invocation | None = None) -> Cfg:
@@ -301,7 +301,7 @@ class Kernel(Generic[Cfg, Out]):
         """The method whose signature counts where the subclass defines none."""
         return self.run
 
-    def _own_methods(self) -> dict[str, Callable[..., Any]]:
+    def _run_methods(self) -> dict[str, Callable[..., Any]]:
         """The run methods that the subclass defines, by name."""
         methods: dict[str, Callable[..., Any]] = {}
         run = self.run
@@ -315,17 +315,17 @@ class Kernel(Generic[Cfg, Out]):
         return methods
 
     def _resolved(
-        self, method: Callable[..., Any], platform: Platform | None, own: dict, why: str
+        self, method: Callable[..., Any], platform: Platform | None, methods: dict, why: str
     ) -> Resolved:
         name = getattr(method, "__name__", "run")
-        skipped = tuple((other, why) for other, m in own.items() if m != method)
+        skipped = tuple((other, why) for other, m in methods.items() if m != method)
         return Resolved(method, platform, None, name, self.has_custom_vjp, skipped)
 
-    def _nearest(self, own: Mapping[str, Any], native: Platform) -> str | None:
+    def _nearest(self, methods: Mapping[str, Any], native: Platform) -> str | None:
         for platform in (native, Platform.CUDA, Platform.XLA):
-            if f"run_{platform.value}" in own:
+            if f"run_{platform.value}" in methods:
                 return platform.value
-        return native.value if "run" in own else None
+        return native.value if "run" in methods else None
 
 
 @dataclass(frozen=True)

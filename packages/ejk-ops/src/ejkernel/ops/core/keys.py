@@ -1,4 +1,4 @@
-"""Cache keys: what two calls must share to share a configuration.
+"""Cache keys: equal for calls that share a configuration.
 
 A key reads ``<kernel>.v<version>@<device fingerprint>#<32 hex digits>``. The digits hash everything
 that may change the compiled kernel: requested platform, structure of the arguments, and for every
@@ -27,7 +27,7 @@ DIGITS = 32
 
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-"""What enters as shape and dtype: jax and numpy arrays, tracers, abstract arrays."""
+"""Types that enter as shape and dtype: jax and numpy arrays, tracers, abstract arrays."""
 _PLAIN = (type(None), bool, int, float, str)
 
 

@@ -18,7 +18,7 @@ class Parts(NamedTuple):
     positions: tuple[int, ...]
 
     @classmethod
-    def of(cls, tree: Any) -> Parts:
+    def flatten(cls, tree: Any) -> Parts:
         leaves, treedef = jax.tree_util.tree_flatten(tree)
         positions = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
         return cls(treedef, tuple(leaves), positions)

@@ -28,8 +28,8 @@ def _passed_over(call: BoundCall) -> dict[str, Exception]:
 class RegisteredKernel(Kernel[Cfg, Out]):
     """Looks up its implementations by name; knowledge of tiles stays with each of them.
 
-    Heuristics, candidates and sample inputs are those of the implementations that support the
-    call. Every config made here names the platform it was made for. A subclass defines ``run`` for
+    Heuristics, candidates and sample inputs come from the implementations that support the call.
+    Every config made here names the platform it was made for. A subclass defines ``run`` for
     its signature, which names the arguments; it is never called.
 
     Args:
@@ -80,18 +80,18 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         """Every implementation with the reason why it can or cannot do the call."""
         target, registry = target_device(), self.registry
         registry.load_for(platform, target)
-        found = call.remember(
+        survey = call.remember(
             (Survey, self, platform, registry.version, target, interpreting()),
             lambda: registry.survey(self.name, platform, call.route.backend, inv=call),
         )
         passed = _passed_over(call)
         if passed:
             refused = [
-                (i, _why_passed_over(passed[i.name])) for i in found.usable if i.name in passed
+                (i, _why_passed_over(passed[i.name])) for i in survey.usable if i.name in passed
             ]
-            usable = tuple(i for i in found.usable if i.name not in passed)
-            found = replace(found, usable=usable, refused=(*found.refused, *refused))
-        return found
+            usable = tuple(i for i in survey.usable if i.name not in passed)
+            survey = replace(survey, usable=usable, refused=(*survey.refused, *refused))
+        return survey
 
     def _pass_over(self, impl: Implementation, call: BoundCall, error: Exception) -> None:
         """Take the next implementation for this call, as the heuristic of ``impl`` failed.
@@ -121,13 +121,13 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         except (KernelNotFound, TypeError, ValueError) as error:
             return Support(False, str(error))
 
-    def _supports_at_all(self, wanted: Platform | None) -> Support:
+    def _supports_at_all(self, platform: Platform | None) -> Support:
         implementations = self.registry.list_implementations(self.name)
-        if any(wanted in (None, impl.platform) for impl in implementations):
+        if any(platform in (None, impl.platform) for impl in implementations):
             return Support(True)
-        what = wanted.value if wanted else self.name
+        missing = platform.value if platform else self.name
         nearest = implementations[0].platform.value if implementations else None
-        return Support(False, f"no {what} implementation installed", "platform", nearest)
+        return Support(False, f"no {missing} implementation installed", "platform", nearest)
 
     # ---- configs ---------------------------------------------------------------------------
 
@@ -183,20 +183,20 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         return configs
 
     def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]:
-        """Valid inputs made by the implementation; what it leaves out is taken from the call."""
+        """Returns valid inputs made by the implementation; others are taken from the call."""
         call = inv.bound
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for impl in self.survey(call, call.route.platform).usable:
             if impl.sample_inputs is None:
                 continue
             try:
                 args, kwargs = impl.sample_inputs(call, rng)
-                given = dict(self.signature.bind_partial(*args, **kwargs).arguments)
+                arguments = dict(self.signature.bind_partial(*args, **kwargs).arguments)
                 break
             except Exception as error:
                 _warn(impl, "sample_inputs", error)
-        others = {k: v for k, v in call.arguments.items() if k not in given}
-        return (), {**random_like(others, rng), **given}
+        others = {k: v for k, v in call.arguments.items() if k not in arguments}
+        return (), {**random_like(others, rng), **arguments}
 
     def config_tables(self, inv: Invocation) -> Sequence[Any]:
         """Tables shipped with the kernel packages that were loaded for this call."""
@@ -213,7 +213,7 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         """``(name, reason)`` of every implementation but ``resolved``."""
         call, requested = inv.bound, inv.route.platform
         configured = self.config_platform(cfg)
-        self.registry.load()  # also what this device would never need
+        self.registry.load()  # also packages that this device would never need
         survey = self.survey(call, None)
         chosen = None if resolved is None else resolved.impl
         ours = 0 if chosen is None else chosen.priority_of(call)
@@ -243,9 +243,9 @@ def _heuristic_fields(impl: Implementation, call: BoundCall) -> Mapping[str, Any
     return impl.heuristic(call) if impl.heuristic else {}
 
 
-def _warn(impl: Implementation, what: str, error: Exception) -> None:
+def _warn(impl: Implementation, hook: str, error: Exception) -> None:
     warn_once(
-        (what, impl.name),
-        f"{what} of {impl.name} are left out: {type(error).__name__}: {error}",
+        (hook, impl.name),
+        f"{hook} of {impl.name} are left out: {type(error).__name__}: {error}",
         stacklevel=5,
     )

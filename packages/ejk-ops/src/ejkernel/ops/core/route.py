@@ -1,4 +1,4 @@
-"""Route: where a call is asked to run."""
+"""Route: the platform, hardware and mesh that a caller requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXECUTOR_KEYWORDS = ("cfg", "platform", "mesh", "in_specs", "out_specs")
 
 @dataclass(frozen=True)
 class Route:
-    """The place where a call is asked to run; None leaves the choice open.
+    """The platform, hardware and mesh that a caller requests; None leaves the choice open.
 
     Attributes:
         platform: the platform that runs it.

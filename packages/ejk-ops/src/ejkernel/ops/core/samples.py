@@ -10,8 +10,8 @@ import numpy as np
 
 from ejkernel.ops.core.keys import is_array
 
-# Random numbers drawn before they repeat: cheap to draw, and a prime, so that no two tiles or pages
-# hold the same ones.
+# Random values drawn before they repeat: cheap to draw, and a prime, so that no two tiles or pages
+# are equal.
 DRAWN = 1_000_003
 
 
@@ -34,7 +34,7 @@ def sample_generator() -> np.random.Generator:
 def random_array(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> Any:
     """Uniform in [0.1, 1) for floats, True for bools, zero for integers, a key for PRNG keys.
 
-    Small positive numbers lie in the domain of roots, logarithms and quotients.
+    Small positive values lie in the domain of roots, logarithms and quotients.
     """
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         key = jax.random.key(0)

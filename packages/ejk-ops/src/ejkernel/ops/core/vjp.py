@@ -41,7 +41,7 @@ def _zero(cotangent: Any) -> Any:
 
 
 def _split(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str):
-    """``(positional gradients, keyword gradients)`` of what ``custom_vjp`` returned."""
+    """Splits the result of ``custom_vjp`` into positional gradients and keyword gradients."""
     if not isinstance(result, (tuple, list)):
         raise TypeError(
             f"{name}.custom_vjp must return a tuple with one entry per positional argument, "
@@ -105,7 +105,7 @@ def call_with_custom_vjp(
     cfg: Any,
 ) -> Any:
     """``run(*args, cfg=cfg, **kwargs)``, differentiated by ``kernel.custom_vjp``."""
-    parts = Parts.of((args, dict(kwargs)))
+    parts = Parts.flatten((args, dict(kwargs)))
     layout = parts.without_arrays()
     name = kernel.name
 
@@ -133,15 +133,16 @@ def call_with_custom_vjp(
             grads += _tree_gradients(grad, primal, f"{name}.custom_vjp, index {index}")
         flags = perturbed.value[len(grads) :]
         for key in sorted(k):  # the order in which a dict is flattened
-            found = _tree_gradients(named.get(key), k[key], f"{name}.custom_vjp, argument {key!r}")
-            wanted, flags = flags[: len(found)], flags[len(found) :]
-            if any(wanted) and key not in named:
+            label = f"{name}.custom_vjp, argument {key!r}"
+            gradients = _tree_gradients(named.get(key), k[key], label)
+            needed, flags = flags[: len(gradients)], flags[len(gradients) :]
+            if any(needed) and key not in named:
                 raise TypeError(
                     f"{name}.custom_vjp returned no gradient for the keyword argument {key!r}, "
                     "which is being differentiated: return (gradients, "
                     f"{{{key!r}: gradient}}), or pass it positionally"
                 )
-            grads += found
+            grads += gradients
         return tuple(grads)
 
     wired = jax.custom_vjp(forward)

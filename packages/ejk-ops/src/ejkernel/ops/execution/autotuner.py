@@ -1,4 +1,4 @@
-"""Autotuner: the fastest sound config of one call."""
+"""Autotuner: the fastest valid config of one call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation
 from ejkernel.ops.errors import AutotuneError, KernelNotSupported
 from ejkernel.ops.execution.isolation import Surroundings, outside_trace
 from ejkernel.ops.execution.progress import Reporter
-from ejkernel.ops.execution.search import Gate, Search
+from ejkernel.ops.execution.search import DeviceLock, Search
 from ejkernel.ops.execution.timing import check_counts
 from ejkernel.ops.execution.trials import AutotuneResult, Trial
 from ejkernel.ops.utils.copying import Copyable
@@ -45,7 +45,7 @@ class TuningInterrupted(KeyboardInterrupt):
 
 
 class Autotuner(Copyable, process_local={"_running": set}):
-    """Finds the fastest sound config of a call. Stores nothing but failures.
+    """Finds the fastest valid config of a call. Stores nothing but failures.
 
     The heuristic config is candidate 0 and the numeric reference; if it fails, the first
     candidate that runs is. Works inside a trace: everything happens in another thread, on inputs
@@ -55,12 +55,12 @@ class Autotuner(Copyable, process_local={"_running": set}):
         policy: counts, budget and validation of gradients.
         on_trial: called with each finished trial, its index and the number of candidates.
         failures: remembers candidates that fail, which are then not tried again; None = nothing.
-        gate: a lock that searches of several threads share: they compile side by side, and have
+        device_lock: a lock that searches of several threads share: they compile in parallel and use
             the device one after the other; None = there is one search at a time.
-        hopeless: why a config of a call is not worth compiling, None when it is; the first
-            config is not asked about.
-        unasked: whether nobody asked for this search by name: a line on stderr then says what a
-            call waits for, when it takes more than two seconds.
+        prune: returns why a config of a call is not worth compiling, None when it is; not called
+            for the first config.
+        implicit: whether a call triggered this search on its own: a line on stderr then says why
+            the call waits, when the search takes more than two seconds.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class Autotuner(Copyable, process_local={"_running": set}):
         on_trial: OnTrial | None = None,
         failures: FailureCache | None = None,
         *,
-        gate: Gate | None = None,
-        hopeless: Callable[[Invocation, Any], str | None] | None = None,
-        unasked: bool = False,
+        device_lock: DeviceLock | None = None,
+        prune: Callable[[Invocation, Any], str | None] | None = None,
+        implicit: bool = False,
     ):
         self.policy = AutotunePolicy() if policy is None else policy
         check_counts(self.policy.num_warmup, self.policy.num_iters)
         self.on_trial = on_trial
         self.failures = failures
-        self.gate = gate
-        self.hopeless = hopeless
-        self.unasked = unasked
+        self.device_lock = device_lock
+        self.prune = prune
+        self.implicit = implicit
         self._running: set[Search] = set()
 
     def stop(self) -> None:
@@ -128,8 +128,8 @@ class Autotuner(Copyable, process_local={"_running": set}):
             self.failures,
             reporter.note,
             None if inputs is None else functools.partial(_bound, kernel, inputs),
-            self.gate,
-            self._hopeless(call, candidates),
+            self.device_lock,
+            self._pruned(call, candidates),
         )
         outcome: list[tuple[Any, float]] = []
 
@@ -149,11 +149,14 @@ class Autotuner(Copyable, process_local={"_running": set}):
             )
 
         self._running.add(search)
-        told_why = reporter.announced(search.budget_s) if self.unasked else nullcontext()
+        told_why = reporter.announced(search.budget_s) if self.implicit else nullcontext()
         try:
             with told_why:
                 outside_trace(
-                    lambda: outcome.append(search.go()), search.surroundings, search.stop, GRACE_S
+                    lambda: outcome.append(search.find_best()),
+                    search.surroundings,
+                    search.stop,
+                    GRACE_S,
                 )
         except KeyboardInterrupt:
             raise TuningInterrupted(result(True) if outcome else None) from None
@@ -163,30 +166,32 @@ class Autotuner(Copyable, process_local={"_running": set}):
         reporter.finish(done.best, done.best_ms, done.seconds)
         return done
 
-    def _hopeless(self, call: BoundCall, candidates: Sequence[Any]) -> dict[int, str]:
-        if self.hopeless is None:
+    def _pruned(self, call: BoundCall, candidates: Sequence[Any]) -> dict[int, str]:
+        if self.prune is None:
             return {}
-        reasons = {i: self.hopeless(call, cfg) for i, cfg in enumerate(candidates) if i}
+        reasons = {i: self.prune(call, cfg) for i, cfg in enumerate(candidates) if i}
         return {i: reason for i, reason in reasons.items() if reason is not None}
 
     def candidates(self, call: BoundCall, configs: Sequence[Any] | None = None) -> list[Any]:
-        """Returns what ``tune`` tries: the heuristic config, then the others without repeats."""
+        """Returns the candidates of ``tune``: the heuristic config, then the others, each once."""
         kernel = call.kernel
-        found: list[Any] = []
+        candidates: list[Any] = []
         try:
             heuristic = kernel.heuristic_cfg(call) if kernel.has_tunables else None
         except KernelNotSupported:
             raise
         except NotImplementedError:
             heuristic = None
-        given = list(kernel.config_space(call) if configs is None else configs)
-        for cfg in ([] if heuristic is None else [heuristic]) + given:
+        proposed = list(kernel.config_space(call) if configs is None else configs)
+        for cfg in ([] if heuristic is None else [heuristic]) + proposed:
             cfg = kernel.convert_config(cfg, call)
-            if cfg not in found:
-                found.append(cfg)
-        if not found:
+            if cfg not in candidates:
+                candidates.append(cfg)
+        if not candidates:
             raise AutotuneError(f"key {call.key!r}: kernel {kernel.name!r} has no candidates")
-        return shortlist(kernel, found, self.policy.max_candidates) if configs is None else found
+        if configs is not None:
+            return candidates
+        return shortlist(kernel, candidates, self.policy.max_candidates)
 
 
 def _bound(
@@ -200,9 +205,9 @@ def _bound(
 def shortlist(kernel: AnyKernel, configs: Sequence[Any], limit: int) -> list[Any]:
     """At most ``limit`` of the configs, in their order; the first one is always kept.
 
-    Implementations leave out what their own arithmetic on registers, shared memory and waves
-    rules out, and list their heuristic config first. What is left is ranked by the steps it lies
-    from that, and platforms take turns, so that none is crowded out by another's length.
+    Implementations leave out configs that their arithmetic on registers, shared memory and waves
+    rules out, and list their heuristic config first. The others are ranked by their distance from
+    it in steps, and platforms alternate, so that a long list of one does not displace another.
     """
     if len(configs) <= limit:
         return list(configs)
@@ -212,10 +217,10 @@ def shortlist(kernel: AnyKernel, configs: Sequence[Any], limit: int) -> list[Any
     for queue in queues.values():
         first = _plain(configs[queue[0]])
         queue.sort(key=lambda index: _steps(_plain(configs[index]), first))
-    kept: list[int] = []
+    chosen: list[int] = []
     for turn in range(max(map(len, queues.values()))):
-        kept += [queue[turn] for queue in queues.values() if turn < len(queue)]
-    return [configs[index] for index in sorted(kept[: max(limit, 1)])]
+        chosen += [queue[turn] for queue in queues.values() if turn < len(queue)]
+    return [configs[index] for index in sorted(chosen[: max(limit, 1)])]
 
 
 def _plain(cfg: Any) -> Any:

@@ -21,14 +21,14 @@ PROGRAMS_LIMIT = 64
 
 
 class _Mapped:
-    """A call whose array leaves are told apart into mapped and shared ones."""
+    """A call whose array leaves are split into mapped and shared ones."""
 
     def __init__(self, in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         axes = _axes_of_args(in_axes, args)
         self.options = {k: kwargs[k] for k in EXECUTOR_KEYWORDS if k in kwargs}
         kwargs = {k: v for k, v in kwargs.items() if k not in EXECUTOR_KEYWORDS}
         keyword_axes = jax.tree_util.tree_map(lambda _: 0, kwargs)
-        self.parts = Parts.of((args, kwargs))
+        self.parts = Parts.flatten((args, kwargs))
         self.arrays = self.parts.arrays
         leaf_axes = self.parts.treedef.flatten_up_to((axes, keyword_axes))
         self.axes = [leaf_axes[i] for i in self.parts.positions]
@@ -38,8 +38,8 @@ class _Mapped:
         if all(axis is None for axis in self.axes):
             raise ValueError(f"in_axes={in_axes!r} maps no array argument")
 
-    def one(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call of one element, abstract."""
+    def element(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the call of one element, abstract."""
         return self.parts.around(
             [_without_axis(x, axis) for x, axis in zip(self.arrays, self.axes, strict=True)]
         )
@@ -93,7 +93,7 @@ def _one_config(run: Executor, kernel: AnyKernel, call: _Mapped, cfg: Any) -> di
     if cfg is None:
         cfg = options.pop("cfg", None)
     if cfg is None:
-        args, kwargs = call.one()
+        args, kwargs = call.element()
         cfg = run.choose_config(kernel, *args, **options, **kwargs)
     return {**options, "cfg": cfg}
 
@@ -121,11 +121,11 @@ def vmap_with_config(
         call.size()
         options = _one_config(run, kernel, call, cfg)
 
-        def one(*arrays: Any) -> Any:
+        def run_element(*arrays: Any) -> Any:
             a, k = call.parts.around(arrays)
             return run(kernel, *a, **options, **k)
 
-        return jax.vmap(one, in_axes=tuple(call.axes))(*call.arrays)
+        return jax.vmap(run_element, in_axes=tuple(call.axes))(*call.arrays)
 
     return mapped
 

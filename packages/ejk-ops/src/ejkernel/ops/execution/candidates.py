@@ -24,7 +24,7 @@ from ejkernel.ops.execution.program import resolve
 from ejkernel.ops.execution.timing import Timed
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, Trial, disagreement, unusable
 
-# A first run shorter than this says nothing: it loads code.
+# A shorter first run is not used to drop a candidate: loading code dominates it.
 LEAST_SLOW_S = 1.0
 
 
@@ -34,7 +34,7 @@ class Ready:
 
     Attributes:
         compiled: a ``jax.stages.Compiled``.
-        arguments: what it is called with.
+        arguments: its arguments.
         cfg: the config it was compiled for.
         phase: "fwd" or "fwd+bwd".
     """
@@ -76,7 +76,7 @@ class Candidate:
         return None if self.both is None else max(self.total_ms - self.fwd_ms, 0.0)
 
     def measured(self, fwd_ms: float, total: Timed) -> None:
-        """Keep what was measured; both passes take no less than one of them."""
+        """Stores measured times; both passes take no less than one of them."""
         self.fwd_ms, self.spread = fwd_ms, total.spread
         self.total_ms = total.ms if self.both is None else max(total.ms, fwd_ms)
 
@@ -111,7 +111,7 @@ class Once:
         return future.result()
 
 
-class Unsound(RuntimeError):
+class InvalidValues(RuntimeError):
     """A candidate whose values are wrong."""
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ def _float_array(x: Any) -> bool:
 
 
 def _random(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> jax.Array:
-    """``random_array``; what repeats is repeated on the device, where that takes no time."""
+    """Returns ``random_array``; repetitions are made on the device, where they are cheap."""
     size = math.prod(shape)
     if size <= DRAWN:
         return jnp.asarray(random_array(shape, dtype, rng))
@@ -165,7 +165,7 @@ class Workbench:
         self.kernel = call.kernel
         rng = sample_generator()
         args, kwargs = self.kernel.sample_inputs(call, rng) if inputs is None else inputs
-        self.parts = Parts.of((tuple(args), dict(kwargs)))
+        self.parts = Parts.flatten((tuple(args), dict(kwargs)))
         self.arrays = [jnp.asarray(x) for x in self.parts.arrays]
         self.differentiated = self._differentiated(args)
         self.cotangents: list[Any] = []
@@ -191,9 +191,9 @@ class Workbench:
             count = sum(is_array(x) for x in jax.tree_util.tree_leaves(tuple(args)))
         return [i for i in range(count) if _float_array(self.arrays[i])]
 
-    def _wants_backward(self, configs: Sequence[Any], wanted: bool | None) -> bool:
-        if wanted is not None:
-            return wanted
+    def _wants_backward(self, configs: Sequence[Any], requested: bool | None) -> bool:
+        if requested is not None:
+            return requested
         if not self.kernel.trained:
             return False
         for cfg in configs:
@@ -227,7 +227,7 @@ class Workbench:
         return []
 
     def compile(self, cfg: Any) -> Candidate:
-        """Compile one config. Safe to call from several threads. Raises what the compiler does."""
+        """Compile one config. Safe to call from several threads. Raises the compiler's errors."""
         run = self._function(cfg)
         forward = self._forwards.get(self._forward_key(cfg), lambda: self._compile_forward(cfg))
         both = None
@@ -260,16 +260,16 @@ class Workbench:
         return both
 
     def check(self, candidate: Candidate) -> None:
-        """Run a candidate once and compare; the first sound one becomes the reference.
+        """Run a candidate once and compare; the first valid one becomes the reference.
 
         Raises:
-            Unsound: NaN, or values beyond rounding.
+            InvalidValues: NaN, or values beyond rounding.
             TooSlow: its first run was so much slower that timing it would tell nothing.
         """
         started = time.monotonic()
         wrong = self._check_forward(candidate.forward)
         if wrong is not None:
-            raise Unsound(wrong)
+            raise InvalidValues(wrong)
         if self._reference_s is None:
             jax.block_until_ready((candidate.both or candidate.forward)())
             self._reference_s = time.monotonic() - started
@@ -289,12 +289,12 @@ class Workbench:
             wrong = disagreement(
                 gradients,
                 self.gradients,
-                what="gradient",
+                label="gradient",
                 factor=GRADIENT_FACTOR,
                 highest=self.highest,
             )
         if wrong is not None:
-            raise Unsound(wrong)
+            raise InvalidValues(wrong)
 
     def _check_forward(self, forward: Ready) -> str | None:
         """Returns the fault in the values of a forward pass, or None; each is run once."""

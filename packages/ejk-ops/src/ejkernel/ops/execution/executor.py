@@ -41,7 +41,7 @@ from ejkernel.ops.utils.serialization import abstractify
 
 __all__ = ["ConfigChooser", "Executor", "Explanation"]
 
-How = tuple[Any, ...]
+Options = tuple[Any, ...]
 """``cfg``, ``platform``, ``mesh``, ``in_specs`` and ``out_specs`` of a call."""
 
 
@@ -91,7 +91,7 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         Args:
             kernel: what to run.
             *args: its positional arguments.
-            cfg: config to run with; honoured as it is and never stored.
+            cfg: config to run with; used unchanged and never stored.
             platform: "triton", "pallas", "xla", "cuda", or "auto" (default).
             mesh, in_specs, out_specs: run on every shard of a mesh; specs follow the arrays.
             **kwargs: its keyword arguments.
@@ -108,7 +108,7 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         if not isinstance(platform, str | None):  # a name is looked at once, when the call is new
             parse_platform(platform)
         args, kwargs = kernel.prepare(args, kwargs)
-        how = (cfg, platform, mesh, specs_key(in_specs), specs_key(out_specs))
+        options = (cfg, platform, mesh, specs_key(in_specs), specs_key(out_specs))
         try:
             flat = flatten(args, kwargs)
             call_key = (
@@ -117,7 +117,7 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
                 flat.parts.treedef,
                 flat.statics,
                 None if cfg is None else freeze(cfg),
-                how[1:],
+                options[1:],
                 selection_state(),
                 env.env_state(),
                 ambient_device(),
@@ -128,12 +128,12 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
             call = (call_key, flat.signature, state)
             function = None if state is None else self._programs.find(call)
         except Unhashable:
-            return self._run_unremembered(kernel, args, kwargs, how)
+            return self._run_unremembered(kernel, args, kwargs, options)
         arrays = flat.parts.arrays
         try:
             if function is not None:
                 return function(*arrays)
-            decision = self._decide(kernel, args, kwargs, how)
+            decision = self._decide(kernel, args, kwargs, options)
             if cfg is not None:
                 _warn_unread(decision)
             binding = decision.call.binding
@@ -150,37 +150,37 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
                     program_key, lambda: jax.jit(self._program(decision, parts, True))
                 )
                 if state is not None:
-                    # Choosing may have stored a config or loaded a package: the state is that of
-                    # now.
+                    # Choosing may have stored a config or loaded a package: the state is read
+                    # again.
                     now = (call_key[0], kernel.state, *call_key[2:])
                     self._programs.remember((now, flat.signature, self._state()), program_key)
             with offer_binding(inspect.unwrap(function), binding):
                 return function(*arrays)
         except OtherOutputs:
-            return self._run_unremembered(kernel, args, kwargs, how)
+            return self._run_unremembered(kernel, args, kwargs, options)
 
     # ---- asking without running ------------------------------------------------------------
 
     def choose_config(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Any:
         """The config that a call would run with, tuning included; arrays may be abstract."""
-        how, kwargs = _how(kwargs)
+        options, kwargs = _split_options(kwargs)
         args, kwargs = kernel.prepare(args, kwargs)
-        return self._decide(kernel, args, kwargs, how).choice.cfg
+        return self._decide(kernel, args, kwargs, options).choice.cfg
 
     def explain(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Explanation:
-        """Print what ``explanation`` finds out about a call, and return it."""
-        found = self.explanation(kernel, *args, **kwargs)
-        print(found)
-        return found
+        """Prints the ``explanation`` of a call, and returns it."""
+        explanation = self.explanation(kernel, *args, **kwargs)
+        print(explanation)
+        return explanation
 
     def explanation(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Explanation:
         """Explains which implementation and config a call would get; tunes and stores nothing.
 
         Arrays may be abstract. A call that no implementation can do is explained, not refused.
         """
-        how, kwargs = _how(kwargs)
+        options, kwargs = _split_options(kwargs)
         args, kwargs = kernel.prepare(args, kwargs)
-        cfg, route = _route(kernel, how)
+        cfg, route = _route(kernel, options)
         call = _invocation(kernel, args, kwargs, route).bound
         error: str | None = None
         try:
@@ -197,7 +197,7 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         skipped = kernel.not_chosen(call, resolved, choice.cfg)
         chosen = None
         impl = None if resolved is None else resolved.impl
-        if resolved is not None:  # a generic run is what the device's own platform runs
+        if resolved is not None:  # a generic run belongs to the device's native platform
             chosen = (resolved.platform or target_device().native_platform).value
         return Explanation(
             kernel=kernel.name,
@@ -217,15 +217,15 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
     # ---- steps -----------------------------------------------------------------------------
 
     def _state(self) -> Hashable:
-        """Returns what the selector's answer depends on besides the call; None if it is unknown."""
+        """Returns the state that the selector's answer depends on; None if it is unknown."""
         state = getattr(self.selector, "state", None)
         return None if state is None else (state, registry.generation())
 
     def _decide(
-        self, kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], how: How
+        self, kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> _Decision:
         """Binds a prepared call and chooses its config."""
-        cfg, route = _route(kernel, how)
+        cfg, route = _route(kernel, options)
         inv = _invocation(kernel, args, kwargs, route)
         if env.ops_record():
             _record(kernel, inv)
@@ -255,11 +255,11 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         )
 
     def _run_unremembered(
-        self, kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], how: How
+        self, kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Any:
-        """Traces again: a static value may change under our hands, or outputs are no arrays."""
-        decision = self._decide(kernel, args, kwargs, how)
-        if how[0] is not None:
+        """Traces again: a static value may be mutated between calls, or outputs are no arrays."""
+        decision = self._decide(kernel, args, kwargs, options)
+        if options[0] is not None:
             _warn_unread(decision)
         flat = flatten(args, kwargs, hashable=False)
         program = self._program(decision, flat.parts)
@@ -267,8 +267,8 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
             return program(*flat.parts.arrays)
 
 
-def _how(kwargs: dict[str, Any]) -> tuple[How, dict[str, Any]]:
-    """The executor's keywords of a call, and those of the kernel."""
+def _split_options(kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+    """Splits keywords into the executor's options and the kernel's arguments."""
     cfg, platform, mesh, *specs = (kwargs.pop(name, None) for name in EXECUTOR_KEYWORDS)
     return (cfg, platform, mesh, *map(specs_key, specs)), kwargs
 
@@ -280,21 +280,21 @@ def _invocation(
     return Invocation(kernel, abstractify(args), abstractify(kwargs), route=route, prepared=True)
 
 
-def _route(kernel: AnyKernel, how: How) -> tuple[Any, Route]:
-    """The config as the kernel's class, and where the call runs."""
+def _route(kernel: AnyKernel, options: Options) -> tuple[Any, Route]:
+    """Returns the config as the kernel's class, and the route of the call."""
     env.check_values()
-    cfg, platform, mesh, in_specs, out_specs = how
-    wanted = parse_platform(platform)
+    cfg, platform, mesh, in_specs, out_specs = options
+    requested = parse_platform(platform)
     cfg = kernel.convert_config(cfg)
     named = kernel.config_platform(cfg)
-    if wanted is not None and named is not None and wanted is not named:
+    if requested is not None and named is not None and requested is not named:
         raise ValueError(
-            f"{kernel.name}: platform={wanted.value!r} and cfg.platform={named.value!r} "
+            f"{kernel.name}: platform={requested.value!r} and cfg.platform={named.value!r} "
             "contradict each other: give one, or make them equal"
         )
     backend = getattr(cfg, "backend", None)
     backend = backend if isinstance(backend, str) and backend != "any" else None
-    return cfg, Route(wanted or named, backend, mesh, in_specs, out_specs)
+    return cfg, Route(requested or named, backend, mesh, in_specs, out_specs)
 
 
 def _program_key(
@@ -303,8 +303,8 @@ def _program_key(
     """Everything that decides a compiled program; Unhashable where the config has no key."""
     # A stamp carries the key, which also holds the shardings.
     stamp = decision.choice.key if env.ops_stamp() != "none" else None
-    how = freeze(decision.choice.cfg), decision.resolved.impl, stamp
-    return call_key, how, positions, types
+    chosen = freeze(decision.choice.cfg), decision.resolved.impl, stamp
+    return call_key, chosen, positions, types
 
 
 def _record(kernel: AnyKernel, inv: Invocation) -> None:
@@ -315,12 +315,12 @@ def _record(kernel: AnyKernel, inv: Invocation) -> None:
 
 
 def _unused(resolved: Any, cfg: Any) -> tuple[str, ...]:
-    """Fields that were given and that the chosen implementation says it does not read."""
+    """Returns the given fields that the chosen implementation declares it does not read."""
     read = None if resolved is None or resolved.impl is None else resolved.impl.config_fields
     if read is None:
         return ()
-    known = {"platform", "backend", *read}
-    return tuple(name for name in given_fields(cfg) if name not in known)
+    read_fields = {"platform", "backend", *read}
+    return tuple(name for name in given_fields(cfg) if name not in read_fields)
 
 
 def _warn_unread(decision: _Decision) -> None:

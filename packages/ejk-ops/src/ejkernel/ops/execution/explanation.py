@@ -83,8 +83,8 @@ def _compact(cfg: Any) -> str:
     """A config without the fields that are None."""
     if not is_dataclass(cfg) or isinstance(cfg, type):
         return repr(cfg)
-    given = [(f.name, getattr(cfg, f.name)) for f in fields(cfg)]
-    inside = ", ".join(f"{name}={_compact(value)}" for name, value in given if value is not None)
+    values = [(f.name, getattr(cfg, f.name)) for f in fields(cfg)]
+    inside = ", ".join(f"{name}={_compact(value)}" for name, value in values if value is not None)
     return f"{type(cfg).__name__}({inside})"
 
 

@@ -16,22 +16,22 @@ _SMALL_ARRAY = 1 << 12
 
 
 class Unhashable(TypeError):
-    """A value that may change under our hands, so that nothing can be remembered for it."""
+    """A mutable value, so that nothing can be remembered for it."""
 
 
 class ByIdentity:
     """Equal only for the very same object, which it keeps alive."""
 
-    __slots__ = ("held",)
+    __slots__ = ("value",)
 
-    def __init__(self, held: Any):
-        self.held = held
+    def __init__(self, value: Any):
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is ByIdentity and self.held is other.held
+        return type(other) is ByIdentity and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return id(self.value)
 
 
 def freeze(x: Any) -> Hashable:

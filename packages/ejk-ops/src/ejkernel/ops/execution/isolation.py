@@ -29,7 +29,7 @@ class Surroundings:
 
     @classmethod
     def capture(cls, device: Any = None) -> Surroundings:
-        """Those of this thread; ``device`` is where arrays shall be made, None = as here."""
+        """Returns the settings of this thread; arrays are made on ``device``, None = as here."""
         return cls(
             contextvars.copy_context(),
             bool(settings.jax_enable_x64),

@@ -1,7 +1,7 @@
-"""Lowering of a program that does not run: whether the config of a file works here.
+"""Lowering of programs without running them, to check configs from files.
 
-A config of a file may ask for more than the device has, or for what this version of a compiler
-refuses. Lowering shows both, and nothing later in the life of a call can still be caught: inside
+A config of a file may need more than the device has, or a feature that this version of a compiler
+lacks. Lowering shows both, and nothing later in the life of a call can still be caught: inside
 ``jax.jit`` kernels are compiled when the user's own program is.
 """
 
@@ -21,7 +21,7 @@ from ejkernel.ops.utils.device import target_device
 
 
 def lowering_error(function: Callable[..., Any], types: Sequence[Any]) -> Exception | None:
-    """Returns what lowering ``function`` for the target device raises, outside any trace.
+    """Returns the error of lowering ``function`` for the target device outside any trace, or None.
 
     Args:
         function: takes arrays; what it returns besides arrays is ignored.
@@ -48,8 +48,8 @@ def lowering_error(function: Callable[..., Any], types: Sequence[Any]) -> Except
 
 
 def config_error(call: BoundCall, cfg: Any) -> Exception | None:
-    """Returns what lowering the forward pass of a call with ``cfg`` raises."""
-    parts = Parts.of((call.args, dict(call.kwargs or {})))
+    """Returns the error of lowering the forward pass of a call with ``cfg``, or None."""
+    parts = Parts.flatten((call.args, dict(call.kwargs or {})))
     layout = parts.without_arrays()
 
     def run_forward(*arrays: Any) -> Any:

@@ -77,7 +77,7 @@ class PeerGroup:
             try:
                 message["cfg"] = encode_config(choice.cfg)
             except (TypeError, ValueError) as error:
-                if choice.tier != "heuristics":  # heuristics every process has by itself
+                if choice.tier != "heuristics":  # every process has the heuristics itself
                     failed = f"config {choice.cfg!r} cannot be sent to other processes: {error}"
                     self._publish(topic, call, {"failed": failed})
                     raise AutotuneError(f"key {call.key!r}: {failed}") from error
@@ -109,11 +109,11 @@ class PeerGroup:
         if tier == "error":
             return Choice(None, tier, call.key, error=NoConfigError(message["text"]))
         if "cfg" not in message:
-            return self._own_heuristics(call)
+            return self._local_heuristics(call)
         return Choice(self._decode(message["cfg"], call), tier, call.key, ((tier, "process 0"),))
 
-    def _own_heuristics(self, call: BoundCall) -> Choice:
-        """Where process 0 fell back to arithmetic, which is the same everywhere."""
+    def _local_heuristics(self, call: BoundCall) -> Choice:
+        """Returns the heuristic choice, which every process computes alike."""
         cfg = call.kernel.heuristic_cfg(call)
         return Choice(cfg, "heuristics", call.key, (("heuristics", "as process 0"),))
 
@@ -138,11 +138,11 @@ _groups_lock = threading.Lock()
 
 def peers() -> PeerGroup | None:
     """The processes of this job, None when it has only one."""
-    found = compat.coordination()
-    if found is None:
+    service = compat.coordination()
+    if service is None:
         return None
     with _groups_lock:
-        group = _groups.get(id(found.client))
-        if group is None or group.client is not found.client:
-            group = _groups[id(found.client)] = PeerGroup(found.client, found.process_id)
+        group = _groups.get(id(service.client))
+        if group is None or group.client is not service.client:
+            group = _groups[id(service.client)] = PeerGroup(service.client, service.process_id)
     return group

@@ -82,8 +82,8 @@ def flatten(
 ) -> Flat:
     """Take a call apart.
 
-    A small mask in numpy is static where another array is traced: a kernel can tell from it what
-    nobody sees, once, and the program holds the answer. An eager call has it among its arrays, as
+    A small mask in numpy is static where another array is traced: a kernel can find the keys that
+    no query sees once, and the program holds the result. An eager call has it among its arrays, as
     another mask must not mean another program. ``static``: the places of such masks.
 
     Raises:
@@ -148,12 +148,12 @@ def _no_array(leaf: Any) -> bool:
 
 @dataclass(frozen=True, eq=False, repr=False)  # jax.jit asks for the text of every callable
 class Program:
-    """A kernel with everything fixed but the arrays; what the executor hands to ``jax.jit``.
+    """A kernel with everything fixed but the arrays; the executor passes it to ``jax.jit``.
 
     Attributes:
         kernel, parts: the call.
         cfg: its config.
-        resolved: what runs, for one shard where there are several.
+        resolved: the implementation that runs, for one shard where there are several.
         route: where it runs.
         key: of the call, for stamps.
         stamped_call: the call, None where calls are not stamped: it differs within a key.

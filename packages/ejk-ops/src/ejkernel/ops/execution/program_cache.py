@@ -1,4 +1,4 @@
-"""Compiled programs of the calls seen last: how many are kept, and which is dropped first."""
+"""Compiled programs of recent calls, with a limit; the least recently used is dropped first."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ProgramCache:
     """Jitted functions, and the calls that lead to each. Thread safe.
 
     Each function serves one set of array types. Nothing else holds it, so JAX frees its traces and
-    executables when it is dropped. Several calls lead to one function: the key of a call says what
-    the choice of a config depends on, which changes more often than the choice.
+    executables when it is dropped. Several calls lead to one function: the key of a call holds
+    everything that the choice of a config depends on, which changes more often than the choice.
     """
 
     def __init__(self) -> None:

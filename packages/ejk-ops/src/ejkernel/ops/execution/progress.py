@@ -1,4 +1,4 @@
-"""What tuning tells the person who waits for it."""
+"""Progress messages of tuning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def announced(self, budget_s: float) -> Generator[None]:
-        """Say once what is going on, if the block takes long and nothing else was said."""
+        """Prints one line about a block that takes long, unless something was printed before."""
         text = (
             f"ejkernel: tuning {self.kernel} for this call: {self.total} candidates, about "
             f"{budget_s:.0f} s at most. {env.AUTOTUNE_POLICY}=heuristics turns it off, "
@@ -63,7 +63,7 @@ class Reporter:
         self._line(f"ejkernel autotune {self.kernel} best {time}{cfg!r} in {seconds:.1f} s")
 
     def note(self, text: str) -> None:
-        """Report something besides."""
+        """Prints an additional line."""
         if self.enabled:
             self._line(f"ejkernel autotune {self.kernel} {text}")
 

@@ -1,4 +1,4 @@
-"""One search for the fastest config: compile side by side, check one by one, race the sound ones.
+"""One search for the fastest config: compile in parallel, check one by one, time the valid ones.
 
 The winner is the config whose forward and backward passes together take least, because that is
 what training runs; of kernels without gradients, or that are not trained, the forward pass alone.
@@ -24,13 +24,13 @@ from ejkernel.ops.errors import AutotuneError, warn_once
 from ejkernel.ops.execution.candidates import Candidate, TooSlow, Workbench
 from ejkernel.ops.execution.isolation import Surroundings
 from ejkernel.ops.execution.progress import first_line
-from ejkernel.ops.execution.timing import Timed, race
+from ejkernel.ops.execution.timing import Timed, compare_programs
 from ejkernel.ops.execution.trials import BUDGET_SPENT, NOT_TRIED, STOPPED, Trial, failed
 from ejkernel.ops.platforms import Platform
 
 FAILED_BEFORE = "failed before: "
 
-# Compiling may take this part of the budget; what is not ready by then is left out.
+# Compiling may take this part of the budget; later programs are left out.
 COMPILE_SHARE = 0.7
 # A later candidate must be this much faster than the heuristic config to replace it: less is noise.
 LEAST_GAIN = 0.01
@@ -42,8 +42,8 @@ QUIET = (Platform.TRITON, Platform.PALLAS)
 Compiling = dict[int, futures.Future[Any]]
 
 
-class Gate(Protocol):
-    """A ``threading.Lock``, or what behaves like one."""
+class DeviceLock(Protocol):
+    """A ``threading.Lock``, or an object with its methods."""
 
     def acquire(self) -> Any: ...
 
@@ -58,17 +58,17 @@ class Search:
         call: the call.
         configs: the candidates; the first is the numeric reference.
         policy: counts and validation.
-        budget_s: seconds for everything; one config is measured even when they are spent. What
-            has begun by then is ended: a compilation, or a run of one candidate.
+        budget_s: seconds for everything; one config is measured even when they are spent. A
+            compilation or run that has begun is finished.
         surroundings: of the caller.
         on_trial: told every finished trial with its index.
         failures: what failed before, None = nothing is known or kept.
         note: told what else is worth a line.
         inputs: gives bound arguments to run on; None = generated ones.
-        gate: held by one search at a time, from its first check to the end of its timing and
+        device_lock: held by one search at a time, from its first check to the end of its timing and
             while it makes its inputs, so that other searches may compile meanwhile; None = this
             is the only search. The budget does not count the wait for it.
-        hopeless: ``index -> reason`` of configs that are not compiled.
+        pruned: ``index -> reason`` of configs that are not compiled.
     """
 
     call: BoundCall
@@ -80,8 +80,8 @@ class Search:
     failures: FailureCache | None = None
     note: Callable[[str], None] = lambda text: None
     inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-    gate: Gate | None = None
-    hopeless: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    device_lock: DeviceLock | None = None
+    pruned: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
@@ -90,20 +90,20 @@ class Search:
         self.stopped = threading.Event()
         self.trials: dict[int, Trial] = {}
         self.backward = False
-        self.sound: list[Candidate] = []
+        self.valid: list[Candidate] = []
         self.phases: dict[str, float] = {}
 
     def stop(self) -> None:
         """Let the search end soon, with what was measured so far."""
         self.stopped.set()
 
-    def go(self) -> tuple[Any, float]:
-        """The best config and its milliseconds.
+    def find_best(self) -> tuple[Any, float]:
+        """Returns the best config and its milliseconds.
 
         Raises:
             AutotuneError: no candidate runs; one line per candidate says why.
         """
-        with self._turn(), self._phase("inputs"):
+        with self._hold_device(), self._phase("inputs"):
             inputs = None if self.inputs is None else self.inputs()
             bench = Workbench(self.call, self.configs, self.policy.validate_backward, inputs)
         self.backward = bench.backward
@@ -116,10 +116,10 @@ class Search:
                     for index, cfg in enumerate(self.configs)
                     if index not in left_out
                 }
-                if self.gate is not None:
+                if self.device_lock is not None:
                     self._await(list(compiling.values()))
-            with self._turn():
-                with self._phase("compile" if self.gate is None else "check"):
+            with self._hold_device():
+                with self._phase("compile" if self.device_lock is None else "check"):
                     ready = self._check_all(bench, compiling, left_out)
                 with self._phase("time"):
                     return self._select(bench, ready)
@@ -130,7 +130,7 @@ class Search:
     def _select(self, bench: Workbench, ready: list[tuple[int, Candidate]]) -> tuple[Any, float]:
         if ready:
             self._time(bench, ready)
-        if not self.sound:
+        if not self.valid:
             raise AutotuneError(self._all_failed())
         self._warn_if_only_the_heuristic_ran()
         return self._winner(bench)
@@ -145,37 +145,37 @@ class Search:
             self.phases[name] = round(self.phases.get(name, 0.0) + seconds, 3)
 
     @contextlib.contextmanager
-    def _turn(self) -> Generator[None]:
-        """The device for this search alone."""
-        if self.gate is None:
+    def _hold_device(self) -> Generator[None]:
+        """Holds the device for this search alone."""
+        if self.device_lock is None:
             yield
             return
         self._enter()
         try:
             yield
         finally:
-            self.gate.release()
+            self.device_lock.release()
 
     def _enter(self) -> None:
         started = time.monotonic()
-        assert self.gate is not None
-        self.gate.acquire()
+        assert self.device_lock is not None
+        self.device_lock.acquire()
         self.waited += time.monotonic() - started
 
     @contextlib.contextmanager
-    def _others_turn(self) -> Generator[None]:
-        """Inside a turn: let others have the device for a while."""
-        if self.gate is None:
+    def _release_device(self) -> Generator[None]:
+        """Lets other searches use the device inside the block."""
+        if self.device_lock is None:
             yield
             return
-        self.gate.release()
+        self.device_lock.release()
         try:
             yield
         finally:
             self._enter()
 
     def _until(self, share: float = 1.0) -> float:
-        """When this part of the budget is spent, on ``time.monotonic``."""
+        """Returns the end of this part of the budget, on ``time.monotonic``."""
         return self.started + self.waited + share * self.budget_s
 
     # ---- compile and check -----------------------------------------------------------------
@@ -185,24 +185,24 @@ class Search:
         return futures.ThreadPoolExecutor(workers, thread_name_prefix="ejkernel-compile")
 
     def _compile(self, bench: Workbench, cfg: Any) -> Candidate:
-        if self.gate is None or self.call.kernel.config_platform(cfg) in QUIET:
+        if self.device_lock is None or self.call.kernel.config_platform(cfg) in QUIET:
             return bench.compile(cfg)
-        self.gate.acquire()  # XLA compares its own kernels on the device while it compiles
+        self.device_lock.acquire()  # XLA compares its own kernels on the device while it compiles
         try:
             if self.over:
                 raise TimeoutError
             return bench.compile(cfg)
         finally:
-            self.gate.release()
+            self.device_lock.release()
 
     def _await(self, compiling: Sequence[futures.Future[Any]]) -> None:
-        """Until all are compiled, or one and what they may take of the budget is spent."""
-        pending, some = set(compiling), False
+        """Waits until all are compiled, or until one is and the compile budget is spent."""
+        pending, any_compiled = set(compiling), False
         while pending and not self.stopped.is_set():
-            if some and time.monotonic() > self._until(COMPILE_SHARE):
+            if any_compiled and time.monotonic() > self._until(COMPILE_SHARE):
                 return
             done, pending = futures.wait(pending, 0.2, futures.FIRST_COMPLETED)
-            some = some or any(future.exception() is None for future in done)
+            any_compiled = any_compiled or any(future.exception() is None for future in done)
 
     def _check_all(
         self, bench: Workbench, compiling: Compiling, left_out: Mapping[int, str]
@@ -212,22 +212,22 @@ class Search:
         for index in left_out:
             self._trial(index, Trial(self.configs[index], error=left_out[index]))
         for index in self._as_compiled(compiling, ready):
-            found = self._checked(bench, compiling[index], index, wait=not ready)
-            if found is not None:
-                ready.append((index, found))
+            candidate = self._checked(bench, compiling[index], index, wait=not ready)
+            if candidate is not None:
+                ready.append((index, candidate))
         return sorted(ready, key=lambda pair: pair[0])
 
     def _as_compiled(self, compiling: Compiling, ready: Sequence[Any]) -> Iterator[int]:
-        """In order until one is ``ready``, the reference; then as they are compiled.
+        """Yields indices in order until one is ``ready``, the reference; then as they are compiled.
 
-        So neither the order in which threads end decides what is right, nor does one slow compiler
-        hold up the others for longer than all of them may take.
+        So the reference does not depend on the order in which threads end, and one slow
+        compilation does not delay the others beyond the compile budget.
         """
         waiting = list(compiling)
         while waiting:
             next_ones = waiting if ready else waiting[:1]
             done = [i for i in next_ones if i == min(compiling) or compiling[i].done()]
-            if not done and self.gate is None and not self.stopped.is_set():
+            if not done and self.device_lock is None and not self.stopped.is_set():
                 left = min(self._until(COMPILE_SHARE) - time.monotonic(), 0.2)
                 if left > 0:
                     futures.wait([compiling[i] for i in next_ones], left, futures.FIRST_COMPLETED)
@@ -237,8 +237,8 @@ class Search:
             yield index
 
     def _left_out(self) -> dict[int, str]:
-        """Why configs are not compiled; empty when nothing would be left."""
-        reasons = {index: NOT_TRIED + why for index, why in self.hopeless.items()}
+        """Returns why configs are not compiled; empty when all would be left out."""
+        reasons = {index: NOT_TRIED + why for index, why in self.pruned.items()}
         if self.failures is not None:
             for index, cfg in enumerate(self.configs):
                 why = self.failures.reason(self.call.key, cfg)
@@ -269,7 +269,7 @@ class Search:
         if not wait and time.monotonic() > self._until():
             raise TimeoutError  # running it once would take more time still
         while not future.done():
-            if self.gate is not None:  # inside a turn nothing is waited for
+            if self.device_lock is not None:  # while the device is held, nothing is waited for
                 raise TimeoutError
             left = self._until(COMPILE_SHARE) - time.monotonic()
             if self.stopped.is_set() or not (wait or left > 0.0):
@@ -283,40 +283,41 @@ class Search:
         end = self._until()
         forwards = list({id(c.forward): c.forward for _, c in ready}.values())
         half = end if not bench.backward else (time.monotonic() + end) / 2
-        found = dict(zip(map(id, forwards), self._race(forwards, half), strict=True))
-        totals: list[Timed | None] = [found[id(c.forward)] for _, c in ready]
+        times = self._compare_programs(forwards, half)
+        by_program = dict(zip(map(id, forwards), times, strict=True))
+        totals: list[Timed | None] = [by_program[id(c.forward)] for _, c in ready]
         if bench.backward:
-            totals = self._race([c.both for _, c in ready], end)
+            totals = self._compare_programs([c.both for _, c in ready], end)
         for (index, candidate), total in zip(ready, totals, strict=True):
-            fwd = found[id(candidate.forward)]
+            fwd = by_program[id(candidate.forward)]
             if fwd is None or total is None:
                 why = STOPPED if self.stopped.is_set() else BUDGET_SPENT
                 self._trial(index, Trial(candidate.cfg, error=why))
                 continue
             candidate.measured(fwd.ms, total)
-            self.sound.append(candidate)
+            self.valid.append(candidate)
             self._trial(index, candidate.trial)
 
-    def _race(self, racers: Sequence[Any], deadline: float) -> list[Timed | None]:
-        return race(
-            racers,
+    def _compare_programs(self, programs: Sequence[Any], deadline: float) -> list[Timed | None]:
+        return compare_programs(
+            programs,
             num_warmup=self.policy.num_warmup,
             num_iters=self.policy.num_iters,
             deadline=deadline,
             device=self.surroundings.device,
             stop=self.stopped.is_set,
-            busy_host=self.gate is not None,
+            busy_host=self.device_lock is not None,
         )
 
     # ---- choose ----------------------------------------------------------------------------
 
     def _winner(self, bench: Workbench) -> tuple[Any, float]:
-        best = min(self.sound, key=lambda c: c.total_ms)
+        best = min(self.valid, key=lambda c: c.total_ms)
         if bench.backward:
             joined = self._joined(bench, best)
             if joined is not None and joined.total_ms < best.total_ms:
                 best = joined
-        first = self.sound[0]
+        first = self.valid[0]
         if first.cfg == self.configs[0] and first.total_ms <= best.total_ms * (1 + LEAST_GAIN):
             best = first
         return best.cfg, best.total_ms
@@ -325,7 +326,7 @@ class Search:
         """The best forward tiles with the best backward tiles of one platform, measured."""
         kernel = self.call.kernel
         groups: dict[Any, list[Candidate]] = {}
-        for c in self.sound:
+        for c in self.valid:
             if c.split:
                 groups.setdefault(kernel.config_platform(c.cfg), []).append(c)
 
@@ -339,19 +340,19 @@ class Search:
         fwd = min(group, key=lambda c: c.fwd_ms)
         bwd = min(group, key=lambda c: c.bwd_ms or 0.0)
         cfg = dataclasses.replace(fwd.cfg, bwd_params=bwd.cfg.bwd_params)
-        if least(group) >= best.total_ms or any(cfg == c.cfg for c in self.sound):
+        if least(group) >= best.total_ms or any(cfg == c.cfg for c in self.valid):
             return None
         try:
-            with self._others_turn():
+            with self._release_device():
                 joined = self._compile(bench, cfg)
             bench.check(joined)
         except Exception as error:
             self.note(f"best tiles do not go together: {first_line(str(error))}")
             return None
-        timed = self._race([joined.both, best.both], end)
+        timed = self._compare_programs([joined.both, best.both], end)
         if timed[0] is None or timed[1] is None:
             return None
-        # the two met in one race: what counts is how they compare there
+        # the two were timed together: only that comparison counts
         ratio = timed[0].ms / timed[1].ms
         together = Timed(best.total_ms * ratio, timed[0].spread)
         joined.measured(fwd.fwd_ms, together)

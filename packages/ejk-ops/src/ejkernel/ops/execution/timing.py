@@ -1,7 +1,7 @@
-"""Time on the device: clocks that keep the host out of it, and the race of compiled programs.
+"""Time on the device: clocks that exclude the host, and the comparison of compiled programs.
 
 A program that runs for a while is timed by queueing calls back to back and waiting once: the host
-runs ahead, and what is left of it is the latency of one launch in a sample of ``SAMPLE_S``. A GPU
+runs ahead, and its share is the latency of one launch in a sample of ``SAMPLE_S``. A GPU
 program shorter than ``SHORT_S`` would wait for the host at every launch; its kernels are timed by
 CUPTI through JAX's own profiler, which counts no gap between them.
 """
@@ -27,11 +27,11 @@ MOST_CALLS = 200
 WARMUP_S = 0.5
 # Below this a launch from the host takes a noticeable part of the time.
 SHORT_S = 5e-4
-# The same while other threads of this process compile: they hold the interpreter for milliseconds.
+# The limit while other threads of this process compile, which hold the GIL for milliseconds.
 SHORT_BUSY_S = 2e-2
 CUPTI_CALLS = 20
-# A racer this much slower than the best leaves at once, whatever its place.
-HOPELESS = 2.0
+# A program this much slower than the best is dropped at once, whatever its rank.
+DROPPED_BEYOND = 2.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Timed:
     Attributes:
         ms: median of the samples.
         spread: half the distance between their quartiles, relative to the median.
-        samples: how many.
+        samples: their number.
     """
 
     ms: float
@@ -50,11 +50,11 @@ class Timed:
 
 
 class Clock(Protocol):
-    """Measures one program. ``worth``: how many samples of a QueueClock one of its own equals."""
+    """Measures one program. ``worth``: the QueueClock samples that one of its samples replaces."""
 
     worth: int
 
-    def seconds(self, racer: Callable[[], Any], calls: int) -> float:
+    def seconds(self, program: Callable[[], Any], calls: int) -> float:
         """Seconds per call of ``calls`` calls in a row."""
         ...
 
@@ -64,11 +64,11 @@ class QueueClock:
 
     worth = 1
 
-    def seconds(self, racer: Callable[[], Any], calls: int) -> float:
+    def seconds(self, program: Callable[[], Any], calls: int) -> float:
         start = time.perf_counter()
         result = None
         for _ in range(calls):
-            result = racer()
+            result = program()
         jax.block_until_ready(result)
         return (time.perf_counter() - start) / calls
 
@@ -76,7 +76,7 @@ class QueueClock:
 class KernelClock:
     """The sum of the kernels' own times, by CUPTI; as QueueClock once CUPTI has refused.
 
-    CUPTI serves one customer at a time: under a profiler it refuses.
+    CUPTI serves one client at a time: under a profiler it refuses.
 
     Args:
         attached: CUPTI stays in the process between samples: taking it out is not safe while
@@ -95,10 +95,10 @@ class KernelClock:
         self.samples = 0
         self.refusal: str | None = None
 
-    def seconds(self, racer: Callable[[], Any], calls: int) -> float:
+    def seconds(self, program: Callable[[], Any], calls: int) -> float:
         if self.fallback is None:
             try:
-                seconds = self._twice(racer, min(calls, CUPTI_CALLS))
+                seconds = self._twice(program, min(calls, CUPTI_CALLS))
                 self.samples += 1
                 return seconds
             except Exception as error:
@@ -109,20 +109,20 @@ class KernelClock:
                     "kernels shorter than half a millisecond are timed from the host, which blurs "
                     f"their differences: CUPTI does not answer ({self.refusal})",
                 )
-        return self.fallback.seconds(racer, calls)
+        return self.fallback.seconds(program, calls)
 
-    def _twice(self, racer: Any, calls: int) -> float:
-        """A second try where other threads may have been seen, too."""
+    def _twice(self, program: Any, calls: int) -> float:
+        """Tries again where kernels of other threads may have been counted."""
         if not self.attached:
-            return self._kernels(racer, calls)
+            return self._kernels(program, calls)
         try:
-            return self._kernels(racer, calls)
+            return self._kernels(program, calls)
         except RuntimeError:
-            return self._kernels(racer, calls)
+            return self._kernels(program, calls)
 
-    def _kernels(self, racer: Any, calls: int) -> float:
+    def _kernels(self, program: Any, calls: int) -> float:
         detach = {"detach": False} if self.attached else {}
-        times = compat.kernel_times(racer.compiled, racer.arguments, calls, **detach)
+        times = compat.kernel_times(program.compiled, program.arguments, calls, **detach)
         if not times:
             raise RuntimeError("no kernel was seen")
         return statistics.median(times) * 1e-3
@@ -174,10 +174,10 @@ def check_counts(num_warmup: int, num_iters: int) -> None:
 
 
 @dataclass
-class _Lane:
-    """One program of a race."""
+class _TimedProgram:
+    """A program and its samples."""
 
-    racer: Callable[[], Any]
+    program: Callable[[], Any]
     calls: int = 1
     samples: list[float] = field(default_factory=list)
 
@@ -193,8 +193,8 @@ class _Lane:
         return Timed(middle * 1e3, (high - low) / 2 / middle, len(self.samples))
 
 
-def race(
-    racers: Sequence[Callable[[], Any]],
+def compare_programs(
+    programs: Sequence[Callable[[], Any]],
     *,
     num_warmup: int,
     num_iters: int,
@@ -203,70 +203,71 @@ def race(
     stop: Callable[[], bool] = lambda: False,
     busy_host: bool = False,
 ) -> list[Timed | None]:
-    """Time of each program by successive halving: the slower half leaves after each heat.
+    """Time of each program by successive halving: the slower half is dropped after each round.
 
-    All take turns within a heat, so that drift of clocks or of other load meets all alike. Three
-    heats take a quarter, a half and all of ``num_iters`` samples; two finalists at least are
-    sampled ``num_iters`` times. A program far behind is called once and no more.
+    Samples of a round are interleaved, so that drift of clocks or of other load affects all alike.
+    Three rounds take a quarter, a half and all of ``num_iters`` samples; at least two programs are
+    sampled ``num_iters`` times. A program that is far slower is called only once.
 
     Args:
-        racers: compiled programs; the first one is always measured.
+        programs: compiled programs; the first one is always measured.
         num_warmup: calls before the first sample, fewer of programs that take long.
-        num_iters: samples of a finalist.
+        num_iters: samples of a program that reaches the last round.
         deadline: on ``time.monotonic``; programs not reached before it give None.
         device: a jax.Device, decides how short programs are timed.
-        stop: asked before every sample, True ends the race like the deadline.
+        stop: asked before every sample, True ends the timing like the deadline.
         busy_host: whether other threads of this process work meanwhile.
     """
 
     def over() -> bool:
         return stop() or (deadline is not None and time.monotonic() > deadline)
 
-    lanes = [_Lane(racer) for racer in racers]
-    first: list[tuple[float, _Lane]] = []
-    for index, lane in enumerate(lanes):
+    entries = [_TimedProgram(program) for program in programs]
+    first: list[tuple[float, _TimedProgram]] = []
+    for index, entry in enumerate(entries):
         if index and over():
             break
-        first.append((_first_call(lane, num_warmup, 3 if busy_host else 1), lane))
+        first.append((_first_call(entry, num_warmup, 3 if busy_host else 1), entry))
     if not first:
         return []
     fastest = min(once for once, _ in first)
     clock = clock_for(fastest, device, busy_host=busy_host)
     running = []
-    for once, lane in first:
-        if once > 2 * HOPELESS * fastest and once > SAMPLE_S:
-            lane.samples.append(once)
+    for once, entry in first:
+        if once > 2 * DROPPED_BEYOND * fastest and once > SAMPLE_S:
+            entry.samples.append(once)
         else:
-            running.append(lane)
+            running.append(entry)
     taken, most = 0, math.ceil(num_iters / clock.worth)
     for part in (4, 2, 1):
         for _ in range(math.ceil(most / part) - taken):
-            for lane in running:
-                if (lane is not lanes[0] or lane.samples) and over():
+            for entry in running:
+                if (entry is not entries[0] or entry.samples) and over():
                     break
-                lane.samples.append(clock.seconds(lane.racer, lane.calls))
+                entry.samples.append(clock.seconds(entry.program, entry.calls))
         taken = math.ceil(most / part)
         running = _survivors(running)
-    return [lane.timed() if lane.samples else None for lane in lanes]
+    return [entry.timed() if entry.samples else None for entry in entries]
 
 
-def _first_call(lane: _Lane, num_warmup: int, tries: int) -> float:
-    """Seconds of one call as the host sees it, the least of so many; decides how many make a
-    sample.
+def _first_call(entry: _TimedProgram, num_warmup: int, tries: int) -> float:
+    """Returns the seconds of one call as the host sees it, the minimum of ``tries``.
+
+    Sets the number of calls of a sample.
     """
     queue = QueueClock()
-    once = queue.seconds(lane.racer, 1)
+    once = queue.seconds(entry.program, 1)
     warm = min(num_warmup, math.ceil(WARMUP_S / max(once, 1e-7)))
     if warm and once < WARMUP_S:
         for _ in range(warm):
-            jax.block_until_ready(lane.racer())
-        once = min(queue.seconds(lane.racer, 1) for _ in range(tries))
-    lane.calls = max(1, min(MOST_CALLS, math.ceil(SAMPLE_S / max(once, 1e-7))))
+            jax.block_until_ready(entry.program())
+        once = min(queue.seconds(entry.program, 1) for _ in range(tries))
+    entry.calls = max(1, min(MOST_CALLS, math.ceil(SAMPLE_S / max(once, 1e-7))))
     return once
 
 
-def _survivors(running: list[_Lane]) -> list[_Lane]:
-    """The faster half, at least two, none far behind the best."""
-    order = sorted((x for x in running if x.samples), key=lambda lane: lane.median)
-    kept = order[: max(2, math.ceil(len(order) / 2))]
-    return [lane for lane in kept if lane.median <= HOPELESS * kept[0].median]
+def _survivors(running: list[_TimedProgram]) -> list[_TimedProgram]:
+    """Returns the faster half, at least two, without programs far slower than the best."""
+    order = sorted((x for x in running if x.samples), key=lambda entry: entry.median)
+    faster = order[: max(2, math.ceil(len(order) / 2))]
+    return [entry for entry in faster if entry.median <= DROPPED_BEYOND * faster[0].median]

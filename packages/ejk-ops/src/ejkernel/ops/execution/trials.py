@@ -33,7 +33,7 @@ class Trial:
             backward pass too where gradients were timed.
         error: why it was skipped, None when it was not.
         fwd_ms: the forward pass alone.
-        bwd_ms: what the backward pass adds to it, None when not measured.
+        bwd_ms: milliseconds that the backward pass adds, None when not measured.
         spread: half the distance between the quartiles of the samples, relative to the median.
     """
 
@@ -46,7 +46,7 @@ class Trial:
 
 
 def failed(trial: Trial) -> bool:
-    """Returns whether the candidate is no good, which is more than that it was never tried."""
+    """Returns whether the candidate was tried and failed."""
     error = trial.error
     return bool(error) and error not in (BUDGET_SPENT, STOPPED) and not error.startswith(NOT_TRIED)
 
@@ -85,14 +85,14 @@ class AutotuneResult:
 
     @property
     def timed(self) -> int:
-        """How many candidates were timed."""
+        """Number of candidates that were timed."""
         return sum(t.ms is not None for t in self.trials)
 
     @property
     def compared(self) -> bool:
         """Returns whether ``best`` won against another one: the heuristic config, if it is valid.
 
-        What won against nobody, because the budget ended, is not worth keeping.
+        A config without a competitor, because the budget ended, is not worth keeping.
         """
         if not self.trials:  # another process measured
             return True
@@ -104,7 +104,7 @@ class AutotuneResult:
         return next((t.spread for t in self.trials if t.cfg == self.best), None)
 
     def measured(self) -> dict[str, Any]:
-        """What is kept beside the config, as JSON values; times in milliseconds."""
+        """Returns the measurements to store with the config, as JSON; times in milliseconds."""
         return {
             "ms": self.best_ms,
             "heuristic_ms": self.heuristic_ms,
@@ -148,10 +148,10 @@ def _any_nan(values: list[Any]) -> list[Any]:
 
 
 def unusable(tree: Any) -> str | None:
-    """Why values cannot serve as a reference: NaN somewhere."""
+    """Returns why values cannot serve as a reference, NaN somewhere, or None."""
     leaves = [(i, x) for i, x in enumerate(jax.tree_util.tree_leaves(tree)) if _is_float(x)]
-    for (index, _), found in zip(leaves, _any_nan([x for _, x in leaves]), strict=True):
-        if bool(found):
+    for (index, _), has_nan in zip(leaves, _any_nan([x for _, x in leaves]), strict=True):
+        if bool(has_nan):
             return f"output {index} holds NaN"
     return None
 
@@ -161,16 +161,16 @@ def _is_float(leaf: Any) -> bool:
 
 
 def disagreement(
-    value: Any, reference: Any, *, what: str = "output", factor: float = 1.0, highest: bool = False
+    value: Any, reference: Any, *, label: str = "output", factor: float = 1.0, highest: bool = False
 ) -> str | None:
-    """Why ``value`` is not ``reference`` up to rounding; None when it is."""
+    """Returns why ``value`` is not ``reference`` up to rounding; None when it is."""
     leaves, treedef = jax.tree_util.tree_flatten(value)
     expected, expected_treedef = jax.tree_util.tree_flatten(reference)
     if treedef != expected_treedef:
-        return f"{what} has structure {treedef}, expected {expected_treedef}"
+        return f"{label} has structure {treedef}, expected {expected_treedef}"
     floats: list[tuple[str, Any, Any]] = []
     for index, (a, b) in enumerate(zip(leaves, expected, strict=True)):
-        name = f"{what} {index}" if len(leaves) > 1 else what
+        name = f"{label} {index}" if len(leaves) > 1 else label
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{name} is {a.dtype}{list(a.shape)}, expected {b.dtype}{list(b.shape)}"
         if a.dtype == jax.dtypes.float0:
@@ -179,8 +179,8 @@ def disagreement(
             floats.append((name, a, b))
         elif not bool(jnp.all(a == b)):
             return f"{name} has other values than the reference config"
-    found = _differences([a for _, a, _ in floats], [b for _, _, b in floats])
-    for (name, a, _), (error, scale, finite) in zip(floats, found, strict=True):
+    differences = _differences([a for _, a, _ in floats], [b for _, _, b in floats])
+    for (name, a, _), (error, scale, finite) in zip(floats, differences, strict=True):
         if not bool(finite):
             return f"{name} is not finite where the reference config is"
         allowed = factor * bound_of(a.dtype, highest) * max(1.0, float(scale))

@@ -1,4 +1,4 @@
-"""Tuning that someone asks for: of a call, of recorded calls; winners are stored."""
+"""Explicit tuning: of a call, of recorded calls; winners are stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ejkernel.ops.errors import AutotuneError, ConfigError, warn_once
 from ejkernel.ops.execution import multihost
 from ejkernel.ops.execution.autotuner import Autotuner, OnTrial, TuningInterrupted
 from ejkernel.ops.execution.executor import Executor, get_default_executor
-from ejkernel.ops.execution.timing import benchmark, check_counts, race
+from ejkernel.ops.execution.timing import benchmark, check_counts, compare_programs
 from ejkernel.ops.execution.trials import BUDGET_SPENT, AutotuneResult, Trial
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Tuner:
-    """Ranks functions by time: warm-up, then a race in which the slower half leaves early.
+    """Ranks functions by time: warm-up, then successive halving.
 
     Args:
         num_warmup: calls of each function before timing.
@@ -48,8 +48,10 @@ class Tuner:
     def measure(
         self, fns: Sequence[Callable[[], Any]], deadline: float | None = None
     ) -> list[float | None]:
-        """Median milliseconds per function; None for those not reached before ``deadline``."""
-        timed = race(fns, num_warmup=self.num_warmup, num_iters=self.num_iters, deadline=deadline)
+        """Returns the median milliseconds per function; None if not reached before ``deadline``."""
+        timed = compare_programs(
+            fns, num_warmup=self.num_warmup, num_iters=self.num_iters, deadline=deadline
+        )
         return [None if t is None else t.ms for t in timed]
 
 
@@ -63,7 +65,7 @@ def autotune(
     budget_s: float | None = None,
     **kwargs: Any,
 ) -> Any:
-    """The fastest sound config for ``kernel(*args, **kwargs)``. Stores nothing.
+    """Returns the fastest valid config for ``kernel(*args, **kwargs)``. Stores nothing.
 
     Args:
         kernel: the kernel.

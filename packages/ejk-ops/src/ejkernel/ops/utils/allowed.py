@@ -1,8 +1,8 @@
-"""Which classes a file may name: those that code of this process has declared, and no others.
+"""The classes that a file may name: classes that code of this process has declared, no others.
 
 Caches, tables, recordings and messages between processes name classes as ``"module:qualified
 name"``. Every reader looks the name up here. Nothing of a name is imported, and being importable
-is not enough: a class that nobody declared is refused by its name.
+is not enough: an undeclared class is refused by its name.
 
 Declared are kernels (defining one is enough), their configs, every ``OpConfig``, every config that
 this process has put into a cache, the types of arguments that ``ejkernel`` itself has, and what
@@ -31,7 +31,7 @@ class UnknownClass(ValueError, LookupError):
 
 
 def class_name(cls: type) -> str:
-    """How files name a class."""
+    """Returns the name of a class in files."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
@@ -54,7 +54,7 @@ def allow_in_files(cls: C) -> C:
 
 
 def offer(name: str, load: Callable[[], type]) -> None:
-    """As ``allow_in_files`` for a class that is not loaded yet; ``load`` gives it."""
+    """Allows a class that is not loaded yet in files; ``load`` returns it."""
     _offers[name] = load
 
 
@@ -68,25 +68,25 @@ def allowed_class(name: Any, kind: type[T]) -> type[T]:
     Raises:
         UnknownClass: none; names it.
     """
-    found = _look_up(name) if isinstance(name, str) else None
-    if found is None:
+    cls = _look_up(name) if isinstance(name, str) else None
+    if cls is None:
         raise UnknownClass(
             f"class {name!r} is not known to this process: files may name kernels and configs "
             "that are defined here, and what ejkernel.ops.allow_in_files was called with"
         )
-    if not issubclass(found, kind):
+    if not issubclass(cls, kind):
         raise UnknownClass(f"class {name!r} is no {kind.__name__}")
-    return found
+    return cls
 
 
 def _look_up(name: str) -> type | None:
-    found = _classes.get(name)
-    if found is None and name not in _offers and name.startswith(_DECLARED_THERE):
+    cls = _classes.get(name)
+    if cls is None and name not in _offers and name.startswith(_DECLARED_THERE):
         try:
-            importlib.import_module(_DECLARES)  # this one, whatever the file says
+            importlib.import_module(_DECLARES)  # a fixed module
         except ImportError:  # ejk-ops alone
             return None
-        found = _classes.get(name)
-    if found is None and name in _offers:
-        found = allow_in_files(_offers[name]())
-    return found
+        cls = _classes.get(name)
+    if cls is None and name in _offers:
+        cls = allow_in_files(_offers[name]())
+    return cls

@@ -36,7 +36,7 @@ LARGE = 8192
 
 
 def is_symbolic(size: Any) -> bool:
-    """Returns whether an axis size is an expression and no number."""
+    """Returns whether an axis size is an expression, not an integer."""
     return not isinstance(size, (int, np.integer))
 
 
@@ -57,10 +57,10 @@ def with_numbers(tree: Any) -> Any:
     """``tree`` with abstract arrays whose symbolic sizes are ``LARGE``."""
     import jax
 
-    def one(leaf: Any) -> Any:
+    def with_large_sizes(leaf: Any) -> Any:
         if not has_symbols([leaf]):
             return leaf
         shape = tuple(LARGE if is_symbolic(n) else n for n in leaf.shape)
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(with_large_sizes, tree)

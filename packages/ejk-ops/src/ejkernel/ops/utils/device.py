@@ -24,7 +24,7 @@ _KIND_OF_PLATFORM = {
     "cpu": Backend.CPU,
 }
 
-# Compute capability by product name, for devices that are described but not present.
+# Compute capability by device name, for devices that are described but not present.
 _CAPABILITY_OF_NAME = (
     (r"GB300|B300", "10.3"),
     (r"GB200|B200|B100", "10.0"),
@@ -47,7 +47,7 @@ class TargetDevice:
 
     Attributes:
         kind: GPU, TPU or CPU. Hardware of any other maker counts as CPU: only XLA serves it.
-        name: the maker's product name, JAX's ``device_kind``.
+        name: the maker's name of the device, JAX's ``device_kind``.
         capability: "9.0" for NVIDIA, "gfx942" for AMD, None elsewhere or when unknown.
         cores: number of cores, None when unknown.
         device: the device itself, None when it is only described (ahead-of-time compilation).
@@ -89,7 +89,7 @@ class TargetDevice:
 
     @property
     def fingerprint(self) -> str:
-        """Kind, product name, and capability or core count: equal on equal devices."""
+        """Kind, device name, and capability or core count: equal on equal devices."""
         detail = self.capability or f"{self.cores or 0}cores"
         return f"{self.kind.value}:{re.sub(r'[^A-Za-z0-9.]+', '-', self.name).lower()}:{detail}"
 
@@ -137,7 +137,7 @@ def _local_devices(backend: str | None) -> list[Any]:
 
 
 def ambient_device() -> Any:
-    """What names the target device: an AbstractDevice, a jax.Device, a platform name or None.
+    """Returns the ambient target device: an AbstractDevice, a jax.Device, a platform name or None.
 
     Cheap and hashable, so that it can serve in a key; ``target_device`` looks up its properties.
     """
@@ -184,7 +184,7 @@ def get_device_platform(device: Any = None) -> str:
 
 
 def device_fingerprint(device: Any = None) -> str:
-    """Platform, product name, and compute capability or core count, without driver versions.
+    """Returns platform, device name, and compute capability or core count, without drivers.
 
     Equal in every process on an equal device, e.g. "gpu:nvidia-h200:9.0", "cpu:cpu:2cores".
     """

@@ -50,10 +50,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise NotAFile(path)
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     with os.fdopen(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):  # replaced since os.stat
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):  # replaced since os.stat
             raise NotAFile(path)
-        if found.st_size > MAX_BYTES:
+        if status.st_size > MAX_BYTES:
             raise TooLarge(path)
         content = file.read(MAX_BYTES + 1)  # the file may be growing
     if len(content) > MAX_BYTES:

@@ -77,9 +77,9 @@ def extract_labels_from_hlo_text(text: str) -> list[str]:
 
     Each once, in order of appearance, without the ``ejkernel#`` prefix.
     """
-    found = dict.fromkeys(_LABEL.findall(text))
+    labels = dict.fromkeys(_LABEL.findall(text))
     # stamps stay as they are: their percent-encoding belongs to their own form
-    return [name if "#" in name else unquote(name) for name in found]
+    return [name if "#" in name else unquote(name) for name in labels]
 
 
 def find_labels_in_lowered(lowered: Any) -> list[str]:
@@ -97,7 +97,7 @@ def find_labels_in_lowered(lowered: Any) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Stamped:
-    """What a stamp of this process stood for."""
+    """The config and calls behind a stamp of this process."""
 
     key: str
     cfg: Any

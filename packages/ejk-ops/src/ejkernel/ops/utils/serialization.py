@@ -68,7 +68,7 @@ def to_json(obj: Any) -> str:
     """JSON text of ``obj``, fields in their declared order. Inverse: ``from_json``.
 
     Understands dataclasses (nested), enums (by value), mappings with string keys, sequences,
-    sets, dtypes (by name), numpy scalars, numbers, strings and None; else TypeError.
+    sets, dtypes (by name), numpy scalars, int, float, strings and None; else TypeError.
     """
     return json.dumps(to_plain(obj))
 
@@ -101,7 +101,7 @@ def from_json(s: str, cls: type[T]) -> T:
 
 
 def from_plain(plain: Any, cls: type[T]) -> T:
-    """As ``from_json``, from the JSON values themselves."""
+    """Returns the object of JSON values; ``from_json`` without the text."""
     return _build(plain, cls, getattr(cls, "__name__", str(cls)))
 
 
@@ -151,9 +151,9 @@ def _build(plain: Any, hint: Any, path: str) -> Any:
     return plain
 
 
-def _expect(ok: bool, plain: Any, what: str, path: str) -> Any:
+def _expect(ok: bool, plain: Any, expected: str, path: str) -> Any:
     if not ok:
-        raise ValueError(f"{path}={plain!r}: expected {what}")
+        raise ValueError(f"{path}={plain!r}: expected {expected}")
     return plain
 
 
@@ -228,7 +228,7 @@ def _build_dataclass(plain: Any, cls: Any, path: str) -> Any:
 
 
 def _hint_of_default(field: dataclasses.Field) -> Any:
-    """What a field without a usable hint holds, judged by its default."""
+    """Returns the type of a field without a usable hint, judged by its default."""
     default = field.default
     if isinstance(default, (enum.Enum, tuple, np.dtype)) or dataclasses.is_dataclass(default):
         return type(default)

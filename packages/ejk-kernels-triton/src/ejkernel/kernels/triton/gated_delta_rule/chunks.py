@@ -13,7 +13,7 @@ from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
 from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
 from ejkernel.kernels.triton.common.sequences import find_segment, pieces_of, sequence_start
 from ejkernel.kernels.triton.gated_delta_rule.problem import Problem
-from ejkernel.kernels.triton.gated_delta_rule.tiles import Tiles, padded
+from ejkernel.kernels.triton.gated_delta_rule.tiles import Tiles
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.linear_attention import tiles as linear_tiles
@@ -74,12 +74,12 @@ class ChunkLaunch(Launch):
     @property
     def columns(self) -> int:
         """Columns of the values that a program has."""
-        return min(self.tiles.columns, padded(self.problem.value_dim))
+        return min(self.tiles.columns, linear_tiles.width(self.problem.value_dim))
 
     def maps(self, target: Target) -> int:
         """Returns how rows are loaded: through the copy engine where there is one."""
         p, t = self.problem, self.tiles
-        sizes = ((p.dim, padded(p.dim)), (p.value_dim, self.columns), (t.chunk, t.chunk))
+        sizes = ((p.dim, linear_tiles.width(p.dim)), (p.value_dim, self.columns), (t.chunk, t.chunk))
         return linear_tiles.maps_of(p, t.chunk, sizes, target)
 
     def sizes(self, target: Target) -> Sizes:
@@ -93,7 +93,7 @@ class ChunkLaunch(Launch):
             p.sequences,
             self.pieces,
             CHUNK=self.tiles.chunk,
-            DIM=padded(p.dim),
+            DIM=linear_tiles.width(p.dim),
             COLUMNS=self.columns,
             LANES=lane_count(p.sequences),
             REVERSED=p.reverse,
@@ -111,7 +111,7 @@ class ChunkLaunch(Launch):
         if operand is None or shape is None or not maps:
             return operand
         batch, rows, heads, channels = shape
-        width = padded(channels) if name in ("query", "key") else self.columns
+        width = linear_tiles.width(channels) if name in ("query", "key") else self.columns
         block = (self.tiles.chunk, width)
         if maps == linear_tiles.FULL:
             return TensorMap(operand.index, (batch * rows, heads * channels), block)

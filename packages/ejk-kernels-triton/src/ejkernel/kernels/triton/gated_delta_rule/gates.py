@@ -1,16 +1,9 @@
-"""Log decays inside a chunk, exact where they are differences of large ones.
-
-The decay from token s to a later token t is the exponential of the sum of the gates of the tokens
-after s up to t, a difference of prefix sums. In float32 such a difference loses what is small next
-to the sums. So a gate is split at 2^-10 into a multiple of that and a remainder: prefix sums of
-multiples up to 2^14 are exact, and so are their differences; prefix sums of remainders stay below
-2^-3. A gate below -128 is taken as -128, whose exponential is 0 in float32 as well. All of that is in
-base 2.
-"""
+"""Decays inside a chunk, from the split prefix sums of ``linear_attention.gates``, in base 2."""
 
 from __future__ import annotations
 
 from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.linear_attention.gates import split_gate
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -25,8 +18,7 @@ def load_gates(gate, at, valid, REVERSED: tl.constexpr):
     """
     g = tl.load(gate + at, mask=valid, other=0.0).to(tl.float32)
     g = tl.maximum(g, -128.0) * LOG2E
-    high = tl.floor(g * 1024.0) * 0.0009765625
-    low = g - high
+    high, low = split_gate(g)
     total_high = tl.sum(high, 0)
     total_low = tl.sum(low, 0)
     high = tl.cumsum(high, 0, reverse=REVERSED)

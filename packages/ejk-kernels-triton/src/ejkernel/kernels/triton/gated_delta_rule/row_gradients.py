@@ -30,10 +30,10 @@ from typing import Any, ClassVar, NamedTuple
 from ejkernel.kernels.triton.gated_delta_rule.chunks import ChunkLaunch, find_chunk, load_matrix
 from ejkernel.kernels.triton.gated_delta_rule.gates import is_up_to, load_gates, pair_decays
 from ejkernel.kernels.triton.gated_delta_rule.prepare import load_beta, reciprocal_lengths
-from ejkernel.kernels.triton.gated_delta_rule.tiles import padded
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
+from ejkernel.kernels.triton.linear_attention.tiles import width
 
 OPERANDS = (
     "query", "key", "gate", "beta", "dout", "updates", "dvalue", "states", "dstates", "cu",
@@ -237,7 +237,7 @@ class RowGradientsLaunch(ChunkLaunch):
     @property
     def columns(self) -> int:
         """All columns of the values."""
-        return padded(self.problem.value_dim)
+        return width(self.problem.value_dim)
 
     def outputs(self):
         p = self.problem

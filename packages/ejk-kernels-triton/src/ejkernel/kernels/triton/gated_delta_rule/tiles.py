@@ -8,6 +8,7 @@ from typing import Any
 from ejkernel.kernels.triton.gated_delta_rule.problem import Problem
 from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.linear_attention.tiles import width
 from ejkernel.kernels.triton.targets import Target
 
 FIELDS = {
@@ -45,11 +46,6 @@ class Tiles:
         return replace(t, chunk=max(16, min(t.chunk, MAX_CHUNK)))
 
 
-def padded(dim: int) -> int:
-    """Returns the columns of a tile that holds ``dim`` channels; matmuls need 16."""
-    return max(16, power_of_two(dim))
-
-
 def few_tokens(p: Problem) -> bool:
     """Whether tokens are processed one after the other.
 
@@ -60,10 +56,10 @@ def few_tokens(p: Problem) -> bool:
 
 def choose(p: Problem, target: Target) -> Tiles:
     """Returns the heuristic tiles."""
-    wide = padded(p.value_dim)
+    wide = width(p.value_dim)
     if few_tokens(p):
         # the state of one token is all memory: 64 bytes of it in flight per thread
-        return Tiles(16, max(16, min(wide, 8192 // padded(p.dim))), 4, 1)
+        return Tiles(16, max(16, min(wide, 8192 // width(p.dim))), 4, 1)
     # 64 rows fill one asynchronous matmul of four warps. Operands of synchronous ones lie in
     # registers, and the three parts of float32 operands take those of smaller tiles
     narrow = p.compute_dtype == "bfloat16"
@@ -82,7 +78,7 @@ def choose(p: Problem, target: Target) -> Tiles:
 
 def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
     """Returns tiles worth timing."""
-    found = [replace(t, columns=n) for n in (16, 32, 64, 128) if n <= padded(p.value_dim)]
+    found = [replace(t, columns=n) for n in (16, 32, 64, 128) if n <= width(p.value_dim)]
     found += [replace(t, num_warps=n) for n in (2, 4, 8)]
     if not few_tokens(p):
         found += [replace(t, chunk=n) for n in (16, 32, 64)]

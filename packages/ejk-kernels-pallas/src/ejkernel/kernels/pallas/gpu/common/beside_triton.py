@@ -1,4 +1,4 @@
-"""Kernels of Hopper that do the large part of a call, beside the kernels for every GPU."""
+"""Hopper kernels that run the large part of a call; Triton kernels run the other parts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ejkernel.ops.errors import KernelNotFound, KernelNotSupported
 
 
 class BesideTriton(PallasKernel):
-    """A kernel that leaves everything but its own part to the one of ``ejkernel.kernels.triton``.
+    """A hybrid kernel that leaves all but one part of a call to ``ejkernel.kernels.triton``.
 
-    That one is found through the registry, since this package does not depend on it. It says what
-    a call is and does it; its tiles, as ``choose`` returns them here, name what takes part of it
-    over. An argument is read only if both kernels read it.
+    The Triton kernel is found through the registry, since this package does not depend on it. It
+    defines and runs the call; its tiles, as ``choose`` returns them here, hold the replacement of
+    one part. An argument is read only if both kernels read it.
     """
 
     chip = staticmethod(current_chip)
 
     @cached_property
     def rest(self) -> Any:
-        """The kernel that does the rest of a call.
+        """The Triton kernel, which runs the other parts of a call.
 
         Raises:
             KernelNotFound, KernelNotSupported: it is not installed, or cannot run here.

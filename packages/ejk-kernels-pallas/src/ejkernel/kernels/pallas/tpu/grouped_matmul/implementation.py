@@ -1,0 +1,102 @@
+"""Grouped matmul on TPU as one kernel object: what it takes, its tiles, its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.pallas.kernel import PallasKernel
+from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
+from ejkernel.kernels.pallas.tpu.grouped_matmul import tiles
+from ejkernel.kernels.pallas.tpu.grouped_matmul.forward import forward
+from ejkernel.kernels.pallas.tpu.grouped_matmul.tiles import GroupedTiles
+from ejkernel.kernels.pallas.tpu.grouped_matmul.weights import weights
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.second_order import not_differentiable
+from ejkernel.types import calls
+from ejkernel.types.arrays import NO_LEVEL, precision_level, result_dtype
+from ejkernel.types.calls import arguments
+from ejkernel.types.problems.grouped_matmul import GroupedProblem
+
+DTYPES = ("bfloat16", "float32")
+EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+class GroupedMatmul(PallasKernel):
+    """Consecutive runs of rows, each times its own matrix, on a TPU.
+
+    bfloat16 and float32, promoted to one dtype and summed in float32, with matrices of the same or
+    of 8 bits. ``precision`` of float32: None is one bfloat16 pass, "high" and "highest" float32.
+    Two runs give the same bits. Differentiable once. Under ``vmap`` the calls run one after the
+    other. ``cfg``: block_m, block_n, block_k of the result, in whole registers; the gradients have
+    their own.
+    """
+
+    call = calls.GroupedMatmul
+    reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision", "rhs_scale"}
+    chip = staticmethod(current_chip)
+    choose = staticmethod(tiles.choose)
+
+    def problem(self, a: Mapping[str, Any]) -> GroupedProblem:
+        dtype = result_dtype(a["lhs"].dtype, a["rhs"].dtype).name
+        return GroupedProblem.from_call(a, precision_level(a["precision"], dtype) or "")
+
+    def unsupported_reason(self, problem: GroupedProblem, target: Chip) -> str | None:
+        p, allowed = problem, " and ".join(DTYPES)
+        if p.dtype not in DTYPES:
+            return f"lhs: {p.dtype} is not supported, only {allowed}"
+        if p.out not in DTYPES:
+            return f"preferred_element_type: {p.out} is not supported, only {allowed}"
+        if p.stored and p.stored not in EIGHT_BIT:
+            return f"rhs: {p.stored} is not supported, only {', '.join((*DTYPES, *EIGHT_BIT))}"
+        return None if p.precision else NO_LEVEL
+
+    def neighbours(
+        self, problem: GroupedProblem, target: Chip, chosen: GroupedTiles
+    ) -> Iterable[GroupedTiles]:
+        return (replace(chosen, fwd=t) for t in tiles.neighbours(chosen.fwd, problem))
+
+    def operands(self, a: Mapping[str, Any], problem: GroupedProblem) -> Arrays:
+        operands = super().operands(a, problem)
+        if not problem.stored:
+            return operands
+        return not_differentiable(operands, self.call.FORWARD_ONLY)
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p, rhs = work.problem, arrays["rhs"]
+        rhs, scale = (rhs, _scale(arrays, p)) if p.stored else (rhs.astype(p.dtype), None)
+        lhs = arrays["lhs"].astype(p.dtype)
+        existing = arrays.get("existing_out")
+        where = work.tiles.fwd, work.target
+        return (forward(p, *where, lhs, rhs, *_groups(arrays), existing, scale),), ()
+
+    def backward(
+        self, work: Work, arrays: Arrays, outputs: Any, saved: Any, cotangents: Any
+    ) -> Mapping[str, Any]:
+        p, t, chip, (dout,) = work.problem, work.tiles, work.target, cotangents
+        lhs, rhs, cut = (x.astype(p.dtype) for x in (arrays["lhs"], arrays["rhs"], dout))
+        found = {
+            "lhs": forward(p.flipped(), t.dlhs, chip, cut, rhs, *_groups(arrays)),
+            "rhs": weights(p, t.drhs, chip, lhs, cut, *_groups(arrays)),
+        }
+        return found | ({"existing_out": dout} if p.added else {})
+
+
+def _groups(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+    """The sizes and the offset ``[]``."""
+    offset = arrays.get("group_offset")
+    return arrays["group_sizes"], None if offset is None else offset.reshape(())
+
+
+def _scale(arrays: Arrays, p: GroupedProblem) -> jax.Array:
+    """Scales of 8-bit matrices, float32 ``[held, 1, columns]``."""
+    scale = arrays.get("rhs_scale", jnp.ones((), jnp.float32)).astype(jnp.float32)
+    scale = scale.reshape(scale.shape + (1,) * (2 - scale.ndim))
+    return jnp.broadcast_to(scale, (p.held, p.columns))[:, None]
+
+
+grouped_matmul = GroupedMatmul()

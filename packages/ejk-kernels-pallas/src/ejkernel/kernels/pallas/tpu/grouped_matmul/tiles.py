@@ -1,0 +1,196 @@
+"""Tiles of grouped matmul on TPU: the fewest bytes moved, among tiles that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.ops.params import config_field
+from ejkernel.types.problems.grouped_matmul import GroupedProblem
+
+LANES = 128
+# A grid step costs some 200 bundles besides its matmul; in that time about as many bytes arrive.
+STEP = 2**18
+MAX_ROWS, MAX_COLUMNS = 512, 2048
+CONFIG = {"rows": "block_m", "columns": "block_n", "inner": "block_k"}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Blocks of one kernel.
+
+    Attributes:
+        rows: rows of ``lhs`` in a grid step.
+        columns: columns of the result in a grid step.
+        inner: of the axis that forward contracts, in a grid step; the whole axis where it fits,
+            because then consecutive blocks of rows use a matrix that is fetched once.
+        chunk: part of ``inner`` in one matmul of straight code.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    chunk: int = LANES
+
+    def vmem(self, p: GroupedProblem) -> int:
+        """Bytes of vector memory of the forward kernel: two buffers of each block, the accumulator,
+        and what one matmul of straight code leaves in memory."""
+        out = self.rows * self.columns
+        lhs = self.rows * _padded(self.inner, LANES) * p.itemsize
+        rhs = _padded(self.inner, LANES) * self.columns * (1 if p.stored else p.itemsize)
+        blocks = lhs + rhs + out * (result_itemsize(p) + (4 if p.added else 0))
+        # 8-bit values become float32 on their way to the dtype of lhs
+        widened = self.chunk * self.columns * (p.itemsize + 8) if p.stored else 0
+        return 2 * blocks + 2 * 4 * out + widened
+
+    def gradient_vmem(self, p: GroupedProblem) -> int:
+        """Bytes of vector memory of the kernel for the gradient of ``rhs``."""
+        out = self.inner * self.columns
+        blocks = self.rows * (self.inner + self.columns) * p.itemsize + out * p.itemsize
+        return 2 * blocks + 2 * 4 * out + 4 * self.rows * (self.inner + self.columns)
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """Tiles of the three kernels: the result, the gradient of ``lhs``, that of ``rhs``."""
+
+    fwd: Tiles
+    dlhs: Tiles
+    drhs: Tiles
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Returns the forward tiles as fields of the config."""
+        return {theirs: getattr(self.fwd, mine) for mine, theirs in CONFIG.items()}
+
+    def apply_config(self, cfg: Any, problem: GroupedProblem, target: Chip) -> GroupedTiles:
+        """These tiles with what a config says of the forward kernel, in whole registers."""
+        fields = {mine: config_field(cfg, theirs) for mine, theirs in CONFIG.items()}
+        sizes = {name: int(size) for name, size in fields.items() if size is not None}
+        return replace(self, fwd=legal(replace(self.fwd, **sizes), problem))
+
+
+def result_itemsize(p: GroupedProblem) -> int:
+    return 2 if p.out == "bfloat16" else 4
+
+
+def _padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def row_unit(p: GroupedProblem) -> int:
+    """Rows of a register of ``lhs`` and of the result, whichever has more."""
+    return 16 if 2 in (p.itemsize, result_itemsize(p)) else 8
+
+
+def legal(t: Tiles, p: GroupedProblem) -> Tiles:
+    """Returns tiles in whole registers, no larger than the arrays."""
+    inner = p.inner if t.inner >= p.inner else _padded(t.inner, LANES)
+    return replace(
+        t,
+        rows=min(_padded(t.rows, row_unit(p)), _padded(p.rows, row_unit(p))),
+        columns=min(_padded(t.columns, LANES), _padded(p.columns, LANES)),
+        inner=min(inner, p.inner),
+    )
+
+
+def block_rows(p: GroupedProblem) -> int:
+    """Rows of a block: a power of two near the mean of a group.
+
+    What lies past the end of a group is computed for nothing. Below 64 rows that no longer costs:
+    the matrix units load a matrix no faster than memory delivers it.
+    """
+    most = MAX_ROWS if p.itemsize == 2 else MAX_ROWS // 2
+    block = 64
+    while block < min(most, p.mean_rows):
+        block *= 2
+    return min(block, _padded(p.rows, row_unit(p)))
+
+
+def parts(length: int, unit: int, most: int) -> Iterator[int]:
+    """Blocks of at most ``most`` that divide an axis evenly, up to rounding to ``unit``."""
+    seen = None
+    for count in range(1, -(-length // unit) + 1):
+        block = _padded(-(-length // count), unit)
+        if block <= max(most, unit) and block != seen:
+            seen = block
+            yield block
+
+
+def straight_work(p: GroupedProblem, chip: Chip) -> int:
+    """Multiply-adds of one matmul of straight code.
+
+    More take longer to compile; fewer wait more often for the first rows to come out of a matrix
+    unit, which a wide one makes up for only with more of them. Float32 may be six passes.
+    """
+    work = 2**30 if chip.mxu > LANES else 2**29
+    return work if p.itemsize == 2 else work // 4
+
+
+def memory_for(chip: Chip) -> int:
+    """Bytes that tiles may take; the rest is left to what the compiler moves ahead."""
+    return chip.vmem // 4 * 3
+
+
+def forward_tiles(p: GroupedProblem, chip: Chip) -> Tiles:
+    """Tiles of the result: ``lhs`` is read once for each block of columns, a matrix once, or where
+    ``inner`` is divided once for each block of rows."""
+    rows = block_rows(p)
+    visited = -(-p.rows // rows) + p.held
+
+    def cost(t: Tiles) -> int:
+        across, steps = -(-p.columns // t.columns), -(-p.inner // t.inner)
+        lhs = p.rows * across * p.itemsize
+        rhs = (p.held if steps == 1 else visited) * p.columns * (1 if p.stored else p.itemsize)
+        return p.inner * (lhs + rhs) + STEP * visited * across * steps
+
+    inner = [p.inner, *(k for k in parts(p.inner, LANES, 4096) if p.inner % k == 0)]
+    if len(inner) == 1:  # nothing divides it: its last block is masked
+        inner += list(parts(p.inner, LANES, 4096))
+    columns = list(parts(p.columns, chip.mxu, MAX_COLUMNS))
+
+    def chunk(n: int) -> int:
+        return max(LANES, min(straight_work(p, chip) // (rows * n) // LANES * LANES, 1024))
+
+    found = [legal(Tiles(rows, n, k, chunk(n)), p) for k in inner for n in columns]
+    fitting = [t for t in found if t.vmem(p) <= memory_for(chip)]
+    return min(fitting, key=cost) if fitting else min(found, key=lambda t: t.vmem(p))
+
+
+def gradient_tiles(p: GroupedProblem, chip: Chip) -> Tiles:
+    """Tiles of the gradient of ``rhs``: ``lhs`` is read once for each block of columns, the
+    cotangent once for each block of ``inner``."""
+    rows = block_rows(p)
+    visited = -(-p.rows // rows) + p.held
+
+    def cost(t: Tiles) -> int:
+        across, down = -(-p.columns // t.columns), -(-p.inner // t.inner)
+        moved = p.rows * (p.inner * across + p.columns * down) * p.itemsize
+        return moved + STEP * visited * across * down
+
+    inner = list(parts(p.inner, chip.mxu, 1024))
+    columns = list(parts(p.columns, chip.mxu, 1024))
+    straight = max(straight_work(p, chip), 512**2 * rows)
+    found = [
+        legal(Tiles(rows, n, k), p) for k in inner for n in columns if rows * n * k <= straight
+    ]
+    fitting = [t for t in found if t.gradient_vmem(p) <= memory_for(chip)]
+    return min(fitting, key=cost) if fitting else min(found, key=lambda t: t.gradient_vmem(p))
+
+
+def choose(p: GroupedProblem, chip: Chip) -> GroupedTiles:
+    """The tiles of a call."""
+    return GroupedTiles(
+        forward_tiles(p, chip), forward_tiles(p.flipped(), chip), gradient_tiles(p, chip)
+    )
+
+
+def neighbours(t: Tiles, p: GroupedProblem) -> Iterator[Tiles]:
+    """Tiles with half or twice the rows or columns."""
+    for name in ("rows", "columns"):
+        for size in (getattr(t, name) // 2, getattr(t, name) * 2):
+            near = legal(replace(t, **{name: max(size, 16)}), p)
+            if near != t:
+                yield near

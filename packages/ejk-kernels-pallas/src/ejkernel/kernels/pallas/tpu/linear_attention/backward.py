@@ -1,0 +1,185 @@
+"""The gradients of linear attention on a TPU, chunk after chunk against time.
+
+With P = (q k^T) * D, E = (do v^T) * D, H the state before a chunk and G the gradient of the state
+after it (``forward`` has the other names):
+
+    dq = scale * (E k + since * do H^T)        dk = scale * E^T q + until * (v G^T)
+    dv = scale * P^T do + until * (k G)        G' = total * G + scale * (since * q)^T do
+
+A log decay g_r is in every D[t, s] with s < r <= t in time, in since_t for t >= r, in until_s for
+s < r, and in ``total``:
+
+    dg_r = sum of W[t, s] over s < r <= t + sum of a_t, t >= r + sum of b_s, s < r + <G, total H>
+
+with W = scale * (q k^T) * E, a and b the rowwise products of q and k with their gradients through
+the state. A matmul with zeros and ones adds up exactly these terms, so that nothing
+cancels.
+
+Grid (head, visit) against time: a step first repeats the states before its chunks from the state
+that ``forward`` kept for the visit. The gradients of heads that share a key are added by XLA.
+
+Bound: 5 matmuls inside the chunk and 6 through states of forward's 2 and 2.
+
+Source: derived from the forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.compat import result
+from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.segments import Visits
+from ejkernel.kernels.pallas.tpu.linear_attention.chunk import (
+    Order,
+    decay_of,
+    dot,
+    masked_rows,
+    order_of_rows,
+    rows_of_chunk,
+    times,
+)
+from ejkernel.kernels.pallas.tpu.linear_attention.forward import (
+    chunk_order,
+    compiler_params,
+    position_of,
+    row_shape,
+    specs_of,
+    store_rows,
+)
+from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK, Problem, Tiles
+
+
+def _gate_gradient(
+    p: Problem, order: Order, pairs: jax.Array, since: jax.Array, until: jax.Array, total: jax.Array
+) -> jax.Array:
+    """Returns ``[1, CHUNK]`` from W ``[t, s]``, a ``[t, 1]``, b ``[s, 1]`` and <G, total H>."""
+    upto = jnp.where(order.upto, 1.0, 0.0)
+    # [s, r]: sum of W[t, s] over the rows t that are not before r
+    below = dot(p, pairs, upto, (0, 0))
+    earlier = ~order.upto  # [s, r]: s is before r
+    through = jnp.where(order.upto, since, 0.0) + jnp.where(earlier, below + until, 0.0)
+    return jnp.sum(through, axis=0, keepdims=True) + total
+
+
+def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
+    tables, refs = all_refs[:4], list(all_refs[4:])
+    q_ref, k_ref, v_ref, do_ref = (refs.pop(0) for _ in range(4))
+    gate_ref = refs.pop(0) if p.gated else None
+    before_ref, dfinal_ref = refs.pop(0), refs.pop(0)
+    dq_ref, dk_ref, dv_ref = (refs.pop(0) for _ in range(3))
+    dgate_ref = refs.pop(0) if p.gated else None
+    dinitial_ref, dstate_ref, states_ref = refs
+    against = not p.reverse
+    at, order = position_of(p, t, tables, against), order_of_rows(p.reverse)
+
+    @pl.when(at.opens)
+    def _open() -> None:
+        dstate_ref[...] = jnp.where(at.sequence < p.states, dfinal_ref[0, 0], 0.0)
+
+    def load(chunk: int, *arrays: Any) -> tuple[Any, list[jax.Array]]:
+        rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
+        inside = rows_of_chunk(first, 0, at.start, at.stop)
+        gate = None
+        if gate_ref is not None:
+            within = rows_of_chunk(first, 1, at.start, at.stop)
+            gate = jnp.where(within, gate_ref[0, :, rows], 0.0)
+        return gate, [masked_rows(ref[0, rows], inside) for ref in arrays]
+
+    state = before_ref[0, 0]
+    for chunk in chunk_order(t, p.reverse):
+        states_ref[chunk] = state
+        gate, (k, v) = load(chunk, k_ref, v_ref)
+        decay = decay_of(order, gate)
+        state = times(state, decay.total) + dot(p, times(k, decay.until), v, (0, 0))
+
+    dstate = dstate_ref[...]
+    for chunk in chunk_order(t, against):
+        rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
+        gate, (q, k, v, do) = load(chunk, q_ref, k_ref, v_ref, do_ref)
+        decay, state = decay_of(order, gate), states_ref[chunk]
+        scores = dot(p, q, k, (1, 1)) * p.scale
+        dscores = dot(p, do, v, (1, 1)) * decay.pairs
+        dq_state = times(dot(p, do, state, (1, 1)), decay.since) * p.scale
+        dk_state = times(dot(p, v, dstate, (1, 1)), decay.until)
+        dq = dot(p, dscores, k) * p.scale + dq_state
+        dk = dot(p, dscores, q, (0, 0)) * p.scale + dk_state
+        dv = dot(p, scores * decay.pairs, do, (0, 0)) + times(dot(p, k, dstate), decay.until)
+        for ref, x in ((dq_ref, dq), (dk_ref, dk), (dv_ref, dv)):
+            store_rows(ref, rows, x, rows_of_chunk(first, 0, at.start, at.end))
+        if dgate_ref is not None:
+            since = jnp.sum(q.astype(jnp.float32) * dq_state, axis=1, keepdims=True)
+            until = jnp.sum(k.astype(jnp.float32) * dk_state, axis=1, keepdims=True)
+            total = times(jnp.sum(dstate * state, keepdims=True), decay.total)
+            dgate = _gate_gradient(p, order, scores * dscores, since, until, total)
+            within = rows_of_chunk(first, 1, at.start, at.end)
+            dgate_ref[0, :, rows] = jnp.where(within, dgate, dgate_ref[0, :, rows])
+        dstate = times(dstate, decay.total) + p.scale * dot(p, times(q, decay.since), do, (0, 0))
+    dstate_ref[...] = dstate
+
+    @pl.when(at.closes & (at.sequence < p.states))
+    def _close() -> None:
+        dinitial_ref[0, 0] = dstate_ref[...]
+
+
+def backward(
+    p: Problem,
+    t: Tiles,
+    chip: Chip,
+    found: Visits,
+    arrays: tuple[jax.Array, ...],
+    before: jax.Array,
+    dfinal: jax.Array,
+) -> list[jax.Array]:
+    """Returns dq, dk and dv in ``row_shape``, the gradient ``[heads, 1, rows]`` of the log
+    decays if there are any, and that of the initial states.
+
+    ``arrays``: q, k, v, do, and log decays; ``before``: what ``forward`` kept.
+    """
+    specs = specs_of(p, t, not p.reverse)
+    tables = (*found.tables, found.count[None])
+    state = (p.dim, p.value_dim)
+    dtypes = (p.out, *(["float32"] * 2 if p.group > 1 else [p.dtype] * 2))
+    widths = (p.dim, p.dim, p.value_dim)
+    outputs: list[Any] = [
+        (specs.rows(width), row_shape(p, width, p.heads), dtype)
+        for width, dtype in zip(widths, dtypes, strict=True)
+    ]
+    if p.gated:
+        outputs.append((specs.gates, (p.heads, 1, p.total), "float32"))
+    outputs.append((specs.states, (p.states, p.heads, *state), "float32"))
+    flops = 2 * p.heads * p.total * (5 * CHUNK * max(p.dim, p.value_dim) + 6 * p.dim * p.value_dim)
+    return pl.pallas_call(
+        functools.partial(_kernel, p, t),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(p.heads, found.count),
+            in_specs=[
+                specs.rows(p.dim),
+                specs.rows(p.dim, True),
+                specs.rows(p.value_dim, True),
+                specs.rows(p.value_dim),
+                *([specs.gates] if p.gated else []),
+                specs.visits,
+                specs.states,
+            ],
+            out_specs=[spec for spec, _, _ in outputs],
+            scratch_shapes=[
+                pltpu.VMEM(state, jnp.float32),
+                pltpu.VMEM((t.chunks, *state), jnp.float32),
+            ],
+        ),
+        out_shape=[result(shape, dtype, *arrays) for _, shape, dtype in outputs],
+        compiler_params=compiler_params(chip, t.vmem(p, backward=True)),
+        cost_estimate=pl.CostEstimate(
+            flops=flops, transcendentals=0, bytes_accessed=3 * sum(x.nbytes for x in arrays)
+        ),
+        interpret=chip.interpret,
+        name="ejkernel_linear_attention_gradients",
+    )(*tables, *arrays, before, dfinal)

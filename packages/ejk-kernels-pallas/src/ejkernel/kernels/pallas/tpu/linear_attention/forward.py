@@ -1,0 +1,236 @@
+"""Linear attention forward on a TPU, chunk after chunk.
+
+    H_t = exp(g_t) H_{t-1} + k_t v_t^T        o_t = scale * q_t H_t
+
+Inside a chunk of C rows, with D[t, s] the decay from row s to row t:
+
+    o = scale * ((q k^T * D) v + since * (q H))        H' = total * H + (until * k)^T v
+
+Grid (head, visit): the state of a head stays in vector memory while its sequences are visited, one
+after the other (``common.segments``: a visit is a sequence and a block of rows in it, time may run
+backwards). Rows of other sequences count as zeros that do not decay. For the gradients the state
+before each visit is kept.
+
+Bound: 2 s (C (dk + dv) + 2 dk dv) FLOPs a head, of 4 s (dk + dv) bytes in bfloat16: at dims and
+chunks of 128 that is 128 FLOPs a byte, so memory is the limit, short of the three matmuls for D.
+
+Sources: Yang et al. 2024, Gated Linear Attention (the form by chunks); Qin et al. 2024, Lightning
+Attention-2 (the loop that keeps the state on the chip).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.compat import result
+from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.masks import LANES
+from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block
+from ejkernel.kernels.pallas.tpu.linear_attention.chunk import (
+    decay_of,
+    dot,
+    masked_rows,
+    order_of_rows,
+    rows_of_chunk,
+    times,
+)
+from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK, Problem, Tiles
+
+
+class Position(NamedTuple):
+    """The sequence and rows of a grid step, from the tables in scalar memory.
+
+    Attributes:
+        sequence: index of the sequence; ``Problem.states`` for the rows that belong to none.
+        first: first row of the block. start, end: rows of the sequence.
+        stop: ``end``, or ``start`` where the rows belong to no sequence.
+        opens, closes: whether the step is the first, the last one of the sequence.
+    """
+
+    sequence: Any
+    first: Any
+    start: Any
+    end: Any
+    stop: Any
+    opens: Any
+    closes: Any
+
+
+def entry(step: Any, count: Any, backwards: bool) -> Any:
+    """Returns the visit of a step of the grid."""
+    return count[0] - 1 - step if backwards else step
+
+
+def position_of(p: Problem, t: Tiles, tables: Any, backwards: bool) -> Position:
+    """Returns the position of the present step; ``backwards``: from the last row to the first."""
+    segment, shift, bounds, count = tables
+    visit, last = entry(pl.program_id(1), count, backwards), count[0] - 1
+    sequence = segment[visit]
+    begins = (visit == 0) | (segment[jnp.maximum(visit - 1, 0)] != sequence)
+    ends = (visit == last) | (segment[jnp.minimum(visit + 1, last)] != sequence)
+    opens, closes = (ends, begins) if backwards else (begins, ends)
+    first = row_block(visit, segment, shift) * t.rows
+    start, end = bounds[sequence], bounds[sequence + 1]
+    stop = jnp.where(sequence < p.states, end, start)
+    return Position(sequence, first, start, end, stop, opens, closes)
+
+
+def chunk_order(t: Tiles, backwards: bool) -> list[int]:
+    """Returns the chunks of a block, from the first row to the last or ``backwards``."""
+    return list(range(t.chunks))[:: -1 if backwards else 1]
+
+
+def store_rows(ref: Any, rows: Any, x: jax.Array, inside: jax.Array) -> None:
+    """Stores the rows of a block that are ``inside``; the others keep what they have."""
+    others = ref[0, rows].astype(jnp.float32)
+    ref[0, rows] = jnp.where(inside, x, others).astype(ref.dtype)
+
+
+def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
+    tables, refs = all_refs[:4], list(all_refs[4:])
+    q_ref, k_ref, v_ref = (refs.pop(0) for _ in range(3))
+    gate_ref = refs.pop(0) if p.gated else None
+    initial_ref, o_ref, final_ref, *refs = refs
+    before_ref = refs.pop(0) if keep else None
+    (state_ref,) = refs
+    at, order = position_of(p, t, tables, p.reverse), order_of_rows(p.reverse)
+
+    @pl.when(at.opens)
+    def _open() -> None:
+        state_ref[...] = initial_ref[0, 0]
+
+    if before_ref is not None:
+        before_ref[0, 0] = state_ref[...]
+
+    state = state_ref[...]
+    for chunk in chunk_order(t, p.reverse):
+        rows = pl.ds(chunk * CHUNK, CHUNK)
+        first = at.first + chunk * CHUNK
+        inside = rows_of_chunk(first, 0, at.start, at.stop)
+        q, k, v = (masked_rows(ref[0, rows], inside) for ref in (q_ref, k_ref, v_ref))
+        gate = None
+        if gate_ref is not None:
+            within = rows_of_chunk(first, 1, at.start, at.stop)
+            gate = jnp.where(within, gate_ref[0, :, rows], 0.0)
+        decay = decay_of(order, gate)
+        o = dot(p, dot(p, q, k, (1, 1)) * decay.pairs, v) + times(dot(p, q, state), decay.since)
+        store_rows(o_ref, rows, p.scale * o, rows_of_chunk(first, 0, at.start, at.end))
+        state = times(state, decay.total) + dot(p, times(k, decay.until), v, (0, 0))
+    state_ref[...] = state
+
+    @pl.when(at.closes & (at.sequence < p.states))
+    def _close() -> None:
+        final_ref[0, 0] = state_ref[...]
+
+
+def in_lanes(width: int) -> bool:
+    """Returns whether heads of a row lie next to each other: as the call gives them."""
+    return width % LANES == 0
+
+
+def row_shape(p: Problem, width: int, heads: int) -> tuple[int, int, int]:
+    """Returns the shape of rows of all heads as the kernels read them."""
+    return (1, p.total, heads * width) if in_lanes(width) else (heads, p.total, width)
+
+
+class Specs(NamedTuple):
+    """Blocks of the arrays, by index maps of (head, step)."""
+
+    rows: Any
+    gates: pl.BlockSpec
+    states: pl.BlockSpec
+    visits: pl.BlockSpec
+
+
+def specs_of(p: Problem, t: Tiles, backwards: bool) -> Specs:
+    """Returns the blocks; ``rows(width, shared)`` of arrays in ``row_shape``."""
+
+    def block(step: Any, tables: Any) -> Any:
+        return row_block(entry(step, tables[3], backwards), *tables[:2])
+
+    def rows(width: int, shared: bool = False) -> pl.BlockSpec:
+        group = p.group if shared else 1
+
+        def of_rows(h: Any, i: Any, *tables: Any) -> Any:
+            head, place = h // group, block(i, tables)
+            return (0, place, head) if in_lanes(width) else (head, place, 0)
+
+        return pl.BlockSpec((1, t.rows, width), of_rows)
+
+    def of_state(h: Any, i: Any, *tables: Any) -> Any:
+        sequence = tables[0][entry(i, tables[3], backwards)]
+        return jnp.minimum(sequence, p.states - 1), h, 0, 0
+
+    def of_visit(h: Any, i: Any, *tables: Any) -> Any:
+        return h, entry(i, tables[3], backwards), 0, 0
+
+    return Specs(
+        rows,
+        pl.BlockSpec((1, 1, t.rows), lambda h, i, *s: (h, 0, block(i, s))),
+        pl.BlockSpec((1, 1, p.dim, p.value_dim), of_state),
+        pl.BlockSpec((1, 1, p.dim, p.value_dim), of_visit),
+    )
+
+
+def compiler_params(chip: Chip, vmem: int) -> Any:
+    limit = min(chip.vmem, max(vmem * 3 // 2, 16 * 2**20))
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(limit)
+    )
+
+
+def forward(
+    p: Problem,
+    t: Tiles,
+    chip: Chip,
+    found: Visits,
+    arrays: tuple[jax.Array, ...],
+    initial: jax.Array,
+    *,
+    keep: bool,
+) -> list[jax.Array]:
+    """Returns o in ``row_shape``, final states ``[states, heads, dk, dv]``, and with ``keep``
+    the states ``[heads, visits, dk, dv]`` before the visits.
+
+    ``arrays``: q, k, v in ``row_shape`` and log decays ``[heads, 1, rows]``.
+    """
+    specs = specs_of(p, t, p.reverse)
+    tables = (*found.tables, found.count[None])
+    state = (p.dim, p.value_dim)
+    outputs = [
+        (specs.rows(p.value_dim), row_shape(p, p.value_dim, p.heads), p.out),
+        (specs.states, (p.states, p.heads, *state), "float32"),
+    ]
+    if keep:
+        visits = found.segment.shape[0]
+        outputs.append((specs.visits, (p.heads, visits, *state), "float32"))
+    flops = 2 * p.heads * p.total * (CHUNK * (p.dim + p.value_dim) + 2 * p.dim * p.value_dim)
+    return pl.pallas_call(
+        functools.partial(_kernel, p, t, keep),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(p.heads, found.count),
+            in_specs=[
+                specs.rows(p.dim),
+                specs.rows(p.dim, True),
+                specs.rows(p.value_dim, True),
+                *([specs.gates] if p.gated else []),
+                specs.states,
+            ],
+            out_specs=[spec for spec, _, _ in outputs],
+            scratch_shapes=[pltpu.VMEM(state, jnp.float32)],
+        ),
+        out_shape=[result(shape, dtype, *arrays) for _, shape, dtype in outputs],
+        compiler_params=compiler_params(chip, t.vmem(p)),
+        cost_estimate=pl.CostEstimate(
+            flops=flops, transcendentals=0, bytes_accessed=2 * sum(x.nbytes for x in arrays)
+        ),
+        interpret=chip.interpret,
+        name="ejkernel_linear_attention",
+    )(*tables, *arrays, initial)

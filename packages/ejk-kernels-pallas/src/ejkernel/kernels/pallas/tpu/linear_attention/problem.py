@@ -1,0 +1,146 @@
+"""Static properties and tiles of linear attention on TPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.types.arrays import result_dtype
+
+DTYPES = ("bfloat16", "float32")
+MAX_DIM = 256
+MIN_ROWS = 16
+# Rows of a chunk: a chunk costs as many multiply-adds a row inside as through the state at dim 128,
+# and fills a matrix unit of 128 rows.
+CHUNK = 128
+MAX_CHUNKS = 4  # of a grid step, whose overhead is about the time of one
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Static properties of a call.
+
+    Attributes:
+        batch, rows, heads, kv_heads, dim, value_dim: sizes; rows of one batch row.
+        sequences: packed sequences, 0 where every batch row is one.
+        scale: factor of the query.
+        reverse: whether time runs from the last row to the first.
+        gated: whether the state decays.
+        dtype: of the operands of matmuls. out: of the output.
+        unsupported: what no kernel here takes, or "".
+    """
+
+    batch: int
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    sequences: int
+    scale: float
+    reverse: bool
+    gated: bool
+    dtype: str
+    out: str
+    unsupported: str = ""
+
+    @property
+    def total(self) -> int:
+        """Rows of all batch rows."""
+        return self.batch * self.rows
+
+    @property
+    def states(self) -> int:
+        """Initial and final states of a head."""
+        return self.sequences or self.batch
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key."""
+        return self.heads // self.kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.dtype == "bfloat16" else 4
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Blocks of both passes.
+
+    Attributes:
+        chunks: chunks of ``CHUNK`` rows in a grid step.
+    """
+
+    chunks: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.chunks * CHUNK
+
+    def vmem(self, p: Problem, backward: bool = False) -> int:
+        """Bytes of vector memory of a pass: two buffers of each block, states, and the values of
+        a chunk."""
+        dim, value_dim = (-(-d // 128) * 128 for d in (p.dim, p.value_dim))
+        arrays = 4 * dim + 4 * value_dim if backward else 2 * dim + 2 * value_dim
+        states = dim * value_dim * 4 * (self.chunks + 8 if backward else 8)
+        chunk = CHUNK * 4 * (8 * CHUNK + 8 * (dim + value_dim))
+        return 2 * self.rows * arrays * 4 + states + chunk
+
+
+def problem_of(a: Mapping[str, Any]) -> Problem:
+    """The static properties of a call whose arguments are canonical."""
+    q, k, v, cu = a["query"], a["key"], a["value"], a["cu_seqlens"]
+    gate = a.get("g")
+    gated = gate is not None or a.get("g_gamma") is not None or "layer_idx" in a
+    dtypes = (q.dtype, k.dtype, v.dtype)
+    return Problem(
+        batch=q.shape[0],
+        rows=q.shape[1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        dim=q.shape[3],
+        value_dim=v.shape[3],
+        sequences=0 if cu is None else cu.shape[0] - 1,
+        scale=a["softmax_scale"],
+        reverse=a["reverse"],
+        gated=gated,
+        dtype=result_dtype(*dtypes).name,
+        out=q.dtype.name,
+        unsupported=_unsupported(a),
+    )
+
+
+def _unsupported(a: Mapping[str, Any]) -> str:
+    """Returns the reason why no kernel here takes the call, or ""."""
+    q, v = a["query"], a["value"]
+    for name in ("query", "key", "value"):
+        dtype = a[name].dtype.name
+        if dtype not in DTYPES:
+            return f"{name}: {dtype} is not supported, only {' and '.join(DTYPES)}"
+    for name, dim in (("query", q.shape[3]), ("value", v.shape[3])):
+        if dim > MAX_DIM:
+            return f"{name}: head dim {dim} is more than {MAX_DIM}"
+    if q.shape[1] < MIN_ROWS:
+        return f"query: fewer than {MIN_ROWS} rows are not supported"
+    gate = a.get("g")
+    if gate is not None and gate.ndim == 4:
+        return "g: a decay for each key channel is not supported, only one for each head"
+    return ""
+
+
+def choose(p: Problem, chip: Chip) -> Tiles:
+    """Returns as many chunks as fill a sequence, at most ``MAX_CHUNKS``.
+
+    A block with the border of a sequence is visited twice, so short sequences get short blocks.
+    """
+    length = p.total // max(p.states, 1)
+    chunks = MAX_CHUNKS
+    while chunks > 1 and chunks * CHUNK > length:
+        chunks //= 2
+    while chunks > 1 and Tiles(chunks).vmem(p, backward=True) > chip.vmem // 4 * 3:
+        chunks //= 2
+    return Tiles(chunks)
