@@ -52,8 +52,8 @@ def differentiate(args, cu_seqlens=None, *, tile=16, options=()):
 def check(args, cu_seqlens=None, *, tile=16, rounded_beta=False, **options):
     """Values and all gradients against the oracle."""
     found = differentiate(args, cu_seqlens, tile=tile, options=tuple(options.items()))
-    known = {"state_dtype": args["query"].dtype, "rounded_beta": rounded_beta}
-    check_delta(args, found, cu_seqlens=cu_seqlens, **known, **options)
+    accuracy = {"state_dtype": args["query"].dtype, "rounded_beta": rounded_beta}
+    check_delta(args, found, cu_seqlens=cu_seqlens, **accuracy, **options)
     return found
 
 

@@ -76,10 +76,9 @@ def check_delta(
 def _delta(*more: str, dtype: str = BF16, **sizes: int) -> AbstractCall:
     """Training of Qwen3-Next's layer."""
     sizes = {"batch": 1, "seq": 8192, "heads": 32, "kv_heads": 16, "key_dim": 128} | sizes
-    given = ("g", "beta", *more)
     return abstract_call(
-        "gated_delta_rule", sizes, *given, dtype=dtype, dtypes={"g": F32, "initial_state": F32},
-        trained=True, options={"normalize_qk": True},
+        "gated_delta_rule", sizes, "g", "beta", *more, dtype=dtype,
+        dtypes={"g": F32, "initial_state": F32}, trained=True, options={"normalize_qk": True},
     )  # fmt: skip
 
 

@@ -79,8 +79,8 @@ class ChunkLaunch(Launch):
     def maps(self, target: Target) -> int:
         """Returns how rows are loaded: through the copy engine where there is one."""
         p, t = self.problem, self.tiles
-        sizes = ((p.dim, linear_tiles.width(p.dim)), (p.value_dim, self.columns), (t.chunk, t.chunk))
-        return linear_tiles.maps_of(p, t.chunk, sizes, target)
+        keys, values = (p.dim, linear_tiles.width(p.dim)), (p.value_dim, self.columns)
+        return linear_tiles.maps_of(p, t.chunk, (keys, values), target)
 
     def sizes(self, target: Target) -> Sizes:
         p = self.problem
@@ -168,7 +168,7 @@ def find_sequence(cu, owner, sizes):
 def load_matrix(
     x, number, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MAPS: tl.constexpr
 ):
-    """Loads a matrix of ``[numbers, height, width]``, padded with zeros."""
+    """Loads a matrix of ``[count, height, width]``, padded with zeros."""
     if MAPS == POINTERS:
         row = tl.arange(0, HEIGHT)[:, None]
         column = tl.arange(0, WIDTH)[None, :]
@@ -181,7 +181,7 @@ def load_matrix(
 
 @triton.jit
 def load_square(x, number, sizes):
-    """Loads a matrix of ``[numbers, CHUNK, CHUNK]``."""
+    """Loads a matrix of ``[count, CHUNK, CHUNK]``."""
     return load_matrix(
         x, number, sizes.CHUNK, sizes.CHUNK, sizes.CHUNK, sizes.CHUNK, sizes.MAPS
     )

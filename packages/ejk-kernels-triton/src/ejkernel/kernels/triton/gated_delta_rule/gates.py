@@ -1,20 +1,19 @@
-"""Decays inside a chunk, from the split prefix sums of ``linear_attention.gates``, in base 2."""
+"""Decays inside a chunk, from split log decays as in ``linear_attention.gates``, in base 2."""
 
 from __future__ import annotations
 
+from ejkernel.kernels.triton.common.softmax import LOG2E
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention.gates import split_gate
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def load_gates(gate, at, valid, REVERSED: tl.constexpr):
     """Loads log decays, and returns what a chunk needs of them.
 
-    (prefix sums of multiples, of remainders, decay from the chunk start through every token, decay
-    from every token to the chunk end, decay of the chunk). Prefix sums are inclusive, in time order
-    and in base 2; tokens that are not ``valid`` do not decay, and their decays are 0.
+    (cumulative multiples, cumulative remainders, decay from the chunk start through every token,
+    decay from every token to the chunk end, decay of the chunk). What is cumulative includes the
+    token itself, in time order. Tokens that are not ``valid`` do not decay, and their decays are 0.
     """
     g = tl.load(gate + at, mask=valid, other=0.0).to(tl.float32)
     g = tl.maximum(g, -128.0) * LOG2E
@@ -30,7 +29,7 @@ def load_gates(gate, at, valid, REVERSED: tl.constexpr):
 
 @triton.jit
 def is_up_to(SIZE: tl.constexpr, REVERSED: tl.constexpr):
-    """Whether the token of a column is that of the row or comes before it ``[SIZE, SIZE]``."""
+    """Returns whether a column's token comes no later than the row's ``[SIZE, SIZE]``."""
     row = tl.arange(0, SIZE)[:, None]
     column = tl.arange(0, SIZE)[None, :]
     if REVERSED:
@@ -42,6 +41,6 @@ def is_up_to(SIZE: tl.constexpr, REVERSED: tl.constexpr):
 
 @triton.jit
 def pair_decays(high, low, seen):
-    """Returns decays from the token of a column to the token of a row, 0 where it is not ``seen``."""
+    """Returns decays from the token of a column to that of the row, 0 where it is not ``seen``."""
     exponent = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     return tl.exp2(tl.where(seen, exponent, float("-inf")))

@@ -49,25 +49,25 @@ class GatedDeltaRule(TritonKernel):
         return problem.unsupported or None
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, t, known = work.problem, work.tiles, _operands(arrays)
+        p, t, operands = work.problem, work.tiles, _operands(arrays)
         if tiles.few_tokens(p):
-            state = known["initial"]
+            state = operands["initial"]
             overwrites = state is not None and state.dtype == jnp.float32
-            found = call(DecodeLaunch(p, t, overwrites=overwrites), **known)
+            found = call(DecodeLaunch(p, t, overwrites=overwrites), **operands)
         else:
-            found = call(ScanLaunch(p, t, for_gradients=False), **_prepared(p, t, known))
+            found = call(ScanLaunch(p, t, for_gradients=False), **_prepared(p, t, operands))
         return (found["out"], found["final"]), None
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        p, t, known = work.problem, work.tiles, _operands(arrays)
+        p, t, operands = work.problem, work.tiles, _operands(arrays)
         do, dstate = cotangents
-        prepared = _prepared(p, t, known)
+        prepared = _prepared(p, t, operands)
         found = call(ScanLaunch(p, t, for_gradients=True), **prepared)
         del prepared["value"], prepared["initial"]
         found |= call(ReverseScanLaunch(p, t), **prepared, dout=do, dfinal=dstate)
-        del known["value"], known["initial"]
+        del operands["value"], operands["initial"]
         dinitial = found.pop("dinitial")
-        gradients = call(RowGradientsLaunch(p, t), **known, **found, dout=do)
+        gradients = call(RowGradientsLaunch(p, t), **operands, **found, dout=do)
         gradients |= {"dvalue": found["dvalue"], "dinitial": dinitial}
         named = {theirs: gradients.get(f"d{ours}") for ours, theirs in NAMES.items()}
         return {name: x for name, x in named.items() if name in arrays}
@@ -80,11 +80,11 @@ def _operands(arrays: Arrays) -> dict[str, Any]:
     return found | {"cu": None if cu is None else cu[None]}
 
 
-def _prepared(p: Problem, t: tiles.Tiles, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the operands of the scans: what ``prepare`` computes, and what they read themselves."""
-    given = {name: known[name] for name in ("query", "key", "gate", "beta", "cu")}
-    read = {name: known[name] for name in ("query", "key", "value", "initial", "cu")}
-    return call(PrepareLaunch(p, t), **given) | read
+def _prepared(p: Problem, t: tiles.Tiles, operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the operands of the scans: arrays of the call, and the results of ``prepare``."""
+    of_chunks = {name: operands[name] for name in ("query", "key", "gate", "beta", "cu")}
+    of_scan = {name: operands[name] for name in ("query", "key", "value", "initial", "cu")}
+    return call(PrepareLaunch(p, t), **of_chunks) | of_scan
 
 
 gated_delta_rule = GatedDeltaRule()

@@ -6,8 +6,8 @@ With dS the gradient of the state after the chunk and do that of the outputs,
     dv  = beta inverse^T du                                                            [C, dv]
     dS <- decay of the chunk * dS + (scale D q)^T do - (D k)^T dv                      [dk, dv]
 
-Work split and bound: as in ``scan``, whose three matmuls in a chain it has. It keeps the gradient of
-the state after every chunk for ``row_gradients``.
+Work split and bound: as in ``scan``, with a chain of three matmuls too. The gradient of the state
+after every chunk is stored for ``row_gradients``.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def scan_gradients(
     inside = (d < sizes.dim) & (c < sizes.value_dim - column)
     state_size = sizes.dim * sizes.value_dim
     place_of_state = (slot_of_state * sizes.heads + head) * state_size + place
-    held = inside & has_state
+    in_state = inside & has_state
     dstate = tl.zeros([DIM, COLUMNS], tl.float32)
     if dfinal is not None:
-        dstate = tl.load(dfinal + place_of_state, mask=held, other=0.0).to(tl.float32)
+        dstate = tl.load(dfinal + place_of_state, mask=in_state, other=0.0).to(tl.float32)
     for i in tl.range(0, last - first):
         if sizes.REVERSED:
             piece = first + i
@@ -88,8 +88,8 @@ def scan_gradients(
         weights = load_square(scores, number, sizes)
 
         after = dstate.to(DTYPE)
-        kept = dstates + number * state_size + place
-        tl.store(kept, after.to(dstates.dtype.element_ty), mask=inside)
+        target = dstates + number * state_size + place
+        tl.store(target, after.to(dstates.dtype.element_ty), mask=inside)
         du = tl.dot(k, after, input_precision=PRECISION) * k_until[:, None]
         du = tl.dot(tl.trans(weights), do.to(DTYPE), acc=du, input_precision=PRECISION)
         dv = tl.dot(tl.trans(solved), du.to(DTYPE), input_precision=PRECISION)
@@ -103,7 +103,7 @@ def scan_gradients(
             sizes.MAPS,
         )  # fmt: skip
     if dinitial is not None:
-        tl.store(dinitial + place_of_state, dstate, mask=held)
+        tl.store(dinitial + place_of_state, dstate, mask=in_state)
 
 
 class ReverseScanLaunch(ChunkLaunch):

@@ -1,26 +1,27 @@
 """Gradients of queries, keys, gates and beta, from states and their gradients.
 
-With S the state before the chunk, dS the gradient of the state after it, u the updates, D, d(t, s)
-and R_t the decays from the chunk start, between tokens, and to the chunk end, and k of unit length
-where keys are normalized,
+With S the state before the chunk, dS the gradient of the state after it, u the updates, D_t,
+d(t, s) and R_t the decays from the chunk start, between tokens and to the chunk end, and q and k of
+unit length where they are normalized,
 
-    A_ts = do_t u_s  (s up to t)        B_ts = -dv_t u_s  (s before t)
-    dq   = scale (D do S^T + (A d) k)
-    dk   = -D dv S^T + (B d) k                                 as what reads the state
-         + R u dS^T + (A d)^T scale q + (B d)^T k              as what enters it
+    A_ts = scale d(t, s) do_t u_s  (s up to t)        B_ts = -d(t, s) dv_t u_s  (s before t)
+    dq      = scale D do S^T + A k
+    dk      = reading + entering
+    reading = -D dv S^T + B k          entering = R u dS^T + A^T q + B^T k
     dbeta_t = dv_t u_t / beta_t^2
     dg_t    = decay of the chunk <S, dS> + sum_s R_s u_s (k_s dS)
-            + sum over tokens r from t on: q_r dq_r + k_r dk_r reading - k_r dk_r entering
+            + sum over r = t and later: q_r dq_r + k_r reading_r - k_r entering_r
 
-The pairs of a token with itself do not decay: they are left out of the last line, where they would
-cancel, and so is no decay divided by.
+The pair of a token with itself does not decay. It is left out of the last line, where it would
+cancel, and added to dq and dk at the end.
 
-Work split: one chunk of one key head a program, its value heads in turn, whose gradients of q and k
-it adds.
+Work split: one chunk of one key head a program. It loops over the value heads of the key head
+twice, first for dq and then for dk, as registers hold one of them. Tiles that are needed in
+registers are loaded again where they are used.
 
 Bound: states and their gradients, updates, do and dv are read. 8192 tokens, 16 key and 32 value
-heads of 128, chunks of 64 in bfloat16: 268 + 201 MB, with q, k and their gradients 0.6 GB, 0.14 ms at
-4.3 TB/s; 51 GFLOP of matmuls, 0.1 ms at 500 TFLOP/s.
+heads of 128, chunks of 64 in bfloat16: 268 + 201 MB, with q, k and their gradients 0.6 GB, 0.14 ms
+at 4.3 TB/s; 55 GFLOP of matmuls, 0.11 ms at 500 TFLOP/s. Not measured.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ OPERANDS = (
 
 @triton.jit
 def load_state(states, number, sizes):
-    """Loads a matrix of ``[numbers, dim, value_dim]``."""
+    """Loads a matrix of ``[count, dim, value_dim]``."""
     return load_matrix(
         states, number, sizes.dim, sizes.value_dim, sizes.DIM, sizes.COLUMNS, sizes.MAPS
     )

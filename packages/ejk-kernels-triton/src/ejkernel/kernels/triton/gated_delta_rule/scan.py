@@ -12,10 +12,10 @@ Work split: some columns of the state of one value head and sequence, in registe
 chunk; the next chunk's operands are loaded meanwhile. Gradients need the states before the chunks
 and the updates: the same kernel then stores these, and no outputs.
 
-Bound: a chain of three matmuls a chunk. 8192 tokens are 128 chunks; at about 900 cycles each 0.06 to
-0.07 ms on an H200. Operands: q, k, v, inverse and scores are read, o is written: 267 MB with 16 key
-and 32 value heads of 128, 0.06 ms at 4.3 TB/s; what the programs of a head share comes from the
-second-level cache.
+Bound: a chain of three matmuls a chunk. 8192 tokens are 128 chunks; at about 900 cycles each that
+is 0.06 to 0.07 ms on an H200, not measured. Operands: q, k, v, inverse and scores are read, o is
+written: 267 MB with 16 key and 32 value heads of 128, 0.06 ms at 4.3 TB/s; what the programs of a
+head share comes from the second-level cache.
 
 Sources: Yang et al. 2024 (arXiv 2406.06484), section 3, for the form in chunks; Yang et al. 2024
 (arXiv 2412.06464), section 3.3, for decays. The triangular system is applied to the errors of the
@@ -66,10 +66,10 @@ def scan_chunks(
     inside = (d < sizes.dim) & (c < sizes.value_dim - column)
     state_size = sizes.dim * sizes.value_dim
     place_of_state = (slot_of_state * sizes.heads + head) * state_size + place
-    held = inside & has_state
+    in_state = inside & has_state
     state = tl.zeros([DIM, COLUMNS], tl.float32)
     if initial is not None:
-        state = tl.load(initial + place_of_state, mask=held, other=0.0).to(tl.float32)
+        state = tl.load(initial + place_of_state, mask=in_state, other=0.0).to(tl.float32)
     for i in tl.range(0, last - first):
         if sizes.REVERSED:
             piece = last - 1 - i
@@ -97,8 +97,8 @@ def scan_chunks(
 
         before = state.to(DTYPE)
         if states is not None:
-            kept = states + number * state_size + place
-            tl.store(kept, before.to(states.dtype.element_ty), mask=inside)
+            target = states + number * state_size + place
+            tl.store(target, before.to(states.dtype.element_ty), mask=inside)
         read = tl.dot(k, before, input_precision=PRECISION)
         error = strength[:, None] * (v - k_since[:, None] * read)
         update = tl.dot(solved, error.to(DTYPE), input_precision=PRECISION)
@@ -123,7 +123,7 @@ def scan_chunks(
                 sizes.MAPS,
             )  # fmt: skip
     if final is not None:
-        tl.store(final + place_of_state, state, mask=held)
+        tl.store(final + place_of_state, state, mask=in_state)
 
 
 @dataclass(frozen=True)

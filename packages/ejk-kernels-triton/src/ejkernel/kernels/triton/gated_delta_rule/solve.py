@@ -2,10 +2,10 @@
 
     (I + N)^-1        N strictly lower triangular [C, C], C = 16, 32 or 64
 
-The inverse of a block of 2 m rows has the inverses x of its halves on the diagonal, and -x n x below,
-n being the lower left quarter of the block. So blocks of 1, 2, 4, 8 rows grow to 16 rows, and those
-to 32 and 64, all blocks of a size together. Powers of N are never formed: where keys repeat they
-overflow.
+The inverse of a block of 2 m rows has the inverses x of its halves on the diagonal, and -x n x
+below, n being the lower left quarter of the block. So blocks of 1, 2, 4, 8 rows grow to 16 rows,
+and those to 32 and 64, all blocks of a size together. Powers of N are never formed: where keys
+repeat they overflow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def join_halves(x, quarter, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def double(x, quarter, COUNT: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns the inverses of blocks of 2 SIZE rows from those of their diagonal blocks x."""
+    """Returns the inverses of blocks of 2 SIZE rows; x has the inverses of their halves."""
     halves = tl.reshape(x, (COUNT, 2, SIZE, SIZE))
     first, second = tl.split(tl.permute(halves, (0, 2, 3, 1)))
     if COUNT == 1:
@@ -53,7 +53,7 @@ def double(x, quarter, COUNT: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.co
 
 @triton.jit
 def grow(x, n, M: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns the inverses of blocks of 2 M rows from those of M rows; M is less than 16."""
+    """Returns the inverses of blocks of 2 M rows; x has the inverses of their halves, M < 16."""
     row = tl.arange(0, 16)[None, :, None]
     column = tl.arange(0, 16)[None, None, :]
     below = (row // (2 * M) == column // (2 * M)) & (row % (2 * M) >= M) & (column % (2 * M) < M)
@@ -65,7 +65,7 @@ def grow(x, n, M: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def invert(n, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns the inverse of ``I + n``; of ``n`` [SIZE, SIZE] only entries below the diagonal count."""
+    """Returns the inverse of ``I + n``, and reads n [SIZE, SIZE] below the diagonal only."""
     blocks = tl.reshape(n, (1, SIZE, SIZE))
     if SIZE == 64:
         blocks, quarter = split_halves(blocks, 1, 32)

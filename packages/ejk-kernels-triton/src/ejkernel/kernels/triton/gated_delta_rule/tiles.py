@@ -47,7 +47,7 @@ class Tiles:
 
 
 def few_tokens(p: Problem) -> bool:
-    """Whether tokens are processed one after the other.
+    """Returns whether tokens are processed one after the other.
 
     Packed sequences may have all of them in one, which then takes its time.
     """
@@ -61,7 +61,7 @@ def choose(p: Problem, target: Target) -> Tiles:
         # the state of one token is all memory: 64 bytes of it in flight per thread
         return Tiles(16, max(16, min(wide, 8192 // width(p.dim))), 4, 1)
     # 64 rows fill one asynchronous matmul of four warps. Operands of synchronous ones lie in
-    # registers, and the three parts of float32 operands take those of smaller tiles
+    # registers, where the three parts of float32 operands leave room for smaller tiles only
     narrow = p.compute_dtype == "bfloat16"
     chunk, columns = 32, min(wide, 64 if narrow else 32)
     if narrow and target.hopper:
