@@ -44,9 +44,7 @@ def scan_gradients(
     head = program // across % sizes.heads
     kv_head = head // (sizes.heads // sizes.kv_heads)
     owner = (program // across // sizes.heads).to(tl.int64)
-    batch, slot_of_state, has_state, start, stop, first, last, gap = find_sequence(
-        cu, owner, sizes
-    )
+    batch, slot_of_state, has_state, start, stop, first, last, gap = find_sequence(cu, owner, sizes)
     d = tl.arange(0, DIM)[:, None]
     c = tl.arange(0, COLUMNS)[None, :]
     token = tl.arange(0, CHUNK)

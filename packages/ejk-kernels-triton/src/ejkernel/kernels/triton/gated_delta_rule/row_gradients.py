@@ -52,9 +52,7 @@ def load_state(states, number, sizes):
 @triton.jit
 def load_tile(x, base, tokens, head, heads, columns, WIDTH: tl.constexpr, sizes):
     """Loads the rows of a chunk."""
-    return load_rows(
-        x, base, tokens, 0, head, heads, 0, columns, sizes.CHUNK, WIDTH, sizes.MAPS
-    )
+    return load_rows(x, base, tokens, 0, head, heads, 0, columns, sizes.CHUNK, WIDTH, sizes.MAPS)
 
 
 @triton.jit
