@@ -374,7 +374,7 @@ def test_a_donated_cache_is_written_in_place(xla):
 
 
 def test_nothing_changes_where_no_array_can_be_sharded(xla):
-    """One device, a shard_map over the whole mesh, and exported programs: no region is left."""
+    """One device, a shard_map over the full mesh, exported programs, TPUs: no region is left."""
     arrays, mesh = qkv(), mesh_of((2, 4), "dp", "tp")
     assert "ejkernel_region" not in str(jax.make_jaxpr(both(attend))(*arrays))
     placed = [jax.device_put(x, NamedSharding(mesh, BSHD)) for x in arrays]
@@ -385,3 +385,5 @@ def test_nothing_changes_where_no_array_can_be_sharded(xla):
     assert "ejkernel_region" not in str(jax.make_jaxpr(attend)(*alone))
     exported = jax.export.export(jax.jit(attend))(*placed)
     assert_same(jax.jit(exported.call)(*placed), attend(*arrays))
+    for_tpu = jax.jit(attend).trace(*placed).lower(lowering_platforms=("tpu",))
+    assert "CustomSPMDPartitioning" not in for_tpu.as_text()

@@ -4,8 +4,8 @@ A compiler that partitions a program knows nothing about a kernel and gathers it
 device. Here a *region* of a program, one pass of a kernel, says the words of the axes of its
 operands and results. A rule (``ShardingRule`` of ejk-types, or anything with its methods) turns
 them into a Shardy rule, by which shardings propagate through the region, and into the layout in
-which each device runs the region on its part. On one device, inside a ``shard_map`` over the whole
-mesh and in exported programs the region is inlined, and nothing of it remains.
+which each device runs the region on its part. On one device, on TPUs, inside a ``shard_map`` over
+the full mesh and in exported programs the region is inlined, and nothing of it remains.
 """
 
 from __future__ import annotations
