@@ -1,7 +1,7 @@
 """Maxima and sums of rows in registers, where four lanes have the elements of a row.
 
-Lanes speak with each other only where they must: a maximum is looked for among all four where one
-of them saw more than is allowed, and sums of lanes stay apart until a part of a sequence ends.
+Lanes exchange values only where they must: the maximum of all four is computed where one of them
+saw more than the slack allows, and each lane keeps its own sum until a partial result ends.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
 from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
 
 
-def _of_rows(x: Any, combine: Any) -> list[Any]:
-    """What a lane's elements of its two rows give."""
+def _reduce_rows(x: Any, combine: Any) -> list[Any]:
+    """Returns the reduction of a lane's elements of each of its two rows."""
     found = []
     for row in range(2):
         pairs = [p for at, p in np.ndenumerate(x.registers) if at[4] == row]
@@ -44,8 +44,8 @@ def _of_rows(x: Any, combine: Any) -> list[Any]:
     return found
 
 
-def _rows(like_this: Any, values: list[Any]) -> Any:
-    """Numbers of the two rows as an array in the layout of ``like_this``."""
+def _pack_rows(like_this: Any, values: list[Any]) -> Any:
+    """Returns values of the two rows as an array in the layout of ``like_this``."""
     registers = np.empty_like(like_this.registers)
     kind = like_this.registers.flat[0].type
     registers.flat = [vector.broadcast(kind, x) for x in values]
@@ -53,20 +53,21 @@ def _rows(like_this: Any, values: list[Any]) -> Any:
 
 
 def lane_sums(x: jax.Array, rows: jax.Array, factors: jax.Array) -> jax.Array:
-    """``rows * factors`` plus what this lane has of the rows of ``x``: each lane its own sum."""
+    """Returns ``rows * factors`` plus this lane's elements of the rows of ``x``."""
 
     @on_registers(rows, ROW, ROW, LAYOUT)
     def apply(rows: Any, factors: Any, x: Any) -> Any:
-        sums = _of_rows(x, arith.addf)
+        sums = _reduce_rows(x, arith.addf)
         old = [element(r, 0) for r in rows.registers.flat]
         by = [element(r, 0) for r in factors.registers.flat]
-        return _rows(rows, [llvm.intr_fma(o, f, s) for o, f, s in zip(old, by, sums, strict=True)])
+        new = [llvm.intr_fma(o, f, s) for o, f, s in zip(old, by, sums, strict=True)]
+        return _pack_rows(rows, new)
 
     return apply(rows, factors, x)
 
 
-def over_lanes(rows: jax.Array) -> jax.Array:
-    """The sums of rows from those of lanes."""
+def sum_over_lanes(rows: jax.Array) -> jax.Array:
+    """Returns the sums of rows from the sums of lanes."""
 
     @on_registers(rows, ROW)
     def apply(rows: Any) -> Any:
@@ -75,13 +76,13 @@ def over_lanes(rows: jax.Array) -> jax.Array:
             for distance in (1, 2):
                 x = arith.addf(x, other_lane(x, distance))
             found.append(x)
-        return _rows(rows, found)
+        return _pack_rows(rows, found)
 
     return apply(rows)
 
 
-def raised(m: jax.Array, x: jax.Array, slack: float | jax.Array) -> jax.Array:
-    """Maxima ``m`` of rows, after those of ``x`` where these are more than ``slack`` above."""
+def raise_maxima(m: jax.Array, x: jax.Array, slack: float | jax.Array) -> jax.Array:
+    """Returns maxima ``m`` of rows, raised to those of ``x`` that are more than ``slack`` above."""
     traced = () if isinstance(slack, float) else (slack,)
 
     @on_registers(m, ROW, LAYOUT, *(SCALAR for _ in traced))
@@ -89,7 +90,7 @@ def raised(m: jax.Array, x: jax.Array, slack: float | jax.Array) -> jax.Array:
         old = [element(r, 0) for r in m.registers.flat]
         more = given[0].registers.item() if isinstance(slack, jax.Array) else constant(slack)
         limit = [arith.addf(o, more) for o in old]
-        seen = _of_rows(x, arith.maxnumf)
+        seen = _reduce_rows(x, arith.maxnumf)
         above = arith.CmpFPredicate.OGT
         over = [arith.cmpf(above, a, b) for a, b in zip(seen, limit, strict=True)]
         branch = scf.IfOp(any_in_warp(over), [o.type for o in old], has_else=True)
@@ -102,13 +103,13 @@ def raised(m: jax.Array, x: jax.Array, slack: float | jax.Array) -> jax.Array:
             scf.yield_(new)
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(old)
-        return _rows(m, list(branch.results))
+        return _pack_rows(m, list(branch.results))
 
     return apply(m, x, *traced)
 
 
-def halved(x: jax.Array, dtype: Any) -> jax.Array:
-    """``x`` as float16 or bfloat16, here and now: a conversion that waits keeps twice the
+def to_16_bit(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns ``x`` as float16 or bfloat16, converted here: a later conversion would keep twice the
     registers."""
     kind = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), layout=LAYOUT)
 

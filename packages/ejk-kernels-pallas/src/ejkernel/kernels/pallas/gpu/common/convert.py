@@ -1,4 +1,4 @@
-"""8-bit numbers in shared memory become 16-bit ones, as products read them."""
+"""Conversion of 8-bit values in shared memory to 16-bit values in the layout of matmuls."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ TO_BFLOAT16 = {kind: text + _FROM_FLOAT16 for kind, text in TO_FLOAT16.items()} 
 }
 
 
-def widen(source: Any, target: Any, kind: str) -> None:
-    """``target [rows, columns]``, float16 or bfloat16 as ``tiled`` has them, from numbers of
-    ``kind`` in ``source [rows, columns]``, whose rows lie as they are; both in shared memory.
+def convert_rows(source: Any, target: Any, kind: str) -> None:
+    """Converts ``source [rows, columns]`` of dtype ``kind`` to ``target``; both in shared memory.
 
-    All threads of a warpgroup do it together; ``source`` may be the second half of ``target``'s
-    memory if that is 64 columns wide.
+    ``target`` is float16 or bfloat16 in the layout of ``tiled``, ``source`` is row-major. All
+    threads of a warpgroup take part. ``source`` may be the second half of ``target``'s memory if
+    ``target`` has 64 columns.
     """
     rows, columns = target.shape
     tiles = columns * 2 // TILE_BYTES

@@ -1,9 +1,8 @@
-"""Rows of device memory to and from the registers of products, 16 bytes a lane.
+"""Rows of device memory to and from the registers of matmuls, 16 bytes a lane.
 
 In those registers the four lanes of a quad have two neighbouring columns of every eight each. Lanes
-that read and write just these ask for four and eight bytes at a time, and what limits them is how
-many rows they touch. Here a lane reads or writes columns that follow each other, and the quad
-exchanges them.
+that access just these would move four and eight bytes at a time, limited by how many rows they
+touch. Here a lane reads or writes consecutive columns, and the quad exchanges them.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def _transposed(odd: Any, upper: Any, words: list[Any]) -> list[Any]:
 
 
 def load_rows(ref: Any) -> jax.Array:
-    """The 64 rows of ``ref``, of 16-bit numbers, as an operand of products."""
+    """Returns the 64 rows of ``ref``, of 16-bit values, as an operand of matmuls."""
     kind = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=LAYOUT)
     groups = ref.shape[1] // 8
 
@@ -87,7 +86,7 @@ def load_rows(ref: Any) -> jax.Array:
 
 
 def store_rows(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None:
-    """``x``, 64 rows in the layout of products, times ``factors`` of its rows, to ``ref``."""
+    """Stores ``x``, 64 rows in the layout of matmuls, times ``factors`` of its rows, to ``ref``."""
     dtype = jnp.dtype(ref.dtype)
     whole = dtype.itemsize == 4
     rows = () if factors is None else (factors,)
