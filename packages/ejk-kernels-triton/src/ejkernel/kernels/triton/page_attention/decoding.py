@@ -20,31 +20,15 @@ from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.launch import merge_leading, shapes_of
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
 from ejkernel.kernels.triton.page_attention.tiles import share_count
-from ejkernel.ops import kernel_registry
 from ejkernel.ops.differentiate import Work
 from ejkernel.ops.execution.program_cache import PROGRAMS_LIMIT
+from ejkernel.ops.xla_gradients import XlaGradients
 
 NAMES = ("q", "k", "v", "lens", "tables", "begins", "sink", "k_scale", "v_scale")
 
 
-class CacheKernel(TritonKernel):
+class CacheKernel(XlaGradients, TritonKernel):
     """A kernel over a cache, differentiated by the XLA implementation of its operation."""
-
-    def backward(self, work, arrays, outputs, saved, cotangents):
-        reference = kernel_registry.get(self.call.name, "xla")
-        run = getattr(reference, "run_canonical", reference)  # a function has none
-        options = work.options._asdict()
-        smooth = {
-            name: x
-            for name, x in arrays.items()
-            if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
-        }
-
-        def plain(smooth: dict[str, Any]) -> Any:
-            return run(cfg=None, **options, **(arrays | smooth))
-
-        out = cotangents if len(cotangents) > 1 else cotangents[0]
-        return jax.vjp(plain, smooth)[1](out)[0]
 
 
 def as_rows(arrays: Mapping[str, Any], *names: str) -> dict[str, Any]:
