@@ -105,7 +105,7 @@ FAULTS = (
     ),
     Fault(
         "selection ignores the own block", f"{XLA}/native_sparse_attention/select.py",
-        "return jnp.where(own[None, :, None], jnp.inf, score)", "return score",
+        "return jnp.where(same_block[None, :, None], jnp.inf, score)", "return score",
         f"{XLA_TESTS}/test_native_sparse.py",
     ),
     Fault(

@@ -1,7 +1,7 @@
-"""Write into the READMEs which operations exist and which kernels they have, from the registry.
+"""Write into the documents which operations exist, their kernels, and how their axes are sharded.
 
     tables.py            show what is out of date, exit status 1 if anything is
-    tables.py --write    bring the READMEs up to date
+    tables.py --write    bring the documents up to date
 
 Text between ``<!-- table NAME -->`` and ``<!-- end -->`` is written here; the descriptions come
 from docs/operations/README.md.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import generated
 
@@ -61,18 +62,44 @@ def kernels_of(platform: str) -> str:
     return "Kernels:\n\n" + "\n".join(f"- `{function}`" for function in have)
 
 
+def sharding_table() -> str:
+    """Returns the role of each axis of each operation, by the words of its signature."""
+    from ejkernel.modules._table import operation_class
+
+    rows = ["| function | sharded freely | key heads | whole |", "|---|---|---|---|"]
+    for function, *_ in operations():
+        rows.append(f"| `{function}` | {' | '.join(_axes_by_role(operation_class(function)))} |")
+    return "\n".join(rows)
+
+
+def _axes_by_role(operation: Any) -> list[str]:
+    """Returns the axes that may be sharded, of key heads, and all others, as cells of a table."""
+    from ejkernel.types.calls.axes import Kind, bare, meaning
+
+    forms = (axes for p in operation.spec.boundary.parameters for _, axes in p.forms)
+    roles: dict[str, dict[str, None]] = {"free": {}, "keys": {}, "whole": {}}
+    for word in (bare(word) for axes in forms for word in axes.split()):
+        axis = meaning(word)
+        if word.isidentifier() and word != "_":
+            keys = "keys" if axis.kind is Kind.KEY_HEADS else "free"
+            roles[keys if axis.free else "whole"][word] = None
+    return [", ".join(f"`{word}`" for word in words) or "-" for words in roles.values()]
+
+
 def render(text: str) -> str:
     """``text`` with every slot filled."""
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]
-        body = operations_table() if name == "operations" else kernels_of(name)
+        tables = {"operations": operations_table, "sharding": sharding_table}
+        body = tables[name]() if name in tables else kernels_of(name)
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
     return SLOT.sub(fill, text)
 
 
 if __name__ == "__main__":
-    pages = (generated.ROOT / "README.md", *sorted(generated.ROOT.glob("packages/*/README.md")))
+    pages = [generated.ROOT / page for page in ("README.md", "docs/sharding.md")]
+    pages += sorted(generated.ROOT.glob("packages/*/README.md"))
     texts = {path: render(path.read_text()) for path in pages}
     sys.exit(generated.main(texts, __doc__, None))

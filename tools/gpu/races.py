@@ -14,7 +14,6 @@ Exits with 1 when something is found, or wrong.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -40,15 +39,29 @@ import numpy as np  # noqa: E402
 from ejkernel.kernels.pallas.gpu.blocksparse_attention.implementation import (  # noqa: E402
     blocksparse_attention,
 )
+from ejkernel.kernels.pallas.gpu.common.chip import Chip  # noqa: E402
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (  # noqa: E402
     flash_attention,
 )
-from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles  # noqa: E402
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights  # noqa: E402
-from ejkernel.kernels.pallas.gpu.mla_decode.implementation import WholeStep  # noqa: E402
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import (  # noqa: E402
-    LEAST,
-    LongRows,
+    MIN_ROWS,
+    prefill_kernel,
+)
+from ejkernel.kernels.pallas.gpu.serving.mla_implementation import (  # noqa: E402
+    decode_stage,
+    merge_stage,
+)
+from ejkernel.types.serving.layout import KVLayout  # noqa: E402
+from ejkernel.types.serving.problem import (  # noqa: E402
+    LatentProblem,
+    PagedProblem,
+    RaggedProblem,
+)
+from ejkernel.types.serving.schedule import (  # noqa: E402
+    LongPrefill,
+    ScheduleSizes,
+    work_tiles,
 )
 from ejktest import at_size  # noqa: E402
 from ejktest.cases import attention as attention_cases  # noqa: E402
@@ -120,19 +133,26 @@ def hopper_ragged(name: str) -> Call:
     m = ragged_cases.SMALL[name]
     x, rows = ragged_cases.draw(m), np.asarray(m.rows)
     first, length = np.cumsum(rows) - rows, np.asarray(m.lens)
-    mine, single = rows >= LEAST, (rows == 1) & (m.cap is None)
-    most = sum(-(-n // 128) + 1 for n in m.rows)
-    queue = ragged_cases.queue(first, first + rows, length, mine, 128, 128, m.h, m.hk, 1000, most)
-    any_single = np.full(len(rows), int(single.any()))
-    decodes = np.stack([first, np.where(single, length, 0), any_single], 1)
-    tables = jnp.clip(x["tables"], 0, len(x["cache"]) - 1)
-    tiles = ForwardTiles(q_held=0 if m.cap else 64, registers=232)
-    long = LongRows(LEAST, 0, m.d**-0.5, m.cap, tiles, SMALL_CORES, bool(single.any()))
-    operands = (x["q"], x["cache"], tables, jnp.asarray(queue), jnp.asarray(decodes, jnp.int32))
+    pages, page_size = x["cache"].shape[:2]
+    sizes = (len(rows), m.h, m.hk, m.d, m.d, pages, page_size, x["tables"].shape[1])
+    layout = KVLayout.interleaved(m.hk, m.d)
+    paged = PagedProblem(*sizes, m.q, m.kv, m.kv, m.d**-0.5, layout, soft_cap=m.cap)
+    kernel = prefill_kernel(RaggedProblem(paged, len(x["q"])), SMALL_CORES)
+    mine, single = rows >= MIN_ROWS, (rows == 1) & kernel.decodes
+    block_q, block_kv = kernel.tiles.block_q, kernel.tiles.block_kv
+    long = LongPrefill(MIN_ROWS, 0, block_q, block_kv, kernel.decodes)
+    scheduled = ScheduleSizes(
+        len(x["q"]), paged.capacity, m.h, m.hk, 64, 16, 1, 8, 1, SMALL_CORES, 1000, long=long
+    )
+    tiles = work_tiles(first, first + rows, length, mine, scheduled)
+    programs = np.full(len(rows), int(single.any()))
+    decode_rows = np.stack([first, np.where(single, length, 0), programs], 1)
+    tables = jnp.clip(x["tables"], 0, pages - 1)
+    operands = (x["q"], x["cache"], tables, jnp.asarray(tiles), jnp.asarray(decode_rows, jnp.int32))
     sampled, exact = ragged_cases.reference(m, x, x["cache"])
     sequence = np.searchsorted(np.cumsum(rows), sampled, side="right")
     compared = (mine | single)[sequence]
-    run = jax.jit(long)
+    run = jax.jit(kernel.attend)
     return lambda: run(*operands), lambda o: relative(o[sampled[compared]], exact[compared]) / 6e-3
 
 
@@ -148,13 +168,19 @@ def hopper_latent(name: str) -> Call:
         for shape, kind in (((len(lens), rows, 576), dtype), ((pages, page, 576), key))
     )
     tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
-    p = SimpleNamespace(
-        tokens=tokens, page_size=page, query_dtype=dtype, key_dtype=key, scale=576**-0.5,
-        soft_cap=None, return_lse=True, capacity=page * columns,
+    p = LatentProblem(
+        len(lens), rows // tokens, 1, 576, 512, pages, page, columns, dtype, key, key, 576**-0.5,
+        KVLayout.latent(576), tokens=tokens, return_lse=True,
     )  # fmt: skip
-    operands = (jnp.asarray(x, jnp.int32) for x in (lens, tables))
-    run = jax.jit(functools.partial(WholeStep(min(2, rows // 64) * SMALL_CORES), p))
-    arrays = (q, cache, *operands)
+    work: Any = SimpleNamespace(problem=p, target=Chip(min(2, rows // 64) * SMALL_CORES))
+
+    @jax.jit
+    def run(*operands: Any) -> tuple[Any, ...]:
+        arrays = dict(zip(("q", "k", "lens", "tables"), operands, strict=True))
+        merged = merge_stage(work, arrays | decode_stage(work, arrays))
+        return merged["o"], merged["lse"]
+
+    arrays = (q, cache, *(jnp.asarray(x, jnp.int32) for x in (lens, tables)))
     wide = np.asarray(cache, np.float64)
     want = np.zeros((len(lens), rows, 512))
     for i, n in enumerate(lens):
@@ -188,7 +214,7 @@ def watch(run: Any, planted: str | None = None) -> tuple[Any, Any]:
 def unexplained(seen: Any) -> set[str]:
     """Returns the findings, except equal writes of several warpgroups."""
     others = {x for x in seen.races if not any(name in x for name in ALIKE)}
-    return others | seen.own | seen.problems
+    return others | seen.same_thread | seen.problems
 
 
 def noticed(run: Any, sites: dict[str, str]) -> set[str]:

@@ -27,7 +27,9 @@ def test_every_operation_has_a_row():
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *ROOT.glob("packages/*/README.md")], ids=lambda p: p.parent.name
+    "path",
+    [ROOT / "README.md", ROOT / "docs/sharding.md", *ROOT.glob("packages/*/README.md")],
+    ids=lambda p: p.parent.name,
 )
 def test_tables_say_what_is_registered(path):
     text = path.read_text()

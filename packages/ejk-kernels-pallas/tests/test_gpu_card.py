@@ -16,7 +16,10 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     flash_attention,
     mla_attention,
 )
+from ejkernel.kernels.pallas.gpu.serving.mla_implementation import mla_decode
+from ejkernel.kernels.pallas.gpu.serving.mla_split import find_unit
 from ejkernel.types.masks.structure import Unsupported
+from ejkernel.types.serving.split import split_schedule
 from ejktest import at_size, tile_lists
 from ejktest.attention import Call
 from ejktest.cases import grouped, large_logits, latent
@@ -76,7 +79,7 @@ def test_lists_from_tiles(rows: int, n: int) -> None:
     tiles = rng.integers(0, 4, (2, rows, n)) * (rng.random((2, rows, n)) < rng.random((2, rows, 1)))
     tiles[tiles == lists.EVERY] = 0
     tiles = tiles.astype(np.int8)
-    walks = [list_kernel.Walk(jnp.asarray(x[None, None]), i == 0) for i, x in enumerate(tiles)]
+    walks = [list_kernel.TileBits(jnp.asarray(x[None, None]), i == 0) for i, x in enumerate(tiles)]
     made = list_kernel.make_lists(*walks)
     expected = tile_lists.of_queries(tiles[0]), tile_lists.of_keys(tiles[1])
     for (found, lengths), want, column in zip(made, expected, (1, 0), strict=True):
@@ -186,13 +189,10 @@ LATENT = [
 @pytest.mark.parametrize("name", LATENT)
 def test_latent_decoding(name: str) -> None:
     """o and lse; two runs have the same bits, and so has one with NaN in unseen memory."""
-    pytest.importorskip("ejkernel.kernels.triton", reason="it does part of the work")
-    from ejkernel.kernels.pallas.gpu.mla_decode.implementation import mla_decode
-
     latent.check(name, mla_decode)
 
 
-DEALT = {
+SPLIT_LENGTHS = {
     "even": [8192] * 64,
     "uneven": [1, 0, 700, 64, 65, 0, 3000, 63],
     "one": [20000],
@@ -203,25 +203,24 @@ DEALT = {
 }
 
 
-@pytest.mark.parametrize(("name", "groups"), [(n, g) for n in DEALT for g in (1, 66)])
-def test_latent_runs_are_dealt_as_the_formula_has_them(name: str, groups: int) -> None:
+@pytest.mark.parametrize("units", [1, 66])
+@pytest.mark.parametrize("name", SPLIT_LENGTHS)
+def test_every_program_finds_the_unit_of_the_reference(name: str, units: int) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from ejkernel.kernels.pallas.gpu.mla_decode.deal import deal
-    from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
-
-    lengths = jnp.asarray(DEALT[name], jnp.int32)
+    lengths = jnp.asarray(SPLIT_LENGTHS[name], jnp.int32)
 
     def body(lengths, out):
-        run = jax.lax.axis_index("run")
-        for i, x in enumerate(deal(lengths, run, groups=groups, step=64, capacity=10**6)):
-            out[run, i] = x
+        unit = jax.lax.axis_index("unit")
+        *found, cut = find_unit(lengths, unit, units=units, step=64, capacity=10**6)
+        for i, x in enumerate((*found, *cut)):
+            out[unit, i] = x
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((groups, 7), jnp.int32),
-        grid=(groups,),
-        grid_names=("run",),
+        out_type=jax.ShapeDtypeStruct((units, 7), jnp.int32),
+        grid=(units,),
+        grid_names=("unit",),
         num_threads=1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
@@ -229,18 +228,13 @@ def test_latent_runs_are_dealt_as_the_formula_has_them(name: str, groups: int) -
         ),
     )
     got = np.asarray(jax.jit(kernel)(lengths))
-    runs, sequences = (np.asarray(x) for x in shares(jnp.clip(lengths, 0), groups, 64))
-    taken = runs[:, 2] > 0
-    np.testing.assert_array_equal(got[:, 2], runs[:, 2])
-    np.testing.assert_array_equal(got[taken, :2], runs[taken, :2])
-    for run, (first, at, count) in enumerate(runs):
-        while count > sequences[first, 1] - at:  # to the sequence in which the run ends
-            first, at, count = sequences[first, 2], 0, count - (sequences[first, 1] - at)
-        _, steps, _, part, parts = sequences[first]
-        cut = count > 0 and at + count < steps
-        assert got[run, 5] == (parts if cut else 0)
-        if cut:
-            np.testing.assert_array_equal(got[run, 3:], [first, part, parts, run - part // 2])
+    schedule = split_schedule(np.asarray(SPLIT_LENGTHS[name]), units, 64)
+    for found, unit in zip(got, schedule, strict=True):
+        assert found[2] == unit.steps and found[5] == unit.cut.partials
+        if unit.steps:
+            np.testing.assert_array_equal(found[:2], unit[:2])
+        if unit.cut.partials:
+            np.testing.assert_array_equal(found[3:], unit.cut)
 
 
 @pytest.fixture(scope="module")

@@ -21,31 +21,39 @@ from ejkernel.kernels.pallas import compat
 if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
-from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import (
-    LongRows,
+    prefill_kernel,
     ragged_page_attention,
     ragged_page_attention_v3,
 )
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import tile_of
+from ejkernel.types.serving.layout import KVLayout
+from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
+from ejkernel.types.serving.schedule import (
+    LongPrefill,
+    ScheduleSizes,
+    work_tiles,
+)
 from ejktest.bound import on, struct
 from ejktest.cases import ragged as ragged_cases
 from ejktest.cases.paged import in_context
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-TILES = ForwardTiles(q_held=64, registers=232)
 
 
 @pytest.mark.parametrize("page, d, single", [(16, 128, True), (256, 64, False)])
 def test_lowers_for_a_hopper_gpu(page, d, single):
-    n, rows = 5, 1024
+    n, rows, columns = 5, 1024, 4096 // page
     arrays = (
-        struct(rows, 8, d), struct(40, page, 4, d), struct(n, 4096 // page, dtype=jnp.int32),
+        struct(rows, 8, d), struct(40, page, 4, d), struct(n, columns, dtype=jnp.int32),
         struct(17, 8, dtype=jnp.int32), struct(n, 3, dtype=jnp.int32),
     )  # fmt: skip
-    long = LongRows(128, 0, d**-0.5, None, TILES, 132, single)
+    sizes, layout = (n, 8, 2, d, d, 40, page, columns), KVLayout.interleaved(2, d)
+    paged = PagedProblem(*sizes, *["bfloat16"] * 3, d**-0.5, layout)
+    kernel = prefill_kernel(RaggedProblem(paged, rows), 132)
+    assert kernel.decodes == single
     with on(H200):
-        traced = jax.jit(lambda *a: long(*a)).trace(*arrays)
+        traced = jax.jit(lambda *a: kernel.attend(*a)).trace(*arrays)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
     # the schedule has listed the tiles: nothing else is to be launched
@@ -56,17 +64,21 @@ def test_lowers_for_a_hopper_gpu(page, d, single):
 def test_a_number_of_the_queue_is_a_tile_and_a_head():
     """A sequence's key heads a few at a time; none past the last."""
     first, last = np.asarray([0, 3, 303]), np.asarray([3, 303, 432])
-    length, heads, near = np.asarray([900, 700, 300]), 12, 1000
-    lines = ragged_cases.queue(first, last, length, last - first > 3, 128, 128, heads, 6, near, 9)
+    length, heads = np.asarray([900, 700, 300]), 12
+    long = LongPrefill(128, 0, block_q=128, block_kv=128)
+    # L2 has the keys of one head of six, and of three
+    sizes = ScheduleSizes(432, 2048, heads, 6, 64, 16, 1, 8, 1, 132, l2_tokens=1000, long=long)
+    lines = work_tiles(first, last, length, last - first > 3, sizes)
     want = []
-    for i, size in ((1, 2), (2, 6)):  # near has the keys of one head of six, and of three
+    for i, size in ((1, 2), (2, 6)):
         found = [(i, row, first[i], last[i], length[i])
                  for row in range(first[i] // 8 * 8, last[i], 128)][::-1]  # fmt: skip
         for group in range(0, heads, size):
             want += [(head, *x) for x in found for head in range(group, group + size)]
     table = jnp.asarray(lines)
-    numbers = jnp.arange(9 * heads + 50)
-    found = jax.vmap(lambda n: tile_of(n, lambda m, c: table[m, c], 9, heads))(numbers)
+    last_line = len(lines) - 1
+    numbers = jnp.arange(last_line * heads + 50)
+    found = jax.vmap(lambda n: tile_of(n, lambda m, c: table[m, c], last_line, heads))(numbers)
     found = np.stack(found, axis=1)
     np.testing.assert_array_equal(found[: len(want)], np.reshape(want, (-1, 6)))
     assert (found[len(want) :, 0] == -1).all()

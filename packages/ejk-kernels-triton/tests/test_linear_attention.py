@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.kernels.triton import gla_attention, lightning_attention, recurrent_attention
-from ejkernel.kernels.triton.linear_attention import tiles, walk
-from ejkernel.kernels.triton.plan import bound as make_bound
+from ejkernel.kernels.triton.linear_attention import tiles
+from ejkernel.kernels.triton.linear_attention.chunk_loop import ChunkLoop
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
@@ -119,9 +119,9 @@ def test_one_token_is_one_launch_in_the_memory_of_its_state():
     args = make(KINDS["per head"], **{**DIMS, "s": 1})
     run = jax.jit(partial(recurrent_attention, return_state=True))
     traced = str(run.trace(**args).jaxpr)
-    assert traced.count("StepPlan") == 1
+    assert traced.count("DecodeTokens") == 1
     assert "WalkPlan" not in traced
-    assert "in_place=True" in traced
+    assert "reuse_state=True" in traced
 
 
 @pytest.mark.parametrize("shared", [(), ("g_gamma",)])
@@ -149,10 +149,7 @@ def test_whole_chunks(long_segments):
 def test_float32_products_in_three_parts(monkeypatch):
     """As on Hopper; elsewhere the interpreter multiplies float32 numbers as they are."""
 
-    def same(*args, interpreted, **options):
-        return make_bound(*args, **options)
-
-    monkeypatch.setattr(walk, "bound", same)
+    monkeypatch.setattr(ChunkLoop, "interpreter_arguments", lambda launch, target: {})
     args = make(KINDS["per head"], **{**WHOLE, "s": 96})
     want = oracle.linear_attention(**args)
     o, state = recurrent_attention(**args, return_state=True, cfg={**SMALL, "time_tile": 64})

@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.kernels.triton.linear_attention import roles, tiles
-from ejkernel.kernels.triton.linear_attention.plans import (
-    ChannelPlan,
-    GatePlan,
-    PreparePlan,
-    ReadPlan,
-    ScanPlan,
-    StepPlan,
-    SumsPlan,
-    WalkPlan,
-)
+from ejkernel.kernels.triton.linear_attention import passes, tiles
+from ejkernel.kernels.triton.linear_attention.backward_kv import BackwardKv
+from ejkernel.kernels.triton.linear_attention.channel_gradient import ChannelGradient
+from ejkernel.kernels.triton.linear_attention.chunk_loop import ChunkLoop
+from ejkernel.kernels.triton.linear_attention.decay_channels import DecayChannels
+from ejkernel.kernels.triton.linear_attention.decode import DecodeTokens
+from ejkernel.kernels.triton.linear_attention.gate_gradient import GateGradient
+from ejkernel.kernels.triton.linear_attention.gates import GatePrefixSums
+from ejkernel.kernels.triton.linear_attention.launch import GATE_SUMS
 from ejkernel.kernels.triton.linear_attention.problem import Problem
+from ejkernel.kernels.triton.linear_attention.state_scan import StateScan
 from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
+from ejktest.launcher import on_operands
 
 pytest.importorskip("triton")
 
@@ -48,18 +48,14 @@ SHAPES = {
     "values": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", (0, 1)),
     "small channels": (2, 8192, 32, 8, 64, 64, 20, "bfloat16", (1, 0)),
 }
-PREPARED = {
-    False: ("pairs k", "q'", "k'", "totals k", "halves k"),
-    True: ("pairs v", "do'", "v'", "totals v", "halves v"),
-}
 PASSES = {
-    "sums": roles.SUMS,
-    "out": roles.OUTPUT,
-    "later sums": roles.LATER_SUMS,
-    "states": roles.STATES,
-    "dq": roles.DQ,
-    "dk": roles.DK,
-    "dv": roles.DV,
+    "sums": passes.SEGMENT_STATES,
+    "out": passes.OUTPUT,
+    "later sums": passes.LATER_SEGMENT_STATES,
+    "states": passes.CHUNK_STATES,
+    "dq": passes.DQ,
+    "dk": passes.DK,
+    "dv": passes.DV,
 }
 # what runs with every change; the rest is slow
 SAMPLE = [
@@ -84,74 +80,89 @@ ALL += [(s, "prepare", c) for s in SHAPES if any(SHAPES[s][8]) for c in TARGETS]
 ALL += [("values", "rows", c) for c in TARGETS]
 
 
-def planned(shape, which, target):
+def launched(shape, which, target):
     b, s, h, hk, dk, dv, n, dtype, parts = SHAPES[shape]
     scalar, of_values = not any(parts), parts[1] > 0
     p = Problem(b, s, h, hk, dk, dv, n, dk**-0.5, False, scalar, dtype, dtype, dtype, *parts)
     t = tiles.choose(p, target)
     aval = jax.ShapeDtypeStruct
     gates = jnp.dtype(jnp.bfloat16 if max(parts) == 1 else jnp.float32)
-    known = {
+    arrays = {
         "q": aval((b, s, h, dk), jnp.dtype(dtype)),
         "k": aval((b, s, hk, dk), jnp.dtype(dtype)),
         "v": aval((b, s, hk, dv), jnp.dtype(dtype)),
         "do": aval((b, s, h, dv), jnp.dtype(dtype)),
-        "gate": aval((b, s, h, dv if of_values else dk), gates),
-        "cuts": aval((4, t.chunk, t.chunk), jnp.bfloat16),
-        "cu": aval((b, n + 1), jnp.int32),
     }
-    ends, decays = WalkPlan(p, t, roles.SUMS).outputs()
-    gate = aval((b, s, h), jnp.float32)
+    cu = {"cu": aval((b, n + 1), jnp.int32)} if n else {}
+    cuts = {"cuts": aval((4, t.chunk, t.chunk), jnp.bfloat16)}
+    channel_gate = aval((b, s, h, dv if of_values else dk), gates)
+    ends = ChunkLoop(p, t, passes.SEGMENT_STATES).outputs()
+    rows = {"query": arrays["q"], "key": arrays["k"], "value": arrays["v"]}
+    reader, source = ("do", "v") if of_values else ("q", "k")
+    gate = {"gate": aval((b, s, h), jnp.float32)}
+    prefix_sums = on_operands(GatePrefixSums(p, t), gate | cu)
+    pair = {"reader": arrays[reader], "source": arrays[source], "gate": channel_gate}
+    decay = on_operands(DecayChannels(p, t, of_values), pair | cuts | cu)
+    halves = {}
     if scalar:
-        sums = SumsPlan(p, t, ("gate", "cu") if n else ("gate",), True)
-        known |= dict(zip(roles.GATE_SUMS, sums.outputs(), strict=True))
+        arrays |= prefix_sums.outputs()
     else:
-        prepare = PreparePlan(p, t, of_values, True)
-        known |= dict(zip(PREPARED[of_values], prepare.outputs(), strict=True))
-    pair = ("do", "v") if of_values else ("q", "k")
-    cu = [known["cu"]] * bool(n)
+        decayed, side = decay.outputs(), "v" if of_values else "k"
+        halves = {"halves": decayed["halves"]}
+        arrays |= {f"{reader}_decayed": decayed["reader_decayed"]}
+        arrays |= {f"{source}_decayed": decayed["source_decayed"]}
+        arrays |= {f"{name}_{side}": decayed[name] for name in ("pairs", "totals")}
     if which == "prepare":
-        return prepare, [*(known[name] for name in (*pair, "gate", "cuts")), *cu]
+        return decay, pair | cuts | cu
     if which == "gate sums":
-        return SumsPlan(p, t, ("gate", "cu") if n else ("gate",), True), [gate, *cu]
+        return prefix_sums, gate | cu
     if which == "steps":
         state = aval((b * max(n, 1), h, dk, dv), jnp.float32)
-        names = ("query", "key", "value", "gate", *["cu"] * bool(n), "initial")
-        operands = [*(known[x] for x in ("q", "k", "v")), gate, *cu, state]
-        return StepPlan(p, replace(t, columns=32), names, True, True), operands
+        launch = DecodeTokens(p, replace(t, columns=32), True)
+        return launch, rows | gate | cu | {"initial": state}
+    states = ChunkLoop(p, t, passes.CHUNK_STATES).outputs()["states"]
+    sums = {name: arrays[name] for name in GATE_SUMS if name in arrays}
     if which == "read":
         last = aval((b * max(n, 1), h, dk, dv), jnp.float32)
-        rows = [known[x] for x in ("q", "k", "v", "do", *roles.GATE_SUMS)]
-        plan = ReadPlan(p, t, True, (("dkey", dtype), ("dvalue", dtype)))
-        return plan, [*rows, ends, ends, last, *cu]
+        more = {"dout": arrays["do"], "dstarts": ends["ends"], "starts": ends["ends"]}
+        launch = BackwardKv(p, t, True, dtype, dtype)
+        return launch, rows | sums | more | {"final": last} | cu
     if which == "scan":
-        return ScanPlan(p, t, False, False), [ends, decays, *cu]
-    states = WalkPlan(p, t, roles.STATES).outputs()[0]
-    if which == "rows":
-        names = ("v", "q", "k", "gate", "halves v", "cuts")
-        plan = ChannelPlan(p, t, True, (("dreader", dtype),))
-        return plan, [*(known[n] for n in names), states, *cu]
+        given = {name: ends[name] for name in ("ends", "decays") if ends[name] is not None}
+        return StateScan(p, t, False), given | cu
+    of_chunks = {"states": states, "dstates": states}
     if which == "gate" and scalar:
-        names = ("q", "k", "v", "do", *roles.GATE_SUMS)
-        return GatePlan(p, t), [*(known[n] for n in names), states, states, *cu]
-    if which == "gate":
-        results = (("dreader", dtype), ("dsource", dtype), ("dgate", gates.name))
-        plan = ChannelPlan(p, t, of_values, results[of_values:])
-        other, halves = (("q", "k"), "halves v") if of_values else (("do", "v"), "halves k")
-        names = (*pair, *other, "gate", halves, "cuts")
-        return plan, [*(known[n] for n in names), states, states, *cu]
-    role = PASSES[which]
-    return WalkPlan(p, t, role), [known.get(name, ends) for name in role.operands(p).values()]
+        return GateGradient(p, t), rows | {"dout": arrays["do"]} | sums | of_chunks | cu
+    if which in ("gate", "rows"):
+        other = ("q", "k") if of_values else ("do", "v")
+        others = dict(zip(("reader_other", "source_other"), map(arrays.get, other), strict=True))
+        if which == "rows":
+            launch = ChannelGradient(p, t, True, (dtype, "", ""))
+            pair.pop("reader")
+            of_chunks.pop("dstates")
+        else:
+            results = ("" if of_values else dtype, dtype, gates.name)
+            launch = ChannelGradient(p, t, of_values, results)
+        return launch, pair | others | halves | cuts | of_chunks | cu
+    spec = PASSES[which]
+    named = spec.operands(p).items()
+    known = arrays | cu | {"starts": ends["ends"]}
+    return ChunkLoop(p, t, spec), {name: known[array] for name, array in named}
+
+
+def source_of(launch, operands, target):
+    return launch_source(on_operands(launch, operands), list(operands.values()), target)
 
 
 def check(shape, which, chip):
     target = TARGETS[chip]
-    plan, avals = planned(shape, which, target)
-    used = measure(launch_source(plan, avals, target), target)
-    print(f"{shape} {which} {chip}: {plan.tiles}: {used}")
+    launch, operands = launched(shape, which, target)
+    used = measure(source_of(launch, operands, target), target)
+    print(f"{shape} {which} {chip}: {launch.tiles}: {used}")
+    bound = on_operands(launch, operands).bind(target)
     # halvings of columns; sums in float32 from addresses of a padded head dim
     few = 64 if any(SHAPES[shape][8]) else 16
-    if dict(plan.launch(target).options):
+    if "maxnreg" in bound.options:
         few = 320  # bound for the sake of near chunks; halvings spill
     if shape == "odd" and which == "gate":
         few = 144
@@ -162,7 +173,7 @@ def check(shape, which, chip):
         if target.hopper and which in ("out", "dq", "dk", "dv"):
             # what two programs spill has no room in the first cache beside their shared memory
             few = 0
-            assert plan.launch(target).kernel.__name__ == "split_walk"
+            assert bound.kernel.__name__ == "chunk_loop_sm90"
             assert 2 * (used.shared + 2**10) <= 228 * 2**10  # two programs a multiprocessor
     if which == "read" or shape == "wide float32":
         # the state that a segment begins with passes through registers; in the walk of bfloat16
@@ -177,34 +188,39 @@ def check(shape, which, chip):
 @pytest.mark.parametrize(
     ("changed", "kernel"),
     [
-        ({}, "split_walk"),
-        ({"narrowest": "float16", "dtype": "float16"}, "walk"),
-        ({"narrowest": "bfloat16"}, "walk"),
-        ({"out": "bfloat16"}, "walk"),
-        ({"rows": 8190}, "walk"),
-        ({"sequences": 3}, "walk"),
-        ({"dim": 100}, "walk"),
-        ({"key_parts": 1, "scalar": False}, "walk"),
+        ({}, "chunk_loop_sm90"),
+        ({"narrowest": "float16", "dtype": "float16"}, "chunk_loop"),
+        ({"narrowest": "bfloat16"}, "chunk_loop"),
+        ({"out": "bfloat16"}, "chunk_loop"),
+        ({"rows": 8190}, "chunk_loop"),
+        ({"sequences": 3}, "chunk_loop"),
+        ({"dim": 100}, "chunk_loop"),
+        ({"key_parts": 1, "scalar": False}, "chunk_loop"),
     ],
 )
 def test_float32_numbers_in_whole_chunks_have_a_kernel_by_hand(changed, kernel):
     target = TARGETS["sm_90"]
-    p = replace(planned("float32", "out", target)[0].problem, **changed)
-    plan = WalkPlan(p, tiles.choose(p, target), roles.OUTPUT)
-    assert plan.launch(target).kernel.__name__ == kernel
+    p = replace(launched("float32", "out", target)[0].problem, **changed)
+    launch = ChunkLoop(p, tiles.choose(p, target), passes.OUTPUT)
+    names = passes.OUTPUT.operands(p)
+    shape = (p.batch, p.rows, p.heads, p.dim)
+    launch = on_operands(launch, {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in names})
+    assert launch.bind(target).kernel.__name__ == kernel
 
 
-def test_a_walk_of_constants_spills_nothing():
+def test_a_loop_with_constant_gates_spills_nothing():
     """Though all of their exponentials are held outside the loop."""
     target = TARGETS["sm_90"]
-    p = replace(planned("large", "out", target)[0].problem, constant=True)
+    p = replace(launched("large", "out", target)[0].problem, constant=True)
     t = tiles.choose(p, target)
-    starts = WalkPlan(p, t, roles.SUMS).outputs()[0]
+    starts = ChunkLoop(p, t, passes.SEGMENT_STATES).outputs()["ends"]
     rows = jax.ShapeDtypeStruct((p.batch, p.rows, p.heads, p.dim), jnp.bfloat16)
     constant = jax.ShapeDtypeStruct((1, p.heads), jnp.float32)
-    assert list(roles.OUTPUT.operands(p)) == ["query", "key", "value", "constant", "starts"]
-    plan = WalkPlan(p, t, replace(roles.OUTPUT, out=p.out))
-    used = measure(launch_source(plan, [rows, rows, rows, constant, starts], target), target)
+    operands = {name: rows for name in ("query", "key", "value")}
+    operands |= {"constant": constant, "starts": starts}
+    assert list(passes.OUTPUT.operands(p)) == list(operands)
+    launch = ChunkLoop(p, t, replace(passes.OUTPUT, out=p.out))
+    used = measure(source_of(launch, operands, target), target)
     assert used.spills == 0 and not used.serialized
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,19 @@ import pytest
 
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
+from ejkernel.types.serving.schedule import (
+    DecodeRow,
+    LongPrefill,
+    RaggedSchedule,
+    ScheduleHeader,
+    ScheduleSizes,
+    SequenceWork,
+    WorkTile,
+    columns_of,
+    ragged_schedule,
+)
 from ejktest import triton_calls
 from ejktest.bound import bound, struct
-from ejktest.cases import ragged as ragged_cases
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 
@@ -108,76 +118,84 @@ def test_against_the_formula(name):
     assert not np.asarray(got, np.float32)[args[4][int(args[5])] :].any()
 
 
-@dataclass(frozen=True)
-class Sevens:
-    """A kernel for long sequences whose output is 7 in their rows, and unset in all others."""
-
-    least: int
-    enough: int
-    single: bool = False
-    block_q: int = 16
-    block_kv: int = 8
-
-    def __call__(self, q, cache, tables, lines, own):
-        row, (_, _, first, last, _, _, tiles, _) = jnp.arange(q.shape[0])[:, None], lines.T
-        mine = jnp.any((row >= first) & (row < last) & (tiles > 0), axis=1)
-        mine |= jnp.any((row == own[:, 0]) & (own[:, 1] > 0), axis=1)
-        return jnp.where(mine[:, None, None], 7.0, jnp.nan).astype(q.dtype) + 0 * q
+def sevens(work, arrays):
+    """A stage whose output is 7 in the rows of its sequences, and unset in all others."""
+    q, tile = arrays["q"], WorkTile(*arrays["work_tiles"].T)
+    single = DecodeRow(*arrays["decode_rows"].T)
+    row = jnp.arange(q.shape[0])[:, None]
+    mine = jnp.any((row >= tile.first_row) & (row < tile.end_row) & (tile.tiles > 0), axis=1)
+    mine |= jnp.any((row == single.row) & (single.kv_len > 0), axis=1)
+    return {"o": jnp.where(mine[:, None, None], 7.0, jnp.nan).astype(q.dtype) + 0 * q}
 
 
 @pytest.mark.parametrize(
-    "least, enough, own, given",
+    "min_rows, min_total_rows, single_len, given",
     [
         (10, 28, 37, (2, 4)),  # the single row would take longer than all others
         (10, 28, 3, (0, 2, 4)),
         (18, 19, 3, ()),
     ],
 )
-def test_long_sequences_may_be_another_kernels(least, enough, own, given):
+def test_a_stage_of_another_kernel_may_have_long_prefill(
+    min_rows, min_total_rows, single_len, given
+):
     class Kernel(type(ragged_page_attention)):
-        def choose(self, problem, target):
-            return replace(super().choose(problem, target), long=Sevens(least, enough, True))
+        stages: ClassVar = {**ragged_page_attention.stages, "long_prefill": sevens}
 
-    args = draw(lens=(own, *LENS[1:]))
+        def choose(self, problem, target):
+            long = LongPrefill(min_rows, min_total_rows, 16, 8, decodes=True)
+            return replace(super().choose(problem, target), long=long)
+
+    args = draw(lens=(single_len, *LENS[1:]))
     want, starts = np.array(expected(*args)), args[4]
     for i in given:
         want[starts[i] : starts[i + 1]] = 7.0
     check_close(np.asarray(Kernel()(*args, cfg=SMALL)), want)
 
 
-@pytest.mark.parametrize(
-    "rows", [(1, 300, 128, 0, 129), (7, 5), (1, 1024, 1), (*[1] * 70, *range(130, 195), 1)]
-)
-def test_queue_of_another_kernels_tiles(rows):
-    """Sequences in the order of their lengths, their tiles from the last; singles by themselves."""
-    h, hk, d, n = 12, 6, 8, len(rows)
-    last = np.cumsum(rows).astype(np.int32)
-    first = last - np.asarray(rows, np.int32)
-    length = np.asarray([m + 100 * (i % 7) for i, m in enumerate(rows)], np.int32)
+MIXES = {  # rows, multiprocessors
+    "long": ((1, 300, 128, 0, 129), 2),
+    "few": ((7, 5), 2),
+    "one long": ((1, 1024, 1), 2),
+    "many": ((*[1] * 70, *range(130, 195), 1), 2),
+    "split": ((9, 1, 2, 0, 17, 1), 64),
+}
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("name", MIXES)
+def test_schedule_is_that_of_the_reference(name, window):
+    (rows, cores), h, hk, d = MIXES[name], 12, 6, 8
+    n = len(rows)
+    starts = np.cumsum([3, *rows]).astype(np.int32)
+    lens = np.asarray([m + 160 * (i % 7) for i, m in enumerate(rows)], np.int32)
     args = {
-        "queries": struct(sum(rows), h, d), "kv_pages": struct(9, 16, 2 * hk, d),
-        "block_tables": struct(n, 200, dtype=jnp.int32), "softmax_scale": 1.0,
-        "sliding_window": None, "logits_soft_cap": None,
+        "queries": struct(sum(rows) + 9, h, d), "kv_pages": struct(9, 16, 2 * hk, d),
+        "block_tables": struct(n, 200, dtype=jnp.int32), "context_lens": lens,
+        "softmax_scale": 1.0, "sliding_window": window and (window, 0), "logits_soft_cap": None,
     }  # fmt: skip
-    given = np.r_[0, last].astype(np.int32), length, np.asarray([n], np.int32)
-    problem = ragged_page_attention.problem(args | {"context_lens": given[1]})
-    target = ragged_page_attention.target()
-    long = Sevens(128, 256, True, 128, 128)
-    chosen = replace(tiles.choose(problem, target), long=long)
-    shapes = shapes_of(dict(zip(("starts", "lens", "valid"), given, strict=True)))
-    plan = plans.SchedulePlan(problem, chosen, target, shapes)
-    names = plans.SCHEDULE + plans.QUEUE
-    found = dict(zip(names, call_plan(plan, *given), strict=True))
-    single, has = int(found["facts"][5]), sum(m for m in rows if m >= 128) >= 256
-    mine = np.asarray(rows) >= (128 if has else 10**6)
-    near = plans.NEAR // (8 * d)
-    want = ragged_cases.queue(first, last, length, mine, 128, 128, h, hk, near, plan.most_tiles)
-    np.testing.assert_array_equal(found["lines"], want)
-    own = np.asarray(found["own"])
-    np.testing.assert_array_equal(own[:, 0], first)
-    np.testing.assert_array_equal(own[:, 1], np.where((np.asarray(rows) == 1) & single, length, 0))
-    assert (own[:, 2] > 0).all() == bool(own[:, 1].any()) and (own[:, 2] <= target.cores).all()
-    assert single == has
+    problem, target = ragged_page_attention.problem(args), cuda_target(90, cores)
+    long = LongPrefill(128, 256, 128, 128, decodes=True)
+    t = replace(tiles.choose(problem, target), long=long, rows=16, least=64)
+    operands = starts, lens, np.asarray([n - 1], np.int32)
+    shapes = shapes_of(dict(zip(("starts", "lens", "valid"), operands, strict=True)))
+    plan = plans.SchedulePlan(problem, t, target, shapes)
+    with compile_for(target):
+        *found, _, work_tiles, decode_rows = map(np.asarray, call_plan(plan, *operands))
+    found = RaggedSchedule(*found, work_tiles, decode_rows)
+    sizes = ScheduleSizes(
+        problem.rows, problem.paged.capacity, h, hk, t.block, t.tile, t.decode_tokens, plan.fair,
+        -(-t.least // t.block), target.cores, plans.NEAR // problem.paged.token_bytes,
+        window, long,
+    )  # fmt: skip
+    want = ragged_schedule(starts, lens, n - 1, sizes)
+    for table, x, y in zip(want._fields, found, want, strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=table)
+    has_long = sum(m for m in rows[:-1] if m >= 128) >= 256
+    assert bool(want.header[columns_of(ScheduleHeader).prefill_decodes]) == has_long
+    assert (want.decode_rows[:, columns_of(DecodeRow).programs] > 0).all() == has_long
+    split = want.sequences[columns_of(SequenceWork).splits] > 1
+    assert name != "split" or split.any()
 
 
 def drawn_rows(args, hk=2, dtype="float32", seed=1):

@@ -121,7 +121,7 @@ def test_visits_are_the_tiles_with_a_visible_pair(by_key: bool) -> None:
         MaskInfo(q_segment_ids=ids, kv_segment_ids=ids), causal=True, q_len=96, kv_len=96
     )
     grid = Grid(Tiling(96, 96, 16, 16), 16, 16, 2, 2)
-    made = HeadMask.of(grid, mask, jnp.asarray(chosen), by_key=by_key, together=True)
+    made = HeadMask.build(grid, mask, jnp.asarray(chosen), by_key=by_key, together=True)
     i = np.arange(6)
     seen = chosen & (i[:, None] >= i) & (i[:, None] // 3 == i // 3)
     seen = seen.reshape(1, 2, 2, 6, 6).any(2)

@@ -171,26 +171,6 @@ SMALL = {
 }
 
 
-def queue(
-    first: np.ndarray, last: np.ndarray, length: np.ndarray, mine: np.ndarray,
-    block_q: int, block_kv: int, heads: int, kv_heads: int, near: int, most: int,
-) -> np.ndarray:  # fmt: skip
-    """Returns the queue of a kernel for the sequences ``mine``, with room for ``most`` tiles.
-
-    The tile with most keys first, of a sequence the last rows; as many key heads together as fit
-    into ``near`` tokens of one head.
-    """
-    tiles: list[tuple[int, ...]] = []
-    for i in np.argsort(-length // block_kv, kind="stable"):
-        begins = range(first[i] // 8 * 8, last[i], block_q) if mine[i] else ()
-        together = max(k for k in range(1, kv_heads + 1)
-                       if kv_heads % k == 0 and (k == 1 or length[i] <= near // k))  # fmt: skip
-        header = (len(tiles), len(begins), together * heads // kv_heads)
-        tiles += [(i, row, first[i], last[i], length[i], *header) for row in reversed(begins)]
-    tiles += [(0, 0, 0, 0, 0, 0, 0, 1)] * (most + 1 - len(tiles))
-    return np.asarray(tiles, np.int32)
-
-
 # ---- ahead of time -------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from jax import lax
 
 from ejkernel.kernels.pallas.gpu.flash_attention import list_kernel
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import EVERY, LIMIT, SOME
+from ejkernel.types.serving.split import split_schedule
 
 ALL: dict[str, Any] = {}
 INT = jax.ShapeDtypeStruct((), jnp.int32)
@@ -74,29 +75,29 @@ def multiply_add(k: Any, names: Any, x: Any, factors: Any, terms: Any) -> Any:
     return (x.astype(jnp.float32) * factors) + terms
 
 
-@standin("warps.thread_anew")
-def thread_anew(k: Any, names: Any) -> Any:
+@standin("warps.read_thread")
+def read_thread(k: Any, names: Any) -> Any:
     return jnp.int32(k.warpgroup) * 128
 
 
-@standin("softmax.lane_sums")
+@standin("lane_softmax.lane_sums")
 def lane_sums(k: Any, names: Any, rows: Any, factors: Any, x: Any) -> Any:
     return rows * factors + jnp.sum(x, axis=1)
 
 
-@standin("softmax.over_lanes")
-def over_lanes(k: Any, names: Any, rows: Any) -> Any:
+@standin("lane_softmax.sum_over_lanes")
+def sum_over_lanes(k: Any, names: Any, rows: Any) -> Any:
     return rows
 
 
-@standin("softmax.raised")
-def raised(k: Any, names: Any, m: Any, x: Any, *slack: Any) -> Any:
+@standin("lane_softmax.raise_maxima")
+def raise_maxima(k: Any, names: Any, m: Any, x: Any, *slack: Any) -> Any:
     top = jnp.maximum(m, jnp.max(x, axis=1))
     return jnp.where(top > m + (slack[0] if slack else names.slack), top, m)
 
 
-@standin("softmax.halved")
-def halved(k: Any, names: Any, x: Any) -> Any:
+@standin("lane_softmax.to_16_bit")
+def to_16_bit(k: Any, names: Any, x: Any) -> Any:
     return x.astype(k.eqn.outvars[0].aval.dtype)
 
 
@@ -137,20 +138,20 @@ def store_tile(k: Any, names: Any, ref: Any, x: Any) -> None:
     k.on_host(lambda host, ref, x: host.put(ref, x), (), ref, x)
 
 
-@standin("quads.load_rows")
+@standin("vector_rows.load_rows")
 def load_rows(k: Any, names: Any, ref: Any) -> Any:
     kind = k.eqn.outvars[0].aval
     return k.on_host(lambda host, ref: (host.get(ref),), (kind,), ref)
 
 
-@standin("quads.store_rows")
+@standin("vector_rows.store_rows")
 def store_rows(k: Any, names: Any, ref: Any, x: Any, *factors: Any) -> None:
     x = x * factors[0][:, None] if factors else x
     k.on_host(lambda host, ref, x: host.put(ref, x), (), ref, x)
 
 
-@standin("widen.widen")
-def widen(k: Any, names: Any, source: Any, target: Any) -> None:
+@standin("convert.convert_rows")
+def convert_rows(k: Any, names: Any, source: Any, target: Any) -> None:
     k.on_host(lambda host, source, target: host.put(target, host.get(source)), (), source, target)
 
 
@@ -190,25 +191,14 @@ def word(k: Any, names: Any, words: Any, *place: Any) -> Any:
     return k.on_host(read, (INT,), words, *place)
 
 
-@standin("deal.deal")
-def deal(k: Any, names: Any, lengths: Any, run: Any) -> Any:
-    from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
+@standin("mla_split.find_unit")
+def find_unit(k: Any, names: Any, lengths: Any, unit: Any) -> Any:
+    def find(host: Any, lengths: Any, unit: Any) -> Any:
+        clipped = np.clip(host.get(lengths), 0, names.capacity)
+        *work_range, cut = split_schedule(clipped, names.units, names.step)[int(unit)]
+        return (*work_range, *cut)
 
-    kind = jax.ShapeDtypeStruct((names.b,), jnp.int32)
-    (values,) = k.on_host(lambda host, ref: (host.get(ref),), (kind,), lengths)
-    runs, sequences = shares(jnp.clip(values, 0, names.capacity), names.groups, names.step)
-
-    def cut(host: Any, runs: Any, sequences: Any, run: Any) -> Any:
-        run, sequences = int(run), np.asarray(sequences)
-        first, at, count = work = [int(x) for x in runs[run]]
-        while count > sequences[first, 1] - at:
-            count -= sequences[first, 1] - at
-            first, at = sequences[first, 2], 0
-        _, steps, _, part, parts = sequences[first]
-        goes_on = count > 0 and at + count < steps
-        return *work, *((first, part, parts, run - part // 2) if goes_on else (0,) * 4)
-
-    return k.on_host(cut, (INT,) * 7, runs, sequences, run)
+    return k.on_host(find, (INT,) * 7, lengths, unit)
 
 
 # ---- lists of tiles ------------------------------------------------------------------------------

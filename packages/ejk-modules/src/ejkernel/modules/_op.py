@@ -55,13 +55,11 @@ class Operation(RegisteredKernel[Cfg, Any]):
         spec: the arguments of a call and how they are canonicalized.
         function: the public function.
         aliases: other names of the function.
-        whole_groups: whether a device needs whole groups of query heads per key head.
     """
 
     spec: ClassVar[type[Call]]
     function: ClassVar[Callable[..., Any]]
     aliases: ClassVar[tuple[str, ...]] = ()
-    whole_groups: ClassVar[bool] = False
     _instance: ClassVar[Operation | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

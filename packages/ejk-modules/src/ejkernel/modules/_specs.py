@@ -6,9 +6,8 @@ mesh axes a word is spread over; all arguments and outputs follow from that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,8 +17,7 @@ from ejkernel.modules.compat import explicit_axes, typed_sharding
 from ejkernel.ops import InvalidArgument
 from ejkernel.ops.core.keys import ARRAYS
 from ejkernel.types.calls.axes import AXES, Kind, meaning
-
-MeshAxes = tuple[str, ...]
+from ejkernel.types.calls.layout import Layout, MeshAxes
 
 
 @dataclass(frozen=True)
@@ -29,43 +27,6 @@ class Argument:
     name: str
     words: tuple[str, ...]
     shape: tuple[int, ...] | None
-
-
-@dataclass
-class Layout:
-    """Which mesh axes every word is spread over.
-
-    Attributes:
-        operation: name for messages.
-        mesh_sizes: mesh axis -> size.
-        legal: words that may be spread.
-        spread: word -> mesh axes.
-        source: what says how words are spread, for messages.
-    """
-
-    operation: str
-    mesh_sizes: Mapping[str, int]
-    legal: frozenset[str]
-    spread: dict[str, MeshAxes] = field(default_factory=dict)
-    source: str = "in_specs"
-
-    def axes(self, word: str) -> MeshAxes:
-        return self.spread.get(word.lstrip("#"), ())
-
-    def parts(self, word: str) -> int:
-        """Over how many devices the word is spread."""
-        return math.prod(self.mesh_sizes[a] for a in self.axes(word))
-
-    def spec(self, words: Sequence[str], shape: Sequence[int] | None = None) -> PartitionSpec:
-        """The spec of an array with these axes; axes of size 1 stay whole."""
-        entries: list[Any] = []
-        for i, word in enumerate(words):
-            axes = self.axes(word)
-            if not axes or (shape is not None and shape[i] == 1):
-                entries.append(None)
-            else:
-                entries.append(axes if len(axes) > 1 else axes[0])
-        return PartitionSpec(*entries)
 
 
 def mesh_axes(entry: Any) -> MeshAxes:
@@ -117,8 +78,8 @@ def spread(layout: Layout, where: str, word: str, axes: MeshAxes) -> None:
         return
     unknown = [a for a in axes if a not in layout.mesh_sizes]
     if unknown:
-        known = ", ".join(layout.mesh_sizes)
-        raise ValueError(f"{where}: mesh axis {unknown[0]!r} is unknown, the mesh has: {known}")
+        names = ", ".join(layout.mesh_sizes)
+        raise ValueError(f"{where}: mesh axis {unknown[0]!r} is unknown, the mesh has: {names}")
     in_order = meaning(word).in_order
     if in_order and layout.spread.get(word) == axes:
         return
@@ -149,7 +110,7 @@ def _of_heads(word: str) -> bool:
 
 
 def spread_key_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool) -> bool:
-    """Spread key heads like query heads. True: key heads stay whole and each shard picks its own.
+    """Spreads key heads like query heads. True: every shard keeps all key heads and picks its own.
 
     Raises:
         ValueError: query and key heads spread differently.
@@ -226,8 +187,8 @@ def read_types(layout: Layout, arrays: Iterable[tuple[Argument, Any]]) -> Layout
     Raises:
         ValueError: as ``read_specs``, naming the array.
     """
-    own = replace(layout, spread=dict(layout.spread))
-    seen = set(own.spread)
+    typed_layout = replace(layout, spread=dict(layout.spread))
+    seen = set(typed_layout.spread)
     for argument, x in arrays:
         for word, axes in zip(argument.words, _axes(layout, x), strict=False):
             word = word.lstrip("#")
@@ -235,12 +196,12 @@ def read_types(layout: Layout, arrays: Iterable[tuple[Argument, Any]]) -> Layout
                 axes = tuple(axis for axis in axes if layout.mesh_sizes[axis] > 1)
             spread(layout, argument.name, word, axes)
             if word not in seen and axes:
-                own.spread[word] = axes
+                typed_layout.spread[word] = axes
             seen.add(word)
-    return own
+    return typed_layout
 
 
-def own_spec(layout: Layout, argument: Argument, x: Any) -> Any:
+def typed_spec(layout: Layout, argument: Argument, x: Any) -> Any:
     """The spec in the type of ``x``, without what may not be spread."""
     alone = replace(layout, spread={})
     read_types(alone, [(argument, x)])

@@ -15,6 +15,8 @@ from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.errors import ConfigError, warn_caution
 from ejkernel.ops.params import warpgroups_of
+from ejkernel.ops.partition import may_be_sharded
+from ejkernel.ops.partitioned import run_partitioned
 from ejkernel.ops.second_order import operation
 
 
@@ -52,6 +54,10 @@ class CallKernel:
     """Whether ``apply_config`` reads ``WarpgroupParams``."""
     fixed_tiles: ClassVar[bool] = False
     """Whether no config names tiles: they are the kernel's own choice."""
+    partitioned: ClassVar[bool] = True
+    """Whether a compiler that partitions programs has to be told how to shard the kernel."""
+    saved_axes: ClassVar[str] = ""
+    """Words of the axes of each array that ``forward`` keeps for ``backward``."""
 
     def __init__(self) -> None:
         cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -161,6 +167,14 @@ class CallKernel:
         """Returns the tiles' own fields of the operation's config; ``apply_config`` reads them."""
         return dict(getattr(chosen, "fields", {}))
 
+    def forward_axes(self, a: Mapping[str, Any], count: int) -> tuple[str, ...]:
+        """Returns the words of the axes of each of the ``count`` outputs of ``forward``."""
+        return self.call.forward_axes(a, count)
+
+    def on_shards(self, a: Mapping[str, Any]) -> tuple[CallKernel, Mapping[str, Any]]:
+        """Returns the kernel and the arguments of a call that means the same on every shard."""
+        return self, a
+
     def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         """Returns the arrays, and values that both passes derive from arrays the host knows.
 
@@ -203,15 +217,23 @@ class CallKernel:
         if reason is not None:
             raise self.unsupported_error(reason)
         outputs = self.empty_outputs(a, problem)
+        sharded = self.partitioned and may_be_sharded(self.call.array_arguments(a))
+        if sharded:
+            kernel, same = self.on_shards(a)
+            if kernel is not self:
+                return kernel.run_canonical(cfg=cfg, **same)
         if outputs is None:
             tiles = self.tiles(problem, target, cfg)
             # an explicit config has none: where it fails, the call fails
             fallback = self.tiles(problem, target) if is_config_from_file() else None
             options, name = self.call.options(a), operation(self.call.name)
             work = Work(self, problem, options, tiles, target, name, fallback)
-            operands = self.operands(a, problem)
-            arrays = {name: x for name, x in operands.items() if x is not None}
-            outputs = self.outputs(work, same_axes(self.precompute(work, arrays)))
+            if sharded:
+                outputs = run_partitioned(work, a)
+            else:
+                operands = self.operands(a, problem)
+                arrays = {name: x for name, x in operands.items() if x is not None}
+                outputs = self.outputs(work, same_axes(self.precompute(work, arrays)))
         return self.results(a, outputs)
 
     def tiles(self, problem: Any, target: Any, cfg: Any = None) -> Any:

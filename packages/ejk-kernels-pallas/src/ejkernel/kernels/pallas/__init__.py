@@ -30,9 +30,9 @@ _RAGGED = (
 )
 
 
-def _hopper(name: str, *config_fields: str, folder: str = "") -> Entry:
+def _hopper(name: str, *config_fields: str, module: str = "") -> Entry:
     """A kernel for Hopper: ahead of those for every GPU, but see its own ``priority_for``."""
-    target = f"gpu.{folder or name}.implementation:{name}"
+    target = f"gpu.{module or f'{name}.implementation'}:{name}"
     return Entry(name, target, priority=110, hooks=HOOKS, config_fields=config_fields)
 
 
@@ -55,11 +55,13 @@ PACKAGE = KernelPackage(
         _hopper("flash_attention", *_HOPPER),
         _tpu("flash_attention", *_TPU_FLASH),
         _hopper("blocksparse_attention", *_HOPPER),
-        _hopper("scaled_dot_product_attention", folder="flash_attention"),
-        _hopper("mla_attention", *_HOPPER, folder="flash_attention"),
+        _hopper("scaled_dot_product_attention", module="flash_attention.implementation"),
+        _hopper("mla_attention", *_HOPPER, module="flash_attention.implementation"),
         _hopper("ragged_page_attention", *_RAGGED),
-        _hopper("ragged_page_attention_v3", *_RAGGED, folder="ragged_page_attention"),
-        _hopper("mla_decode"),
+        _hopper(
+            "ragged_page_attention_v3", *_RAGGED, module="ragged_page_attention.implementation"
+        ),
+        _hopper("mla_decode", module="serving.mla_implementation"),
         _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
         _tpu("grouped_matmul", "block_m", "block_n", "block_k"),
         _tpu("mean_pooling"),

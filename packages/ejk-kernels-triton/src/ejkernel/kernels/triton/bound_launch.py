@@ -84,7 +84,7 @@ class BoundLaunch:
     Attributes:
         arguments, constants: values by the names of the kernel's parameters.
         options: of the compiler: ``num_warps``, ``num_stages`` and others.
-        interpreted: constants that take another value in the interpreter, which runs no assembly.
+        interpreted: arguments that take another value in the interpreter, which runs no assembly.
         aliases: operand to the result that lies in its memory. Elements that the kernel does not
             write keep the operand's values. XLA copies an operand that the program needs later.
         stand_in: the launch that the interpreter runs in the place of a kernel in Gluon.

@@ -333,8 +333,9 @@ def run_launch(
     with TRITON_LOCK, _interpreted_library():
         _prepare()
         _ranges[:] = [(a.ctypes.data, a.ctypes.data + a.nbytes) for a in (*inputs, *outputs)]
-        arguments = {name: argument(value) for name, value in launch.arguments.items()}
-        constants = {**launch.constants, **launch.interpreted}
+        values = {**launch.arguments, **launch.constants, **launch.interpreted}
+        arguments = {name: argument(values[name]) for name in launch.arguments}
+        constants = {name: values[name] for name in launch.constants}
         grid = (*launch.grid, 1, 1)[:3]
         try:
             interpreted(launch.kernel)[grid](**arguments, **constants)

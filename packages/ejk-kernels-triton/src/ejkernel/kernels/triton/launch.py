@@ -103,8 +103,8 @@ class Launch:
         """Returns the compiler's options, by default from the tiles."""
         return {"num_warps": self.tiles.num_warps, "num_stages": self.tiles.num_stages}
 
-    def interpreter_constants(self) -> Mapping[str, Any]:
-        """Returns constants that take another value in the interpreter, which has no assembly."""
+    def interpreter_arguments(self, target: Target) -> Mapping[str, Any]:
+        """Returns arguments that take another value in the interpreter, which has no assembly."""
         return {}
 
     def stand_in(self) -> Launch | None:
@@ -171,7 +171,7 @@ class Launch:
             constants={name: x for name, x in values.items() if name in constant},
             grid=self.grid(target),
             options=self.options(target),
-            interpreted=self.interpreter_constants(),
+            interpreted=self.interpreter_arguments(target),
             aliases={x.index: out.index for x, out in aliases if x is not None and out is not None},
             stand_in=None if stand_in is None else stand_in.bind(target),
         )

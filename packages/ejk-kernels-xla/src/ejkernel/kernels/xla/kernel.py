@@ -1,4 +1,4 @@
-"""What all XLA implementations have in common: any call, on any device, compiled as one."""
+"""Base of all XLA implementations: any call, on any device, compiled as one program."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from ejkernel.ops.utils.device import device_kind
 
 
 class XlaKernel(CallKernel):
-    """A kernel of JAX operations, which knows a call by the names of its arguments.
+    """A kernel of JAX operations that looks arguments up by name.
 
-    ``work.problem`` holds them all, with shapes in place of arrays; ``arrays`` the arrays that
-    were given. The outputs are those of the operation, also of calls without work. JAX
-    differentiates ``forward``, which then names its residuals itself, unless a kernel
+    ``work.problem`` holds every argument, with shapes in place of arrays; ``arrays`` holds the
+    arrays of the call. A kernel returns the outputs of the operation, also for calls without work.
+    JAX differentiates ``forward``, which then names its residuals itself, unless a kernel
     ``has_backward``.
     """
 
     has_backward: ClassVar[bool] = False
     forward_again: ClassVar[bool] = True
     outputs = staticmethod(compiled)
+    partitioned: ClassVar[bool] = False  # the compiler partitions operations of JAX itself
 
     def target(self) -> Any:
         return device_kind()
@@ -31,6 +32,9 @@ class XlaKernel(CallKernel):
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         return self.call.array_arguments(a)
+
+    def forward_axes(self, a: Mapping[str, Any], count: int) -> tuple[str, ...]:
+        return self.call.returned_axes(a, count)
 
     def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         return None

@@ -83,4 +83,3 @@ def native_sparse_attention(
 class NativeSparseAttention(Operation[NativeSparseAttentionConfig]):
     spec = calls.NativeSparseAttention
     function = staticmethod(native_sparse_attention)
-    whole_groups = True

@@ -86,4 +86,3 @@ class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):
     spec = calls.RaggedPageAttentionv3
     function = staticmethod(ragged_page_attention_v3)
     trained = False
-    whole_groups = True  # every device writes the keys it holds

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import as_bool, at_most
 from ejkernel.types.calls import canonicalize
+from ejkernel.types.calls.axes import bare
+from ejkernel.types.calls.sharding import ShardingRule
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, Flags, I, invalid
 
@@ -34,6 +37,17 @@ class MeanPooling(Call):
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         group = "batch" if a["cu_seqlens"] is None else "sequences"
         return (group + (" *channels" if a["chunk_size"] is None else " chunks *channels"),)
+
+    @classmethod
+    def forward_axes(cls, a: Arguments, count: int) -> tuple[str, ...]:
+        return (("batch" if a["cu_seqlens"] is None else "sequences") + " channels_0",)
+
+    @classmethod
+    def sharding_rule(cls, a: Mapping[str, Any]) -> ShardingRule:
+        """Returns a rule without channel axes but the first: a kernel merges all of them."""
+        rule = super().sharding_rule(a)
+        sizes = {w: n for w, n in rule.sizes.items() if bare(w) != "channels" or w == "channels_0"}
+        return replace(rule, sizes=sizes)
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:

@@ -5,14 +5,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.types.attention.softmax import name_residuals
+from ejkernel.types.calls.decode import DecodeCall
 from ejkernel.types.calls.paged import PagedCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, out_of_range
 from ejkernel.types.serving.layout import KVLayout
+from ejkernel.types.serving.operands import broadcast_operands, in_order
 from ejkernel.types.serving.problem import LatentProblem
 
 
-class MLADecode(PagedCall):
+class MLADecode(DecodeCall, PagedCall):
     """Multi-head latent attention for decoding, in latent space."""
 
     name = "mla_decode"
@@ -68,6 +71,29 @@ class MLADecode(PagedCall):
             layout=KVLayout.latent(query.shape[-1]),
             return_lse=a["return_lse"],
         )
+
+    @classmethod
+    def stage_operands(cls, arrays: Mapping[str, Any], problem: LatentProblem) -> dict[str, Any]:
+        """Returns the operands of the first stage."""
+        p = problem
+        operands = {
+            "q": arrays["query"].reshape(p.batch, p.tokens * p.heads, p.dim),
+            "k": arrays["latent_cache"],
+            "lens": arrays["context_lens"],
+            "tables": arrays["block_tables"],
+        } | broadcast_operands(arrays)
+        if "k_scale" in operands:  # the scale of a row, so of keys and of values
+            operands["v_scale"] = operands["k_scale"]
+        return in_order(operands)
+
+    @classmethod
+    def outputs_of_stages(
+        cls, arrays: Mapping[str, Any], problem: LatentProblem, outputs: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Returns the outputs of the call from the arrays of the last stage."""
+        rows = arrays["query"].shape[:-1]
+        o, *lse = outputs
+        return name_residuals(o.reshape(*rows, problem.latent_dim), *(x.reshape(rows) for x in lse))
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -17,6 +17,7 @@ class NativeSparseAttention(Call):
     name = "native_sparse_attention"
     outputs = ("batch seq heads v_dim",)
     normal_samples = True
+    whole_groups = True
 
     @staticmethod
     def signature(

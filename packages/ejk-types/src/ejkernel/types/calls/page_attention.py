@@ -5,14 +5,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.types.calls.decode import DecodeCall
 from ejkernel.types.calls.paged import PagedCall
 from ejkernel.types.calls.softmax import AttentionCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.serving.operands import broadcast_operands, in_order
 from ejkernel.types.serving.problem import PagedProblem
 
 
-class PageAttention(PagedCall, AttentionCall):
+class PageAttention(DecodeCall, PagedCall, AttentionCall):
     """One decode token per sequence over a paged cache."""
 
     name = "page_attention"
@@ -49,6 +51,26 @@ class PageAttention(PagedCall, AttentionCall):
         columns = a["block_tables"].shape[1]
         arrays = (a["query"], a["key_cache"], a["value_cache"])
         return PagedProblem.from_arguments(a, *arrays, max_pages=columns)
+
+    @classmethod
+    def stage_operands(cls, arrays: Mapping[str, Any], problem: PagedProblem) -> dict[str, Any]:
+        """Returns the operands of the first stage."""
+        query = arrays["query"]
+        operands = {
+            "q": query if query.ndim == 3 else query[:, 0],
+            "k": arrays["key_cache"],
+            "v": arrays["value_cache"],
+            "lens": arrays["context_lens"],
+            "tables": arrays["block_tables"],
+        }
+        return in_order(operands | broadcast_operands(arrays))
+
+    @classmethod
+    def outputs_of_stages(
+        cls, arrays: Mapping[str, Any], problem: PagedProblem, outputs: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Returns the outputs of the call from the arrays of the last stage."""
+        return (outputs[0].reshape(*arrays["query"].shape[:-1], problem.value_dim),)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, is_symbolic
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.values import concrete_indices, concrete_value
 from ejkernel.types.calls.words import describe_value, out_of_range
 from ejkernel.types.masks.segments import check_starts
+from ejkernel.types.serving.problem import RaggedProblem
 
 _FOREIGN_ORDERS = ((0, 2, 1, 3), (1, 2, 0, 3))
 """Where caches of other libraries keep our axes: heads before a page's tokens, or before all."""
@@ -123,6 +125,23 @@ class RaggedCall(PagedCall):
         queries, cache = a["queries"], a[cls.boundary.pools[0]]
         shapes = (*queries.shape, *cache.shape, *a["block_tables"].shape)
         return (jnp.zeros(queries.shape, queries.dtype),) if 0 in shapes else None
+
+    @classmethod
+    def stage_outputs(cls, problem: RaggedProblem) -> tuple[str, ...]:
+        """Returns the names of the arrays that the last stage leaves."""
+        return ("o",)
+
+    @classmethod
+    def outputs_of_stages(
+        cls, arrays: Mapping[str, Any], problem: RaggedProblem, outputs: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Returns the outputs of the call from the arrays of the last stage."""
+        o, *cache = outputs
+        return (name_output(o), *cache)
+
+    @classmethod
+    def fold_batch(cls, *args: Any) -> None:
+        """Returns None: packed rows of several calls have no one order, so calls are a loop."""
 
     @classmethod
     def check_sequences(cls, a: Arguments, count: int) -> None:

@@ -6,12 +6,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.attention.softmax import name_output
+from ejkernel.types.calls.decode import DecodeCall
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I
+from ejkernel.types.serving.operands import broadcast_operands, in_order
 from ejkernel.types.serving.problem import PagedProblem
 
 
-class RaggedDecodeAttention(Call):
+class RaggedDecodeAttention(DecodeCall, Call):
     """One decode token per sequence over a contiguous cache."""
 
     name = "ragged_decode_attention"
@@ -39,6 +42,29 @@ class RaggedDecodeAttention(Call):
     def problem(cls, a: Mapping[str, Any]) -> PagedProblem:
         """The problem of a paged cache: every sequence has one page, its row of the cache."""
         return PagedProblem.from_arguments(a, a["query"], a["key"], a["value"], max_pages=1)
+
+    @classmethod
+    def stage_operands(cls, arrays: Mapping[str, Any], problem: PagedProblem) -> dict[str, Any]:
+        """Returns the operands of the first stage."""
+        query = arrays["query"]
+        operands = {
+            "q": query if query.ndim == 3 else query[:, 0],
+            "k": arrays["key"],
+            "v": arrays["value"],
+            "lens": arrays["sequence_end"],
+            # a numpy array is a constant of the program; jnp.arange would be a launch
+            "tables": np.arange(problem.batch, dtype=np.int32)[:, None],
+            "begins": arrays["sequence_start"],
+        }
+        return in_order(operands | broadcast_operands(arrays))
+
+    @classmethod
+    def outputs_of_stages(
+        cls, arrays: Mapping[str, Any], problem: PagedProblem, outputs: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Returns the outputs of the call from the arrays of the last stage."""
+        o = outputs[0].reshape(*arrays["query"].shape[:-1], problem.value_dim)
+        return (name_output(o),)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

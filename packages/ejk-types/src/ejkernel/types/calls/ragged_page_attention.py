@@ -9,6 +9,7 @@ from ejkernel.types.calls import canonicalize, values
 from ejkernel.types.calls.paged import RaggedCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
+from ejkernel.types.serving.operands import broadcast_operands, in_order
 from ejkernel.types.serving.problem import RaggedProblem
 
 
@@ -63,6 +64,19 @@ class RaggedPageAttention(RaggedCall):
     def problem(cls, a: Mapping[str, Any]) -> RaggedProblem:
         cache = a["kv_pages"]
         return RaggedProblem.from_arguments(a, cache, a["context_lens"], cache.shape[2] // 2)
+
+    @classmethod
+    def stage_operands(cls, arrays: Mapping[str, Any], problem: RaggedProblem) -> dict[str, Any]:
+        """Returns the operands of the first stage."""
+        operands = {
+            "q": arrays["queries"],
+            "k": arrays["kv_pages"],
+            "lens": arrays["context_lens"],
+            "tables": arrays["block_tables"],
+            "starts": arrays["query_start_loc"],
+            "valid": arrays["num_seqs"].reshape(1),
+        }
+        return in_order(operands | broadcast_operands(arrays))
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

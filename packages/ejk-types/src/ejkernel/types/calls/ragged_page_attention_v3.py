@@ -3,12 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.arrays import quantise
 from ejkernel.types.calls import values
 from ejkernel.types.calls.paged import RaggedCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
+from ejkernel.types.serving.operands import broadcast_operands, in_order
 from ejkernel.types.serving.problem import RaggedProblem
 
 
@@ -19,6 +22,7 @@ class RaggedPageAttentionv3(RaggedCall):
     outputs = ("tokens heads head_dim", "=kv_cache")
     divisors = ("q_scale", "k_scale", "v_scale")
     normal_samples = True
+    whole_groups = True  # every device writes the keys it holds
 
     @staticmethod
     def signature(
@@ -83,6 +87,32 @@ class RaggedPageAttentionv3(RaggedCall):
         keys, lengths = a["keys"], a["kv_lens"]
         written = tuple(np.dtype(a[name].dtype).name for name in ("keys", "values"))
         return RaggedProblem.from_arguments(a, a["kv_cache"], lengths, keys.shape[1], written)
+
+    @classmethod
+    def stage_operands(cls, arrays: Mapping[str, Any], problem: RaggedProblem) -> dict[str, Any]:
+        """Returns the operands of the first stage."""
+        p = problem.paged
+        operands = {
+            "q": arrays["queries"],
+            "k": arrays["kv_cache"],
+            "lens": arrays["kv_lens"],
+            "tables": arrays["block_tables"].reshape(p.batch, p.max_pages),
+            "starts": arrays["query_start_loc"],
+            "valid": arrays["distribution"],
+            "keys": arrays["keys"],
+            "values": arrays["values"],
+        } | broadcast_operands(arrays)
+        if "q_scale" in arrays:
+            q, scale = operands["q"], arrays["q_scale"].astype(jnp.float32)
+            # the dot product with a query quantised like the cache is exact in its own dtype
+            operands["q"] = quantise(q, scale, operands["k"].dtype).astype(q.dtype)
+            k_scale = operands.get("k_scale", jnp.ones((1, 1)))
+            operands["logit_scale"] = k_scale.astype(jnp.float32) * scale
+        return in_order(operands)
+
+    @classmethod
+    def stage_outputs(cls, problem: RaggedProblem) -> tuple[str, ...]:
+        return ("o", "k")
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -51,6 +51,10 @@ class SoftmaxCall(AttentionCall):
     merged: ClassVar[Mapping[str, str]] = {**canonicalize.MERGED_MASKS, "init_bias": "bias"}
 
     @classmethod
+    def forward_axes(cls, a: Mapping[str, Any], count: int) -> tuple[str, ...]:
+        return ("batch q_len heads v_dim", "batch heads q_len")
+
+    @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Problem:
         q, k, v = a["query"], a["key"], a["value"]
         packed = a.get("cum_seqlens_q") is not None

@@ -12,7 +12,8 @@ import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
 from ejkernel.types.calls import canonicalize, drawn, values
-from ejkernel.types.calls.axes import bare
+from ejkernel.types.calls.axes import bare, mask_axes
+from ejkernel.types.calls.sharding import ShardingRule
 from ejkernel.types.calls.signature import Boundary, axes_of
 from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import MaskInfo
@@ -43,6 +44,7 @@ class Call:
         normal_samples: whether sample inputs are normally distributed, of both signs.
         merged: arguments that ``check_values`` or ``canonicalize`` moves into another one, and the
             name of that one. A kernel that reads the latter has no need to read the former.
+        whole_groups: whether a device of a mesh needs all query heads of its key heads.
         boundary: the parameters, read from ``signature``.
         StaticArguments: tuple with a field for every parameter but ``mask_info``.
         Options: tuple with a field for every parameter whose annotation is no array.
@@ -59,6 +61,7 @@ class Call:
     divisors: ClassVar[tuple[str, ...]] = ()
     normal_samples: ClassVar[bool] = False
     merged: ClassVar[Mapping[str, str]] = {}
+    whole_groups: ClassVar[bool] = False
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
         "pages", "max_blocks", "inner", "columns", "channels",
@@ -126,6 +129,42 @@ class Call:
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         """Axes of the outputs of this call."""
         return cls.select_outputs(a, cls.outputs)
+
+    @classmethod
+    def returned_axes(cls, a: Arguments, count: int) -> tuple[str, ...]:
+        """Returns the axes of ``count`` outputs, which a call may have without requesting them."""
+        requested = cls.output_axes(a)
+        if len(requested) == count:
+            return requested
+        return cls.output_axes({**a, cls.extra_outputs_flag: True})[:count]
+
+    @classmethod
+    def forward_axes(cls, a: Arguments, count: int) -> tuple[str, ...]:
+        """Returns the axes of the ``count`` outputs of a kernel's forward pass."""
+        return cls.returned_axes(a, count)
+
+    @classmethod
+    def array_axes(cls, a: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+        """Returns the words of the axes of every array, by argument; a mask has several arrays."""
+        override, axes = cls.argument_axes(dict(a)), {}
+        for p in cls.boundary.parameters:
+            value = a[p.name]
+            if isinstance(value, MaskInfo):
+                axes[p.name] = [mask_axes(x) for x in jax.tree.leaves(value)]
+            elif hasattr(value, "shape") and hasattr(value, "dtype"):
+                axes[p.name] = [tuple(axes_of(p, value, override))]
+        return axes
+
+    @classmethod
+    def sharding_rule(cls, a: Mapping[str, Any]) -> ShardingRule:
+        """Returns how the arrays of a call may be sharded, from their shapes alone."""
+        sizes: dict[str, int] = {}
+        for name, words in cls.array_axes(a).items():
+            for axes, x in zip(words, jax.tree.leaves(a[name]), strict=True):
+                for word, size in zip(axes, x.shape, strict=True):
+                    if not (word.startswith("#") and size == 1):
+                        sizes.setdefault(word.lstrip("#"), size)
+        return ShardingRule(cls.name, sizes, cls.whole_groups)
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:

@@ -45,6 +45,7 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     reads = arguments.FLASH | arguments.PACKED | arguments.DROPOUT | {"bias", "precision"}
     choose = staticmethod(tiles.choose)
     neighbours = staticmethod(neighbours)
+    saved_axes = "batch heads q_len"
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         problem = self.call.problem(a)

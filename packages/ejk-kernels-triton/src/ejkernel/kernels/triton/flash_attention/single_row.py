@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
-from ejkernel.kernels.triton.page_attention.decoding import NAMES, decoder
+from ejkernel.kernels.triton.page_attention.implementation import page_attention
 from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.stages import run_stages
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.serving.layout import KVLayout
+from ejkernel.types.serving.operands import in_order
 from ejkernel.types.serving.problem import PagedProblem
 
 LEAST_KEYS = 1024  # below, a second launch costs more than the keys
@@ -82,6 +84,6 @@ def forward(work: Work, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         "begins": jnp.full(p.batch, first, jnp.int32) if first else None,
         "sink": arrays["sink"][:, :, None] if "sink" in arrays else None,
     }
-    step = replace(work, problem=decoding(p), tiles=work.tiles.decode)
-    o, lse = decoder(step)(*(given.get(name) for name in NAMES))
+    step = replace(work, kernel=page_attention, problem=decoding(p), tiles=work.tiles.decode)
+    o, lse = run_stages(step, in_order(given))
     return o[:, None], lse[:, :, None]

@@ -1,132 +1,213 @@
-"""Gradients of what meets through decaying channels, of keys or of values, and of the gate.
+"""Gradients of arrays that meet through decaying channels, of keys or of values, and of the gate.
 
-Where channels of values decay, what rows read comes from here as well: o_t is da_t with the values
-as b, and asks for neither a nor dH.
+Where channels of values decay, the forward output comes from here as well: o_t is da_t with the
+values as b, and needs neither a nor dH.
 
 With a the array that reads through the decaying channels and b the one that is read (q and k for
 keys, do and v for values), c and d the other two, P[t, s] = scale c_t d_s, H the state before the
-chunk, dH the gradient of the one after it, and D[t, s] what lies between two rows,
+chunk, dH the gradient of the one after it, and D[t, s] the decay between two rows,
 
     da_t = sum over s of P[t, s] D[t, s] b_s + scale exp(since_t) c_t H
-    db_s = sum over t of P[t, s] D[t, s] a_t + exp(rest_s) d_s dH
+    db_s = sum over t of P[t, s] D[t, s] a_t + exp(until_s) d_s dH
 
 channel by channel. The gate of row r is in the exponents of all pairs around it:
 
     dg_r = sum over t >= r of a_t da_t - sum over s >= r of b_s db_s, in the chunk
-         + sum over s of exp(rest_s) b_s (d_s dH) + exp(all) sum of H . dH
+         + sum over s of exp(until_s) b_s (d_s dH) + exp(chunk) sum of H . dH
 
-*Near* chunks (``channels``) compute just this: one product for da, one for db, one with a matrix of
-0 and 1 for the sums. The first two take the same rounded numbers, so that the difference errs like
-a sum in float32, by 2^-24 of its terms, and no sum runs past a chunk. Against float64 and with
-bfloat16 inputs dg errs by 0.0034 to 0.0036 of its size this way and by 0.0024 to 0.0030 by halving,
-as q and k are rounded once more, whether the gates of half a chunk sum up to 1.3 or to 38.
+*Near* chunks (``channels``) compute just this: one matmul for da, one for db, one with a matrix of
+0 and 1 for the sums over rows. The first two take the same rounded values, so that the difference
+errs like a float32 accumulation, by 2^-24 of its terms, and no accumulation runs past a chunk.
+Against float64 and with bfloat16 inputs dg errs by 0.0034 to 0.0036 of its size this way and by
+0.0024 to 0.0030 by halving, as q and k are rounded once more, whether the gates of half a chunk sum
+up to 1.3 or to 38.
 
 Others go by halving. A row of a cut's later half is reached through e_t a_t, one of its earlier
-half through e_s b_s; one product with all pairs of that cut, both ways round, gives the share of da
-for the former and of db for the latter. That share times a or b is what an exponent has gathered,
-and goes back through the transposed matrix of 0 and 1 that made it. Nothing is subtracted from
-anything: gates of any strength lose nothing.
+half through e_s b_s; one matmul with all pairs of that cut, in both directions, gives the part of
+da for the former and of db for the latter. That part times a or b is the gradient of an exponent,
+and goes back through the transposed matrix of 0 and 1 that made it. Nothing is subtracted: gates of
+any strength lose nothing.
 
 Work split: some channels of one chunk of one head a program; P again for each.
 
 Bound: q, k, v, do, the gate and two states a chunk are read, three gradients written: 2 x 8192
-rows, 16 heads of 128, chunks of 64, bfloat16: 336 + 268 + 201 MB = 0.19 ms on an H200. What it
-takes is instructions: 2,800 a warp of 16,384 programs, 0.20 ms if none ever waited. Measured: near
-chunks 0.44 ms, by halving 1.5 ms; what rows read, alone, 0.21 ms.
+rows, 16 heads of 128, chunks of 64, bfloat16: 336 + 268 + 201 MB = 0.19 ms on an H200. The limit is
+instructions: 2,800 a warp of 16,384 programs, 0.20 ms if none ever waited. Measured: near chunks
+0.44 ms, by halving 1.5 ms; the forward output alone, 0.21 ms.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
-from ejkernel.kernels.triton.bound_launch import BoundLaunch, TensorMap
+from ejkernel.kernels.triton.bound_launch import In, TensorMap
 from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.language import tl, triton
-from ejkernel.kernels.triton.linear_attention.channels import load_cut, middle, near, sees
-from ejkernel.kernels.triton.linear_attention.gather import gather_by_halves, gather_near
-from ejkernel.kernels.triton.linear_attention.opening import kernel_params
-from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.rows import load_rows, row_operand
-from ejkernel.kernels.triton.linear_attention.tiles import (
-    CHANNELS,
-    Tiles,
-    channel_options,
-    maps_of,
-    width,
+from ejkernel.kernels.triton.launch import BATCHED, struct
+from ejkernel.kernels.triton.linear_attention.channels import (
+    decay_from_middle,
+    gates_to_cut,
+    is_reader,
+    load_cut_matrix,
+    matrix_sums,
+    meets_at_cut,
+    near_limit,
+    visible_rows,
 )
-from ejkernel.kernels.triton.plan import bound, inputs, results
+from ejkernel.kernels.triton.linear_attention.launch import LinearLaunch
+from ejkernel.kernels.triton.linear_attention.rows import load_rows
+from ejkernel.kernels.triton.linear_attention.tiles import CHANNELS, channel_options, maps_of, width
 from ejkernel.kernels.triton.targets import Target
+
+# ``scores``: matmul of the other two arrays, of rows that read with the rows they see and
+# themselves. ``reached``, ``leaving``: contributions of the state before the chunk, and of the
+# gradient of the one after it, not yet decayed. ``outside``: contribution of both to every gate of
+# the chunk. Without ``dsource`` only dreader is computed.
+
+
+@triton.jit
+def store_tile(pointer, offsets, x, written):
+    tl.store(pointer + offsets, x.to(pointer.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def gradients_of_near_chunk(
+    a, b, since, before, after, scores, reached, leaving, outside, offsets, written, dreader,
+    dsource, dgate, cuts, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Stores the gradients of a near chunk, with one matmul for each."""
+    CHUNK: tl.constexpr = b.shape[0]
+    reader_decay = tl.exp(since)
+    source_decay = tl.exp(-since)
+    entering = (b.to(tl.float32) * source_decay).to(scores.dtype)
+    read = tl.dot(scores, entering, input_precision=PRECISION)
+    read += reached * tl.exp(before)[None, :]
+    if dreader is not None:
+        store_tile(dreader, offsets, reader_decay * read, written)
+    if dsource is not None:
+        reading = (a.to(tl.float32) * reader_decay).to(scores.dtype)
+        sent = tl.dot(tl.trans(scores), reading, input_precision=PRECISION)
+        leaving = leaving * tl.exp(after)[None, :]
+        sent += leaving
+        store_tile(dsource, offsets, source_decay * sent, written)
+        # the diagonal, which no gate decays, is in both
+        entering = entering.to(tl.float32)
+        dg = reading.to(tl.float32) * read - entering * sent
+        dg = matrix_sums(load_cut_matrix(cuts, 3, CHUNK), dg, 3)
+        dg += (outside + tl.sum(entering * leaving, 0))[None, :]
+        store_tile(dgate, offsets, dg, written)
+
+
+@triton.jit
+def gradients_by_halves(
+    a, b, gate, scores, reached, leaving, outside, offsets, written, dreader, dsource, dgate, cuts,
+    REVERSED: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Stores the gradients of a chunk cut by cut, without a difference."""
+    CHUNK: tl.constexpr = b.shape[0]
+    r = tl.arange(0, CHUNK)
+    diagonal = tl.where(r[:, None] == r[None, :], scores, 0.0)
+    da = tl.exp(matrix_sums(load_cut_matrix(cuts, 1, CHUNK), gate, PARTS)) * reached
+    if dsource is not None:
+        db = tl.exp(matrix_sums(load_cut_matrix(cuts, 2, CHUNK), gate, PARTS)) * leaving
+        since_start = load_cut_matrix(cuts, 3, CHUNK)
+        dg = matrix_sums(since_start, a.to(tl.float32) * da, 3) + outside[None, :]
+        dg += matrix_sums(1.0 - since_start, b.to(tl.float32) * db, 3)
+        db += tl.dot(diagonal, a.to(scores.dtype), input_precision=PRECISION)
+    da += tl.dot(diagonal, b.to(scores.dtype), input_precision=PRECISION)
+    scores = tl.where(visible_rows(REVERSED, CHUNK), scores, 0.0)
+    if dsource is not None:
+        scores += tl.trans(scores)  # every pair of rows both ways round
+    for level in tl.range(0, LEVELS):
+        cut = gates_to_cut(level, REVERSED, CHUNK)
+        e = tl.exp(matrix_sums(cut, gate, PARTS))
+        reader = is_reader(level, REVERSED, CHUNK)
+        row = b.to(tl.float32)
+        if dsource is not None:
+            row = tl.where(reader, a, b).to(tl.float32)
+        pairs = tl.where(meets_at_cut(level, CHUNK), scores, 0.0)
+        gradient = e * tl.dot(pairs, (row * e).to(scores.dtype), input_precision=PRECISION)
+        da += tl.where(reader, gradient, 0.0)
+        if dsource is not None:
+            db += tl.where(reader, 0.0, gradient)
+            dg += matrix_sums(tl.trans(cut), gradient * row, 3)
+    if dreader is not None:
+        store_tile(dreader, offsets, da, written)
+    if dsource is not None:
+        store_tile(dsource, offsets, db, written)
+        store_tile(dgate, offsets, dg, written)
 
 
 @triton.jit
 def load_state(
-    states,
-    which,
-    dim,
-    columns,
-    row,
-    column,
-    there,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    states, index, dim, columns, row, column, exists, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     MAPS: tl.constexpr,
-):
-    """From ``row`` and ``column`` on of a state [dim, columns]; whatever if it is not there."""
+):  # fmt: skip
+    """Loads a tile at ``row`` and ``column`` of a state ``[dim, columns]``, if it ``exists``."""
     if MAPS:
-        tile = states.load([(which * dim + row).to(tl.int32), column])
+        tile = states.load([(index * dim + row).to(tl.int32), column])
     else:
         r = tl.arange(0, ROWS)[:, None]
         c = tl.arange(0, WIDTH)[None, :]
-        states += (which * dim + row) * columns + column
-        inside = (r < tl.where(there, dim - row, 0)) & (c < columns - column)
+        states += (index * dim + row) * columns + column
+        inside = (r < tl.where(exists, dim - row, 0)) & (c < columns - column)
         tile = tl.load(states + r * columns + c, mask=inside, other=0.0)
     return tile
 
 
+class Sizes(NamedTuple):
+    """Sizes of a call: ``channels`` that decay, ``others`` that do not."""
+
+    rows: int
+    heads: int
+    reader_heads: int
+    source_heads: int
+    reader_other_heads: int
+    source_other_heads: int
+    channels: int
+    others: int
+    sequences: int
+    pieces: int
+
+
+class Tile(NamedTuple):
+    """Constants; PARTS: bfloat16 parts of a gate, NEAR: see ``channels.near_limit``."""
+
+    OF_VALUES: bool
+    REVERSED: bool
+    CHUNK: int
+    SEGMENT: int
+    CHANNELS: int
+    OTHERS: int
+    LANES: int
+    LEVELS: int
+    NEAR: float
+    PARTS: int
+    MAPS: int
+    DTYPE: Any
+    PRECISION: str
+
+
 @triton.jit
 def channel_gradient(
-    reader,
-    source,
-    reader_other,
-    source_other,
-    gate,
-    halves,
-    cuts,
-    pairs,
-    totals,
-    states,
-    dstates,
-    cu,
-    dreader,
-    dsource,
-    dgate,
-    rows,
-    heads,
-    reader_heads,
-    source_heads,
-    reader_other_heads,
-    source_other_heads,
-    channels,
-    others,
-    sequences,
-    pieces,
-    scale,
-    OF_VALUES: tl.constexpr,
-    REVERSED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    OTHERS: tl.constexpr,
-    LANES: tl.constexpr,
-    LEVELS: tl.constexpr,
-    NEAR: tl.constexpr,
-    PARTS: tl.constexpr,
-    MAPS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """a, b, c, d are reader, source, reader_other, source_other; with ``pairs`` and
-    ``totals`` the last two come prepared. Without ``dsource`` only what rows read is wanted."""
+    reader, source, reader_other, source_other, gate, halves, cuts, pairs, totals, states, dstates,
+    cu, dreader, dsource, dgate, sizes, scale, tile,
+):  # fmt: skip
+    """Writes the gradients of some channels of one chunk and head.
+
+    a, b, c, d are reader, source, reader_other, source_other; with ``pairs`` and ``totals`` the
+    last two are decayed. Without ``dsource`` only dreader is computed.
+    """
+    REVERSED: tl.constexpr = tile.REVERSED
+    CHUNK: tl.constexpr = tile.CHUNK
+    SEGMENT: tl.constexpr = tile.SEGMENT
+    CHANNELS: tl.constexpr = tile.CHANNELS
+    OTHERS: tl.constexpr = tile.OTHERS
+    MAPS: tl.constexpr = tile.MAPS
+    DTYPE: tl.constexpr = tile.DTYPE
+    PRECISION: tl.constexpr = tile.PRECISION
+    rows, heads, channels, others = sizes.rows, sizes.heads, sizes.channels, sizes.others
     across = (channels + CHANNELS - 1) // CHANNELS
     program = tl.program_id(0)
     channel = program % across * CHANNELS
@@ -134,174 +215,213 @@ def channel_gradient(
     slot = (program // across // heads).to(tl.int64)
     segment = slot // (SEGMENT // CHUNK)
     at = (slot % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
-    batch, begin, end, used = find_segment(cu, segment, pieces, rows, sequences, SEGMENT, LANES)
+    batch, begin, end, used = find_segment(
+        cu, segment, sizes.pieces, rows, sizes.sequences, SEGMENT, tile.LANES
+    )
     length = used - begin
     base = batch * rows + begin
     row = base + at
-    each = tl.arange(0, CHUNK)
-    # chunks behind the segment may not even begin in the array
+    chunk_row = tl.arange(0, CHUNK)
+    # chunks past the segment may not even start in the array
     base = tl.where(at < length, base, base - at)
-    reader_head = head // (heads // reader_heads)
-    source_head = head // (heads // source_heads)
-    reader_other_head = head // (heads // reader_other_heads)
-    source_other_head = head // (heads // source_other_heads)
+    reader_head = head // (heads // sizes.reader_heads)
+    source_head = head // (heads // sizes.source_heads)
+    reader_other_head = head // (heads // sizes.reader_other_heads)
+    source_other_head = head // (heads // sizes.source_other_heads)
 
     n = tl.arange(0, CHANNELS)
     m = tl.arange(0, OTHERS)
     if pairs is not None:
         square = pairs + (slot * heads + head) * (CHUNK * CHUNK)
-        products = tl.load(square + each[:, None] * CHUNK + each[None, :]).to(tl.float32)
+        products = tl.load(square + chunk_row[:, None] * CHUNK + chunk_row[None, :]).to(tl.float32)
     else:
         products = tl.zeros([CHUNK, CHUNK], tl.float32)
     reached = tl.zeros([CHUNK, CHANNELS], tl.float32)
     leaving = tl.zeros([CHUNK, CHANNELS], tl.float32)
     outside = tl.zeros([CHANNELS], tl.float32)
-    # by address: all three are on their way at once
+    # by address: all three are in flight at once
     a = None
     if reader is not None:
         a = load_rows(
-            reader, base, length, at, reader_head, reader_heads, channel, channels, CHUNK, CHANNELS,
-            0,
+            reader, base, length, at, reader_head, sizes.reader_heads, channel, channels, CHUNK,
+            CHANNELS, 0,
         )  # fmt: skip
     b = load_rows(
-        source, base, length, at, source_head, source_heads, channel, channels, CHUNK, CHANNELS, 0
-    )
+        source, base, length, at, source_head, sizes.source_heads, channel, channels, CHUNK,
+        CHANNELS, 0,
+    )  # fmt: skip
     g = load_rows(gate, base, length, at, head, heads, channel, channels, CHUNK, CHANNELS, 0)
-    there = at < length  # chunks without rows have no states
+    exists = at < length  # chunks without rows have no states
     for other in tl.range(0, others, OTHERS):
         c = load_rows(
-            reader_other, base, length, at, reader_other_head, reader_other_heads, other, others,
-            CHUNK, OTHERS, MAPS,
-        ).to(OPERAND)  # fmt: skip
+            reader_other, base, length, at, reader_other_head, sizes.reader_other_heads, other,
+            others, CHUNK, OTHERS, MAPS,
+        ).to(DTYPE)  # fmt: skip
         d = load_rows(
-            source_other, base, length, at, source_other_head, source_other_heads, other, others,
-            CHUNK, OTHERS, MAPS,
-        ).to(OPERAND)  # fmt: skip
-        if OF_VALUES:
+            source_other, base, length, at, source_other_head, sizes.source_other_heads, other,
+            others, CHUNK, OTHERS, MAPS,
+        ).to(DTYPE)  # fmt: skip
+        if tile.OF_VALUES:
             h = load_state(
-                states, slot * heads + head, others, channels, other, channel, there, OTHERS,
+                states, slot * heads + head, others, channels, other, channel, exists, OTHERS,
                 CHANNELS, MAPS,
             )  # fmt: skip
         else:
             h = load_state(
-                states, slot * heads + head, channels, others, channel, other, there, CHANNELS,
+                states, slot * heads + head, channels, others, channel, other, exists, CHANNELS,
                 OTHERS, MAPS,
             )  # fmt: skip
             h = tl.trans(h)
-        reached = tl.dot(c, h.to(OPERAND), reached, input_precision=PRECISION)
+        reached = tl.dot(c, h.to(DTYPE), reached, input_precision=PRECISION)
         if pairs is None:
             products = tl.dot(c, tl.trans(d), products, input_precision=PRECISION)
         if dstates is not None:
-            if OF_VALUES:
+            if tile.OF_VALUES:
                 dh = load_state(
-                    dstates, slot * heads + head, others, channels, other, channel, there, OTHERS,
+                    dstates, slot * heads + head, others, channels, other, channel, exists, OTHERS,
                     CHANNELS, MAPS,
                 )  # fmt: skip
             else:
                 dh = load_state(
-                    dstates, slot * heads + head, channels, others, channel, other, there,
+                    dstates, slot * heads + head, channels, others, channel, other, exists,
                     CHANNELS, OTHERS, MAPS,
                 )  # fmt: skip
                 dh = tl.trans(dh)
-            leaving = tl.dot(d, dh.to(OPERAND), leaving, input_precision=PRECISION)
+            leaving = tl.dot(d, dh.to(DTYPE), leaving, input_precision=PRECISION)
             both = h.to(tl.float32) * dh.to(tl.float32)
             if totals is not None:
                 total_at = totals + (slot * heads + head) * others + other
-                every = tl.exp(tl.load(total_at + m, mask=m < others - other, other=0.0))
-                both = both * every[:, None]
+                chunk_decay = tl.exp(tl.load(total_at + m, mask=m < others - other, other=0.0))
+                both = both * chunk_decay[:, None]
             outside += tl.sum(both, 0)
 
-    written = (each < end - begin - at)[:, None] & (n < channels - channel)[None, :]
-    place = (row * heads + head) * channels + channel
-    offsets = each[:, None] * (heads * channels) + n[None, :]
-    seen = sees(REVERSED, CHUNK) | (each[:, None] == each[None, :])
-    met = tl.where(seen, products * scale, 0.0).to(OPERAND)
+    written = (chunk_row < end - begin - at)[:, None] & (n < channels - channel)[None, :]
+    element = (row * heads + head) * channels + channel
+    offsets = chunk_row[:, None] * (heads * channels) + n[None, :]
+    visible = visible_rows(REVERSED, CHUNK) | (chunk_row[:, None] == chunk_row[None, :])
+    scores = tl.where(visible, products * scale, 0.0).to(DTYPE)
     reached = reached * scale
     g = tl.maximum(g.to(tl.float32), -128.0)
-    since, close = middle(load_cut(cuts, 0, CHUNK), g, REVERSED, PARTS, LEVELS, NEAR)
+    since, is_near = decay_from_middle(
+        load_cut_matrix(cuts, 0, CHUNK), g, REVERSED, tile.PARTS, tile.LEVELS, tile.NEAR
+    )
     half = halves + (slot * heads + head) * (2 * channels) + channel + n
     before = tl.load(half, mask=n < channels - channel, other=0.0)
     after = tl.load(half + channels, mask=n < channels - channel, other=0.0)
     outside = outside * tl.exp(before + after)
     if dreader is not None:
-        dreader += place
+        dreader += element
     if dsource is not None:
-        dsource += place
-        dgate += place
-    if close:
-        gather_near(
-            a, b, since, before, after, met, reached, leaving, outside, offsets, written, dreader,
-            dsource, dgate, cuts, REVERSED, PRECISION,
+        dsource += element
+        dgate += element
+    if is_near:
+        gradients_of_near_chunk(
+            a, b, since, before, after, scores, reached, leaving, outside, offsets, written,
+            dreader, dsource, dgate, cuts, PRECISION,
         )  # fmt: skip
     else:
-        gather_by_halves(
-            a, b, g, met, reached, leaving, outside, offsets, written, dreader,
-            dsource, dgate, cuts, REVERSED, PARTS, LEVELS, PRECISION,
+        gradients_by_halves(
+            a, b, g, scores, reached, leaving, outside, offsets, written, dreader, dsource, dgate,
+            cuts, REVERSED, tile.PARTS, tile.LEVELS, PRECISION,
         )  # fmt: skip
 
 
-def launch(
-    p: Problem, t: Tiles, target: Target, of_values: bool, wanted: tuple[tuple[str, str], ...]
-) -> BoundLaunch:
-    """Of operands (a), b, c, d, the gate, sums of its halves, cuts, (pairs and totals of the other
-    gate), states, (their gradients) before every chunk, (cu): a and gradients of states where
-    ``wanted``, of dreader, dsource and dgate with their dtypes, are more than what rows read."""
-    known, made = kernel_params(p, t, target), [name for name, _ in wanted]
-    channels, others = (p.value_dim, p.dim) if of_values else (p.dim, p.value_dim)
-    mine, other = (p.value_parts, p.key_parts) if of_values else (p.key_parts, p.value_parts)
-    gradients = "dsource" in made
-    some = min(CHANNELS if gradients else 2 * CHANNELS, width(channels))
-    rest = min(64 if p.operand == "bfloat16" else 32, width(others))
-    maps = maps_of(p, t.chunk, ((channels, some), (others, rest)), target)
-    # a, b, c, d of keys are q, k, do, v; of values do, v, q, k; prepared ones have all heads
-    second = p.heads if other else p.kv_heads
-    arrays = {
-        "reader": (p.heads, channels, some),
-        "source": (p.kv_heads, channels, some),
-        "reader_other": (p.heads, others, rest),
-        "source_other": (second, others, rest),
-        "gate": (p.heads, channels, some),
-    }
-    operands = {
-        **dict.fromkeys(arrays, True),
-        "reader": gradients,
-        "halves": True,
-        "cuts": True,
-        "pairs": other > 0,
-        "totals": other > 0 and gradients,
-        "states": True,
-        "dstates": gradients,
-        "cu": p.sequences > 0,
-    }
-    chunks = p.batch * known["pieces"] * (t.segment // t.chunk) * p.heads
+@dataclass(frozen=True)
+class ChannelGradient(LinearLaunch):
+    """Launch of ``channel_gradient``.
 
-    def given(name: str, operand: Any) -> Any:
-        if operand is not None and name in ("reader_other", "source_other"):
-            return row_operand(operand.index, p, t.chunk, *arrays[name], maps)
-        if operand is not None and name in ("states", "dstates") and maps:
-            block = (rest, some) if of_values else (some, rest)
-            return TensorMap(operand.index, (chunks * p.dim, p.value_dim), block)
-        return operand
+    ``results``: dtypes of dreader, dsource and dgate, "" for a result left out. dreader alone is
+    the forward output, and needs neither ``reader`` nor ``dstates``.
+    """
 
-    arguments: dict[str, Any] = {
-        **{name: given(name, operand) for name, operand in inputs(operands).items()},
-        **results({name: name in made for name in ("dreader", "dsource", "dgate")}),
-        **{f"{name}_heads": arrays[name][0] for name in arrays if name != "gate"},
-        "channels": channels,
-        "others": others,
-        "OF_VALUES": of_values,
-        "CHANNELS": some,
-        "OTHERS": rest,
-        "NEAR": near(p, subtracts=gradients),
-        "PARTS": mine,
-        "MAPS": maps,
+    kernel = channel_gradient
+    batching: ClassVar = {
+        **dict.fromkeys(("reader", "source", "reader_other", "source_other"), BATCHED),
+        **dict.fromkeys(("gate", "halves", "cuts", "pairs", "totals"), BATCHED),
+        **dict.fromkeys(("states", "dstates", "cu"), BATCHED),
     }
-    return bound(
-        channel_gradient,
-        arguments,
-        (chunks * -(-channels // some),),
-        t.num_warps,
-        t.num_stages,
-        channel_options(p, mine, target) if gradients else {},
-        known=known,
-    )
+
+    of_values: bool
+    results: tuple[str, str, str]
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Channels that decay, and channels of the other two arrays."""
+        p = self.problem
+        return (p.value_dim, p.dim) if self.of_values else (p.dim, p.value_dim)
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Bfloat16 parts of the gate, and of the gate of the other channels (0 = none)."""
+        p = self.problem
+        parts = (p.key_parts, p.value_parts)
+        return parts[::-1] if self.of_values else parts
+
+    @property
+    def is_backward(self) -> bool:
+        """True unless the result is the forward output."""
+        return self.results[1] != ""
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Channels of a program, and channels of the others in a step."""
+        channels, others = self.channels
+        block = CHANNELS if self.is_backward else 2 * CHANNELS
+        other_block = 64 if self.problem.operand == "bfloat16" else 32
+        return min(block, width(channels)), min(other_block, width(others))
+
+    def outputs(self):
+        p = self.problem
+        return {
+            name: struct(dtype, p.batch, p.rows, p.heads, self.channels[0]) if dtype else None
+            for name, dtype in zip(("dreader", "dsource", "dgate"), self.results, strict=True)
+        }
+
+    def grid(self, target):
+        return (self.chunks * self.problem.heads * -(-self.channels[0] // self.blocks[0]),)
+
+    def options(self, target):
+        bounds = channel_options(self.problem, self.parts[0], target) if self.is_backward else {}
+        return {**super().options(target), **bounds}
+
+    def state_operand(self, name: str, maps: int) -> In | TensorMap | None:
+        """Returns states before every chunk as ``load_state`` takes them."""
+        p, operand, block = self.problem, self.operand(name), self.blocks
+        if operand is None or not maps:
+            return operand
+        block = block[::-1] if self.of_values else block
+        return TensorMap(operand.index, (self.chunks * p.heads * p.dim, p.value_dim), block)
+
+    def arguments(self, target: Target):
+        p, t = self.problem, self.tiles
+        (channels, others), (block, other_block) = self.channels, self.blocks
+        maps = maps_of(p, t.chunk, ((channels, block), (others, other_block)), target)
+        # a, b, c, d of keys are q, k, do, v; of values do, v, q, k; decayed ones have all heads
+        source_other_heads = p.heads if self.parts[1] else p.kv_heads
+        other = (others, other_block, maps)
+        return {
+            "reader_other": self.rows_of("reader_other", p.heads, *other),
+            "source_other": self.rows_of("source_other", source_other_heads, *other),
+            "states": self.state_operand("states", maps),
+            "dstates": self.state_operand("dstates", maps),
+            "sizes": Sizes(
+                p.rows, p.heads, p.heads, p.kv_heads, p.heads, source_other_heads, channels,
+                others, p.sequences, self.pieces,
+            ),
+            "scale": float(p.scale),
+            "tile": Tile(
+                OF_VALUES=self.of_values,
+                REVERSED=p.reverse,
+                CHUNK=t.chunk,
+                SEGMENT=t.segment,
+                CHANNELS=block,
+                OTHERS=other_block,
+                LANES=self.lanes,
+                LEVELS=self.levels,
+                NEAR=near_limit(p, subtracts=self.is_backward),
+                PARTS=self.parts[0],
+                MAPS=maps,
+                DTYPE=self.compute_dtype,
+                PRECISION=self.precision(target),
+            ),
+        }  # fmt: skip

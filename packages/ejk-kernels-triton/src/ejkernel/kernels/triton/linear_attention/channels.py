@@ -2,25 +2,25 @@
 
 A block of 2 m rows is cut in the middle. A row of the later half reaches back to the cut by the sum
 of its own gates since, a row of the earlier half reaches up to it by the sum of the gates after it;
-the two meet as a product of rows with rows. log2(chunk) halvings have every pair of rows once, the
+the two meet in a matmul of rows with rows. log2(chunk) halvings have every pair of rows once, the
 diagonal does not decay:
 
     S[t, s] = sum over channels of q_t exp(since cut_t) k_s exp(until cut_s)
     o_t = exp(since cut_t) sum over s of W[t, s] exp(until cut_s) v_s
 
 No exponent is a difference, none is above 0 where gates are not: nothing overflows, no vanished
-decay is divided by, and gates of -20 a row lose nothing. The sums themselves are products of the
-gates with matrices of 0 and 1, exact but for the accumulation: a float32 gate goes through the
-matrix unit in three parts of eight bits, a bfloat16 one in one. They have no sign but the gates'
-own, so that their relative error is that of a sum of at most 128 numbers, 2^-17. A gate below -128
-is taken as -128, whose power is 0 in float32 as well.
+decay is divided by, and gates of -20 a row lose nothing. The exponents are matmuls of the gates
+with matrices of 0 and 1, exact but for the accumulation: a float32 gate goes through the matrix
+unit in three parts of eight bits, a bfloat16 one in one. All terms have the sign of the gates, so
+that the relative error is the one of a sum of at most 128 values, 2^-17. A gate below -128 is taken
+as -128, whose exponential is 0 in float32 as well.
 
 *Near* chunks need none of it: where the gates between the middle and any row sum up to at most
-``near`` (40, for bfloat16), one product does. With f_t the log decay since the middle, above 0
+``near_limit`` (40, for bfloat16), one matmul does. With f_t the log decay since the middle, above 0
 before it, rows read with exp(f) and are read with exp(-f): all powers lie between exp(-40) and
-exp(40), and those of two rows that see each other multiply to what lies between the two. A power
-errs by 2^-24 times its exponent, less than the 2^-9 of what it multiplies. Other pairs of rows may
-overflow, and are not taken.
+exp(40), and the powers of two rows that see each other multiply to the decay between the two. A
+power errs by 2^-24 times its exponent, less than the 2^-9 of its factor. Other pairs of rows may
+overflow, and are not used.
 
 Source: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4.3,
 carried down to single rows.
@@ -33,9 +33,11 @@ from ejkernel.kernels.triton.linear_attention.problem import Problem
 
 
 @triton.jit
-def reach(level, REVERSED: tl.constexpr, CHUNK: tl.constexpr):
-    """Which gates lie between a row and its cut where halves have 2^level rows, bfloat16 0 or 1
-    ``[row, gate]``."""
+def gates_to_cut(level, REVERSED: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns 1 for gates between a row and its cut, ``[row, gate]`` in bfloat16.
+
+    Halves have 2^level rows.
+    """
     r = tl.arange(0, CHUNK)[:, None]
     c = tl.arange(0, CHUNK)[None, :]
     if REVERSED:
@@ -45,55 +47,55 @@ def reach(level, REVERSED: tl.constexpr, CHUNK: tl.constexpr):
         after = c > r
         until = c <= r
     late = ((r >> level) & 1) == 1
-    found = (late & until) | ((r >> level) % 2 == 0) & after
-    return tl.where(found & ((r >> level) == (c >> level)), 1.0, 0.0).to(tl.bfloat16)
+    between = (late & until) | ((r >> level) % 2 == 0) & after
+    return tl.where(between & ((r >> level) == (c >> level)), 1.0, 0.0).to(tl.bfloat16)
 
 
 @triton.jit
-def meeting(level, CHUNK: tl.constexpr):
-    """Pairs of rows that meet at a cut between halves of 2^level rows."""
+def meets_at_cut(level, CHUNK: tl.constexpr):
+    """Returns the pairs of rows on both sides of a cut between halves of 2^level rows."""
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     return ((i >> level) ^ (j >> level)) == 1
 
 
 @triton.jit
-def sees(LATER: tl.constexpr, CHUNK: tl.constexpr):
-    """Pairs ``[row that reads, row before it]``; with LATER the earlier row reads."""
+def visible_rows(LATER: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns the pairs ``[row that reads, row before it]``; with LATER the earlier row reads."""
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     if LATER:
-        found = i < j
+        visible = i < j
     else:
-        found = i > j
-    return found
+        visible = i > j
+    return visible
 
 
 @triton.jit
-def reads(level, LATER: tl.constexpr, CHUNK: tl.constexpr):
+def is_reader(level, LATER: tl.constexpr, CHUNK: tl.constexpr):
     """Returns whether a row reads at its cut, else it is read, ``[row, 1]``."""
     r = tl.arange(0, CHUNK)[:, None]
     half = (r >> level) & 1
     if LATER:
-        found = half == 0
+        reader = half == 0
     else:
-        found = half == 1
-    return found
+        reader = half == 1
+    return reader
 
 
 @triton.jit
-def load_cut(cuts, WHICH: tl.constexpr, CHUNK: tl.constexpr):
-    """One of ``tiles.cuts``: made by a program, it would take a tenth of its instructions."""
+def load_cut_matrix(cuts, WHICH: tl.constexpr, CHUNK: tl.constexpr):
+    """Loads one of ``tiles.cut_matrices``: computing it would take a tenth of the instructions."""
     r = tl.arange(0, CHUNK)
     return tl.load(cuts + WHICH * (CHUNK * CHUNK) + r[:, None] * CHUNK + r[None, :])
 
 
 @triton.jit
-def sums(matrix, x, PARTS: tl.constexpr):
-    """``matrix`` of 0 and 1 times x, in PARTS of eight bits."""
+def matrix_sums(matrix, x, PARTS: tl.constexpr):
+    """Returns a ``matrix`` of 0 and 1 times x, which is split into PARTS of eight bits."""
     total = tl.zeros([matrix.shape[0], x.shape[1]], tl.float32)
     for _ in tl.static_range(PARTS - 1):
-        # cut off, not rounded: conversions of single numbers take eight times as long
+        # truncated, not rounded: conversions of single values take eight times as long
         part = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         total = tl.dot(matrix, part.to(tl.bfloat16), total)
         x = x - part
@@ -101,7 +103,7 @@ def sums(matrix, x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def middle(
+def decay_from_middle(
     matrix,
     gate,
     REVERSED: tl.constexpr,
@@ -109,19 +111,22 @@ def middle(
     LEVELS: tl.constexpr,
     NEAR: tl.constexpr,
 ):
-    """(log decay of every row since the middle of the chunk, below 0 after it and above 0 before
-    it; whether none is beyond NEAR). ``matrix``: which gates lie between."""
+    """Returns the log decay of every row since the middle of the chunk, and whether none is large.
+
+    It is below 0 after the middle and above 0 before it; large is beyond NEAR. ``matrix`` has 1 for
+    the gates in between.
+    """
     CHUNK: tl.constexpr = gate.shape[0]
-    reached = sums(matrix, gate, PARTS)
+    decay = matrix_sums(matrix, gate, PARTS)
     # NaN is not near
-    near = tl.max(tl.where(tl.abs(reached) <= NEAR, 0, 1)) == 0
-    since = tl.where(reads(LEVELS - 1, REVERSED, CHUNK), reached, -reached)
-    return since, near
+    is_near = tl.max(tl.where(tl.abs(decay) <= NEAR, 0, 1)) == 0
+    since = tl.where(is_reader(LEVELS - 1, REVERSED, CHUNK), decay, -decay)
+    return since, is_near
 
 
 @triton.jit
-def scores(
-    found,
+def add_scores(
+    scores,
     q,
     k,
     gate,
@@ -130,25 +135,28 @@ def scores(
     LEVELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``found`` and the decayed products of the rows that read with those they see, by halving."""
+    """Adds the decayed scores of the rows that read and the rows that they see, by halving."""
     CHUNK: tl.constexpr = gate.shape[0]
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
-    own = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
-    found += tl.where(i == j, own[:, None], 0.0)
-    seen = sees(REVERSED, CHUNK)
+    diagonal = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    scores += tl.where(i == j, diagonal[:, None], 0.0)
+    visible = visible_rows(REVERSED, CHUNK)
     for level in tl.range(0, LEVELS):
-        e = tl.exp(sums(reach(level, REVERSED, CHUNK), gate, PARTS))
-        # a row is of one half: it reads there or is read
-        row = tl.where(reads(level, REVERSED, CHUNK), q, k)
+        e = tl.exp(matrix_sums(gates_to_cut(level, REVERSED, CHUNK), gate, PARTS))
+        # a row is in one half: it reads there or is read
+        row = tl.where(is_reader(level, REVERSED, CHUNK), q, k)
         row = (row.to(tl.float32) * e).to(q.dtype)
-        met = tl.dot(row, tl.trans(row), input_precision=PRECISION)
-        found += tl.where(seen & meeting(level, CHUNK), met, 0.0)
-    return found
+        level_scores = tl.dot(row, tl.trans(row), input_precision=PRECISION)
+        scores += tl.where(visible & meets_at_cut(level, CHUNK), level_scores, 0.0)
+    return scores
 
 
-def near(p: Problem, *, subtracts: bool = False) -> float:
-    """Exponents that one product takes: its error is theirs times 2^-24, and so less than that of
-    the operands; powers of twice as much are finite. ``subtracts``: the result is a difference,
-    which strong decays make small."""
+def near_limit(p: Problem, *, subtracts: bool = False) -> float:
+    """Returns the largest exponent of a near chunk.
+
+    The error of a power is its exponent times 2^-24, and so less than the error of the operands;
+    powers of twice the exponent are finite. ``subtracts``: the result is a difference, which strong
+    decays make small.
+    """
     return 40.0 if p.operand == "bfloat16" else 1.0 if subtracts else 8.0

@@ -1,48 +1,49 @@
-"""The gradient of one log decay a row and head.
+"""The gradient of one log decay a row and head, from states before every chunk.
 
-The gate of row r decays every pair of a row s before it in time and a row t from it on. With
+The gate of row r decays every pair of a row s before it in time and a row t not before it. With
 Z[t, s] = scale (q_t k_s) (do_t v_s) D[t, s], the sum over all such pairs is, chunk by chunk,
 
     dg_r = sum over t >= r, s < r in the chunk of Z[t, s]
          + sum over t >= r of scale exp(since_t) (q_t H) do_t        s before the chunk
-         + sum over s < r of exp(rest_s) (k_s dH) v_s                t after the chunk
-         + exp(all) sum of H . dH                                    both outside
+         + sum over s < r of exp(until_s) (k_s dH) v_s               t after the chunk
+         + exp(chunk) sum of H . dH                                  both outside
 
-H being the state before the chunk and dH the gradient of the one after it, which the walks kept.
-The first line is a sum over rows less one over columns, both of the same float32 numbers and
-without the diagonal, which no gate decays. No sum runs past a chunk, so that strong decays and long
-sequences lose nothing; the other three lines subtract nothing.
+H being the state before the chunk and dH the gradient of the one after it, which ``chunk_loop``
+stored. The first line is a sum over rows less one over columns, both of the same float32 values and
+without the diagonal, which no gate decays. No accumulation runs past a chunk, so that strong decays
+and long sequences lose nothing; the other three lines subtract nothing.
 
-Work split: one chunk of one head a program, value columns in turn.
+Work split: one chunk of one head a program, value columns one block after another.
 
 Bound: q, k, v, do and two states a chunk are read: memory. 2 x 8192 rows, 16 heads of 128, chunks
-of 64, bfloat16: 268 + 268 MB = 0.125 ms on an H200; the walks wrote the states in another 0.06 ms.
+of 64, bfloat16: 268 + 268 MB = 0.125 ms on an H200; storing the states takes another 0.06 ms.
 """
 
 from __future__ import annotations
 
-from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
+from dataclasses import dataclass
+from typing import ClassVar
+
 from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.language import tl, triton
-from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
-from ejkernel.kernels.triton.linear_attention.opening import opening
-from ejkernel.kernels.triton.linear_attention.problem import Problem
+from ejkernel.kernels.triton.launch import BATCHED, struct
+from ejkernel.kernels.triton.linear_attention.gates import load_chunk_sums, pair_decays
+from ejkernel.kernels.triton.linear_attention.launch import ScalarGradientLaunch
 from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
-from ejkernel.kernels.triton.plan import inputs
-from ejkernel.kernels.triton.targets import Target
+from ejkernel.kernels.triton.linear_attention.tiles import width
 
 
 @triton.jit
-def gate_gradient(of, states, dstates, cu, dgate):
-    heads, kv_heads, dim, columns = of.heads, of.kv_heads, of.dim, of.columns
-    CHUNK: tl.constexpr = of.CHUNK
-    SEGMENT: tl.constexpr = of.SEGMENT
-    DIM: tl.constexpr = of.DIM
-    COLUMNS: tl.constexpr = of.COLUMNS
-    MAPS: tl.constexpr = of.MAPS
-    OPERAND: tl.constexpr = of.OPERAND
-    PRECISION: tl.constexpr = of.PRECISION
+def gate_gradient(inputs, states, dstates, cu, dgate):
+    """Writes the gradient of the gates of one chunk and head."""
+    heads, kv_heads, dim, columns = inputs.heads, inputs.kv_heads, inputs.dim, inputs.columns
+    CHUNK: tl.constexpr = inputs.CHUNK
+    SEGMENT: tl.constexpr = inputs.SEGMENT
+    DIM: tl.constexpr = inputs.DIM
+    COLUMNS: tl.constexpr = inputs.COLUMNS
+    MAPS: tl.constexpr = inputs.MAPS
+    DTYPE: tl.constexpr = inputs.DTYPE
+    PRECISION: tl.constexpr = inputs.PRECISION
     program = tl.program_id(0)
     head = program % heads
     kv_head = head // (heads // kv_heads)
@@ -50,21 +51,23 @@ def gate_gradient(of, states, dstates, cu, dgate):
     segment = slot // (SEGMENT // CHUNK)
     at = (slot % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
     batch, begin, end, used = find_segment(
-        cu, segment, of.pieces, of.rows, of.sequences, SEGMENT, of.LANES
+        cu, segment, inputs.pieces, inputs.rows, inputs.sequences, SEGMENT, inputs.LANES
     )
     length = used - begin
-    base = batch * of.rows + begin
+    base = batch * inputs.rows + begin
     row = base + at
-    each = tl.arange(0, CHUNK)
+    chunk_row = tl.arange(0, CHUNK)
 
-    high, low, since, rest, every = chunk_sums(
-        of.high_sums, of.low_sums, of.gate_totals, row * heads + head, slot, head, heads,
-        length - at, of.REVERSED, CHUNK, POINTERS,
+    high, low, since, until, chunk_decay = load_chunk_sums(
+        inputs.high_sums, inputs.low_sums, inputs.gate_totals, row * heads + head, slot, head,
+        heads, length - at, inputs.REVERSED, CHUNK, POINTERS,
     )  # fmt: skip
-    # chunks behind the segment may not even begin in the array
+    # chunks past the segment may not even start in the array
     base = tl.where(at < length, base, base - at)
-    q = load_rows(of.query, base, length, at, head, heads, 0, dim, CHUNK, DIM, MAPS).to(OPERAND)
-    k = load_rows(of.key, base, length, at, kv_head, kv_heads, 0, dim, CHUNK, DIM, MAPS).to(OPERAND)
+    q = load_rows(inputs.query, base, length, at, head, heads, 0, dim, CHUNK, DIM, MAPS).to(DTYPE)
+    k = load_rows(inputs.key, base, length, at, kv_head, kv_heads, 0, dim, CHUNK, DIM, MAPS).to(
+        DTYPE
+    )
     d = tl.arange(0, DIM)[:, None]
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
     reached = tl.zeros([CHUNK], tl.float32)
@@ -72,22 +75,22 @@ def gate_gradient(of, states, dstates, cu, dgate):
     outside = 0.0
     state_at = (slot * heads + head) * dim * columns
     # chunks without rows have no states
-    tall = tl.where(at < length, dim, 0)
+    valid_dim = tl.where(at < length, dim, 0)
     for column in tl.range(0, columns, COLUMNS):
         c = (column + tl.arange(0, COLUMNS))[None, :]
         v = load_rows(
-            of.value, base, length, at, kv_head, kv_heads, column, columns, CHUNK, COLUMNS, MAPS
-        ).to(OPERAND)  # fmt: skip
+            inputs.value, base, length, at, kv_head, kv_heads, column, columns, CHUNK, COLUMNS, MAPS
+        ).to(DTYPE)  # fmt: skip
         do = load_rows(
-            of.dout, base, length, at, head, heads, column, columns, CHUNK, COLUMNS, MAPS
-        ).to(OPERAND)  # fmt: skip
-        place = d * columns + c
-        held = (d < tall) & (c < columns)
-        h = tl.load(states + state_at + place, mask=held, other=0.0)
-        dh = tl.load(dstates + state_at + place, mask=held, other=0.0)
+            inputs.dout, base, length, at, head, heads, column, columns, CHUNK, COLUMNS, MAPS
+        ).to(DTYPE)  # fmt: skip
+        element = d * columns + c
+        inside = (d < valid_dim) & (c < columns)
+        h = tl.load(states + state_at + element, mask=inside, other=0.0)
+        dh = tl.load(dstates + state_at + element, mask=inside, other=0.0)
         outside += tl.sum(tl.sum(h.to(tl.float32) * dh.to(tl.float32), 0), 0)
-        qh = tl.dot(q, h.to(OPERAND), input_precision=PRECISION)
-        kh = tl.dot(k, dh.to(OPERAND), input_precision=PRECISION)
+        qh = tl.dot(q, h.to(DTYPE), input_precision=PRECISION)
+        kh = tl.dot(k, dh.to(DTYPE), input_precision=PRECISION)
         reached += tl.sum(qh * do.to(tl.float32), 1)
         leaving += tl.sum(kh * v.to(tl.float32), 1)
         products = tl.dot(do, tl.trans(v), products, input_precision=PRECISION)
@@ -95,24 +98,34 @@ def gate_gradient(of, states, dstates, cu, dgate):
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * products
-    z = tl.where(i == j, 0.0, z * pair_decays(high, low, of.REVERSED, CHUNK)) * of.scale
-    since = tl.sum(z, 1) - tl.sum(z, 0) + reached * tl.exp(since) * of.scale
-    until = leaving * tl.exp(rest)
-    if of.REVERSED:
-        now = j <= i
+    z = tl.where(i == j, 0.0, z * pair_decays(high, low, inputs.REVERSED, CHUNK)) * inputs.scale
+    since = tl.sum(z, 1) - tl.sum(z, 0) + reached * tl.exp(since) * inputs.scale
+    before = leaving * tl.exp(until)
+    if inputs.REVERSED:
+        is_after = j <= i
     else:
-        now = j >= i
+        is_after = j >= i
     # the two in one layout before they become rows
-    dg = tl.sum(tl.where(now, since[None, :], until[None, :]), 1) + outside * tl.exp(every)
-    tl.store(dgate + row * heads + head + each * heads, dg, mask=each < end - begin - at)
+    dg = tl.sum(tl.where(is_after, since[None, :], before[None, :]), 1) + outside * tl.exp(
+        chunk_decay
+    )
+    tl.store(dgate + row * heads + head + chunk_row * heads, dg, mask=chunk_row < end - begin - at)
 
 
-def launch(p: Problem, t: Tiles, target: Target) -> BoundLaunch:
-    """Of operands q, k, v, do, sums of the gate, states and their gradients before every chunk,
-    (cu)."""
-    of = opening(p, t, target, min(t.columns, 32, width(p.value_dim)))
-    others = inputs({"states": True, "dstates": True, "cu": p.sequences > 0}, first=7)
-    arguments = {"of": of, **others, "dgate": Out(0)}
-    grid = (p.batch * of.pieces * (t.segment // t.chunk) * p.heads,)
-    options = {"num_warps": t.num_warps, "num_stages": t.num_stages}
-    return BoundLaunch(gate_gradient, arguments, {}, grid, options)
+@dataclass(frozen=True)
+class GateGradient(ScalarGradientLaunch):
+    """Launch of ``gate_gradient``."""
+
+    kernel = gate_gradient
+    batching: ClassVar = {**ScalarGradientLaunch.batching, "states": BATCHED, "dstates": BATCHED}
+
+    def outputs(self):
+        p = self.problem
+        return {"dgate": struct("float32", p.batch, p.rows, p.heads)}
+
+    def grid(self, target):
+        return (self.chunks * self.problem.heads,)
+
+    def arguments(self, target):
+        block = min(self.tiles.columns, 32, width(self.problem.value_dim))
+        return {"inputs": self.chunk_inputs(target, block)}

@@ -16,7 +16,7 @@ MAX_DIM = 256
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, dtypes and gates of ``batch`` calls.
+    """Static properties of ``batch`` calls: sizes, dtypes and gates.
 
     Attributes:
         rows: of every batch row, packed sequences together.
@@ -24,10 +24,10 @@ class Problem:
         sequences: packed in a batch row; 0 = the rows are one sequence.
         scale: factor of the query.
         reverse: time runs from the last row to the first.
-        scalar: whether the state decays by one number a row and head, and by nothing else.
-        key_parts, value_parts: how many bfloat16 numbers hold a decay per channel of keys, of
+        scalar: whether the state decays by one value a row and head, and by nothing else.
+        key_parts, value_parts: number of bfloat16 values that hold a decay per channel of keys, of
             values; 0 = there is none.
-        dtype: of products; ``out``: of o; ``narrowest``: of q, k and v.
+        dtype: promoted dtype of q, k and v; ``out``: of o; ``narrowest``: of q, k and v.
         slopes: log decays of the heads, where they are constants of the operation.
         constant: whether the decay is a constant of every head.
         unsupported: the argument that no kernel here takes, or "".
@@ -59,23 +59,28 @@ class Problem:
 
     @property
     def steady(self) -> bool:
-        """Whether walks take the decay as a constant, the same in every chunk. Walks of float32
-        have no registers left for that."""
+        """True where loops take the decay as a constant, the same in every chunk.
+
+        Loops in float32 have no registers left for that.
+        """
         return self.scalar and self.constant and self.operand == "bfloat16"
 
     @property
     def operand(self) -> str:
-        """What products take. A state, and scores that nothing normalises, leave the range of
-        float16; TF32 has all of its digits."""
+        """Dtype of the operands of a matmul.
+
+        A state, and scores without a softmax, leave the range of float16; TF32 has all of its
+        digits.
+        """
         return "bfloat16" if self.dtype == "bfloat16" else "float32"
 
     def folded(self, size: int) -> Problem:
-        """``size`` times as many batch rows."""
+        """Returns the problem of ``size`` times as many batch rows."""
         return replace(self, batch=size * self.batch)
 
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
-    """The static properties of a call whose arguments are canonical."""
+    """Returns the static properties of a call whose arguments are canonical."""
     q, k, v, cu = a["query"], a["key"], a["value"], a["cu_seqlens"]
     g, constant, unsupported = a.get("g"), (), ""
     if "layer_idx" in a:

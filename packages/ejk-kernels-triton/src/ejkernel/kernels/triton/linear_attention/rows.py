@@ -1,17 +1,15 @@
 """Rows of one head of ``[rows, heads, columns]``, chunk by chunk of a run.
 
-Through the copy engine where the chip has one: addresses of tiles would take the registers that
-states need. Rows behind a run read as 0: where runs are whole chunks nothing has to be done for
-that, else the descriptor is one of runs (``launch.runs_map``).
+They come through the copy engine where the chip has one: addresses of tiles would take the
+registers that states need. Rows past a run read as 0: where runs are full chunks nothing has to be
+done for that, otherwise the descriptor is one of runs (``bound_launch.runs_map``).
 """
 
 from __future__ import annotations
 
 from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
-from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention import tiles
-from ejkernel.kernels.triton.linear_attention.problem import Problem
 
 RUNS = tl.constexpr(_RUNS)
 POINTERS, FULL, RUN = (tl.constexpr(i) for i in (tiles.POINTERS, tiles.FULL, tiles.RUN))
@@ -31,8 +29,11 @@ def load_rows(
     WIDTH: tl.constexpr,
     MAPS: tl.constexpr,
 ):
-    """Rows ``at`` and on of the run of ``length`` rows from row ``base``, from ``column`` on; 0
-    behind the run and behind ``columns``."""
+    """Loads ROWS rows of a run at row ``at``, and WIDTH columns at ``column``.
+
+    The run has ``length`` rows and starts at row ``base``. Elements past the run or past
+    ``columns`` read as 0.
+    """
     if MAPS == FULL:
         tile = source.load([(base + at).to(tl.int32), head * columns + column])
     elif MAPS == RUN:
@@ -63,7 +64,7 @@ def store_rows(
     WIDTH: tl.constexpr,
     MAPS: tl.constexpr,
 ):
-    """Write ``count`` rows from ``row`` on, as far as they have columns."""
+    """Stores ``count`` rows at ``row``, as far as they have columns."""
     r = tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, WIDTH)[None, :]
     target += (row * heads + head) * columns + column
@@ -73,12 +74,3 @@ def store_rows(
         tl.store(target, x)
     else:
         tl.store(target, x, mask=(r < count) & (c < columns - column))
-
-
-def row_operand(
-    index: int, p: Problem, chunk: int, heads: int, columns: int, block: int, maps: int
-) -> In | TensorMap:
-    """The operand as ``load_rows`` takes it."""
-    if maps == tiles.FULL:
-        return TensorMap(index, (p.batch * p.rows, heads * columns), (chunk, block))
-    return runs_map(index, heads * columns, (chunk, block)) if maps else In(index)

@@ -1,4 +1,4 @@
-"""How linear attention is launched: arithmetic with a reason beside each line."""
+"""Tiles of linear attention: arithmetic, with a reason next to each line."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ejkernel.kernels.triton.targets import Target
 
 @dataclass(frozen=True)
 class Tiles:
-    """The launches of a call.
+    """The tiles of the launches of a call.
 
     Attributes:
-        chunk: rows treated as one product.
-        segment: rows that a program walks, a multiple of ``chunk``.
-        columns: of values, of a program.
+        chunk: rows of one matmul.
+        segment: rows that a program loops over, a multiple of ``chunk``.
+        columns: columns of the values that a program has.
     """
 
     chunk: int
@@ -32,11 +32,11 @@ class Tiles:
 
     @property
     def fields(self) -> dict[str, int]:
-        """As fields of the config."""
+        """Values by the names of the config's fields."""
         return {theirs: getattr(self, mine) for mine, theirs in FIELDS.items()}
 
     def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        """These tiles with what the config says instead."""
+        """Returns these tiles with the values that a config sets."""
         changed = overridden(self, cfg, FIELDS)
         if changed == self:
             return self
@@ -52,7 +52,7 @@ FIELDS = {
 
 
 def width(dim: int) -> int:
-    """Columns that hold a head dim; products need 16."""
+    """Returns the columns that hold a head dim; matmuls need 16."""
     return max(16, power_of_two(dim))
 
 
@@ -60,35 +60,37 @@ STEPS = 16  # tokens, at most
 
 
 def few_tokens(p: Problem) -> bool:
-    """Whether tokens are taken one after the other (``steps``). Packed sequences may have them
-    all in one, which then takes its time."""
+    """Returns whether tokens are processed one after the other (``decode``).
+
+    Packed sequences may have all of them in one, which then takes its time.
+    """
     return p.rows <= (2 * p.sequences if p.sequences else STEPS)
 
 
 def choose(p: Problem, target: Target) -> Tiles:
-    """The heuristic launches."""
+    """Returns the heuristic tiles."""
     wide = max(width(p.dim), width(p.value_dim))
     if few_tokens(p):
-        # a lone token is all memory: many bytes in flight; more of them wait for each other's sums,
-        # which two warps have soonest
+        # a single token is all memory: many bytes in flight; several tokens wait for each other's
+        # reductions, which two warps finish first
         warps = 4 if p.rows <= p.states else 2
         columns = max(16, min(width(p.value_dim), 2048 * warps // width(p.dim)))
         return Tiles(16, 16, columns, warps, 2)
-    # 64 rows fill one asynchronous product of four warps; what a chunk costs within itself grows
-    # with it, what the state costs does not
+    # 64 rows fill one asynchronous matmul of four warps; the cost inside a chunk grows with its
+    # length, the cost of the state does not
     chunk = min(64, max(16, power_of_two(p.rows // p.states)))
     parts = max(p.key_parts, p.value_parts)
     # state, scores and output of a program stay in registers: of 128 channels 64 columns of four
-    # warps; decays per channel take registers besides, wider operands shared memory
+    # warps; decays per channel take more registers, wider operands more shared memory
     narrow = p.operand == "bfloat16"
     columns, warps = 16, 4
     if not parts and (narrow or wide <= 128):
         columns, warps = 64, (4 if narrow and wide <= 128 else 8)
     elif narrow and wide <= 128:
         columns = 32
-    whole = all(width(n) == n for n in (p.dim, p.value_dim))
-    if not (target.hopper and target.tensor_maps and whole):
-        # operands of the smaller products, or addresses, lie in registers
+    full_width = all(width(n) == n for n in (p.dim, p.value_dim))
+    if not (target.hopper and target.tensor_maps and full_width):
+        # operands of the smaller matmuls, or addresses, lie in registers
         chunk, columns, warps = min(chunk, 32 if wide <= 128 else 16), 16, 4
     t = Tiles(chunk, chunk, columns, warps, 2)
     if chunk * wide * BYTES[p.operand] > 2**15:
@@ -109,41 +111,52 @@ def maps_of(p: Problem, chunk: int, sizes: tuple[tuple[int, int], ...], target: 
     return RUN if p.sequences or p.rows % chunk else FULL
 
 
-# of ``read_gradients``: parts of ``leaving``, one per column of warps, and of ``reading``, one per
-# row of warps
+# partial results of ``backward_kv``: of ``leaving``, one per column of warps, and of
+# ``z_reading``, one per row of warps
 ACROSS, DOWN = 2, 4
 
-CHANNELS = 32  # that decay, of a program: twice as many spill
+CHANNELS = 32  # decaying channels of a program: twice as many spill
 
 
-def cuts(chunk: int, reverse: bool) -> np.ndarray:
-    """Which gates lie between a row and the middle, the state before the chunk, the one after it,
-    0 or 1 ``[row, gate]``; and the second one transposed."""
+def cut_matrices(chunk: int, reverse: bool) -> np.ndarray:
+    """Returns four matrices ``[row, gate]`` of 0 and 1.
+
+    They have 1 for the gates between a row and the middle of the chunk, the state before the chunk,
+    the state after it; the fourth is the second one transposed.
+    """
     row, gate = np.arange(chunk)[:, None], np.arange(chunk)[None, :]
     until = gate < row if reverse else gate <= row
     late = row >= chunk // 2
     middle = np.where(late, until, ~until) & (late == late.T)
-    since, rest = (~until, until) if reverse else (until, ~until)
-    return np.stack([middle, since, rest, since.T])
+    since, remaining = (~until, until) if reverse else (until, ~until)
+    return np.stack([middle, since, remaining, since.T])
 
 
 def channel_options(p: Problem, parts: int, target: Target) -> dict[str, int]:
-    """Three programs a multiprocessor hide what one waits for, and near chunks spill little. With
-    four, or with the two that fit without a bound, the gradient took 1.3 times as long."""
+    """Returns compiler options of kernels over decaying channels.
+
+    Three programs a multiprocessor hide the waits of one, and near chunks spill little. With four,
+    or with the two that fit without a bound, the gradient took 1.3 times as long.
+    """
     return {"maxnreg": 168} if target.hopper and p.operand == "bfloat16" and parts == 1 else {}
 
 
-def sums_options(p: Problem, t: Tiles, target: Target) -> dict[str, int]:
-    """A walk without a query waits for rows, and little else: four programs a multiprocessor have
-    more of them on their way, which is worth 16 B of spills (0.043 ms for 0.059). Constants need
-    no bound."""
+def states_options(p: Problem, t: Tiles, target: Target) -> dict[str, int]:
+    """Returns compiler options of ``chunk_loop`` without a query.
+
+    It waits for rows, and little else: four programs a multiprocessor have more of them in flight,
+    which is worth 16 B of spills (0.043 ms for 0.059). Constants need no bound.
+    """
     narrow = p.operand == "bfloat16" and t.num_warps == 4
     return {"maxnreg": 128} if target.hopper and narrow and p.scalar and not p.steady else {}
 
 
 def segment_of(p: Problem, t: Tiles, target: Target) -> int:
-    """Long segments pass fewer states through memory and read fewer of them; one wave of programs,
-    as many as registers hold, remains."""
+    """Returns the rows of a segment.
+
+    Long segments pass fewer states through memory and read fewer of them; one wave of programs, as
+    many as registers hold, remains.
+    """
     programs = p.batch * p.heads * -(-p.rows // t.chunk) * -(-p.value_dim // t.columns)
     resident = max(1, 8 // t.num_warps)
     steps = max(1, min(32, programs // (resident * target.cores)))
@@ -152,26 +165,29 @@ def segment_of(p: Problem, t: Tiles, target: Target) -> int:
     return t.chunk * min(steps, max(1, mean))
 
 
-def split_tiles(t: Tiles, *, reads: bool, keeps: bool, wide: bool) -> Tiles:
-    """The launch of a walk whose products are in three parts; a config's stays as it is.
+def split_tiles(t: Tiles, *, reads: bool, stores_states: bool, wide: bool) -> Tiles:
+    """Returns the tiles of ``chunk_loop`` with split matmuls; tiles of a config stay as they are.
 
-    ``reads``: rows read; ``keeps``: states are kept; ``wide``: a state is 128 x 128.
+    ``reads``: there is a query; ``stores_states``: before every chunk; ``wide``: a state is
+    128 x 128.
     """
     if (t.num_warps, t.num_stages) not in ((4, 2), (8, 2)):
         return t
     if not reads:
-        # the next rows are on their way: 161 KiB. The state alone would take half the registers of
+        # the next rows are in flight: 161 KiB. The state alone would take half the registers of
         # four warps
         return replace(t, num_warps=8 if wide else t.num_warps, num_stages=3)
-    # two stages of three arrays leave no room for a second program, and yet the next key and value
-    # wait for the last product that reads them. Two programs of one stage wait in turns, and four
-    # warps have scores of 64 rows to themselves where eight compute them twice
-    return t if keeps or t.num_warps == 4 else replace(t, num_warps=4, num_stages=1)
+    # Two stages of three arrays leave no room for a second program, and yet the next key and value
+    # wait for the last matmul that reads them. Two programs of one stage wait alternately, and four
+    # warps compute scores of 64 rows once where eight compute them twice.
+    return t if stores_states or t.num_warps == 4 else replace(t, num_warps=4, num_stages=1)
 
 
-def whole_state(p: Problem, t: Tiles, target: Target) -> bool:
-    """Whether one program holds all of a state, so that what was read gets its gradients in one
-    walk: in registers, and in shared memory beside four arrays of rows."""
+def holds_full_state(p: Problem, t: Tiles, target: Target) -> bool:
+    """Returns whether one program holds a full state, so that dk and dv come from one loop.
+
+    It holds the state in registers, and in shared memory next to four arrays of rows.
+    """
     sizes = [width(n) for n in (p.dim, p.value_dim)]
     maps = maps_of(p, t.chunk, ((p.dim, sizes[0]), (p.value_dim, sizes[1])), target)
     small = max(sizes) <= 128 and sizes[0] * sizes[1] * BYTES[p.operand] <= 32768
@@ -179,7 +195,7 @@ def whole_state(p: Problem, t: Tiles, target: Target) -> bool:
 
 
 def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
-    """Launches worth timing."""
+    """Returns other tiles worth timing."""
     found = [replace(t, chunk=c) for c in (32, 64, 128)]
     found += [replace(t, columns=n) for n in (32, 64, 128) if n <= width(p.value_dim)]
     found += [replace(t, num_stages=n) for n in (1, 3)] + [replace(t, num_warps=8)]

@@ -28,6 +28,7 @@ class MeanPooling(TritonKernel):
     problem = staticmethod(choice.problem_of)
     choose = staticmethod(choice.choose)
     neighbours = staticmethod(choice.neighbours)
+    saved_axes = "batch"
 
     def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         return unsupported({"x": problem.dtype}, {})

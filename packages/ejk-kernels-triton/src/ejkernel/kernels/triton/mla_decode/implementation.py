@@ -19,19 +19,17 @@ from typing import Any
 from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.mla_decode import tiles
-from ejkernel.kernels.triton.page_attention.decoding import NAMES, CacheKernel, decoder
+from ejkernel.kernels.triton.page_attention.stages import DecodeKernel
 from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
-from ejkernel.types.attention.softmax import name_residuals
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import ITEMSIZE, LatentProblem
 
 MAX_LATENT, MAX_ROPE = 512, 128
 
 
-class MLADecode(CacheKernel):
+class MLADecode(DecodeKernel):
     """Latent attention of the last tokens over a paged cache, on a GPU.
 
     The query is float16, bfloat16 or float32; the cache is of those dtypes, int8, float8_e4m3fn or
@@ -71,22 +69,6 @@ class MLADecode(CacheKernel):
         self, chosen: Tiles, cfg: Any, problem: LatentProblem, target: Target
     ) -> Tiles:
         return tiles.canonical(super().apply_config(chosen, cfg, problem, target), problem, target)
-
-    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, query = work.problem, arrays["query"]
-        given = {
-            "q": query.reshape(p.batch, p.tokens * p.heads, p.dim),
-            "k": arrays["latent_cache"],
-            "lens": arrays["context_lens"],
-            "tables": arrays["block_tables"],
-        }
-        if "softmax_aux" in arrays:
-            given["sink"] = arrays["softmax_aux"][None]
-        if "k_scale" in arrays:  # of the whole row, so of keys and values
-            given["k_scale"] = given["v_scale"] = arrays["k_scale"].reshape(1, 1)
-        o, *lse = decoder(work)(*(given.get(name) for name in NAMES))
-        o = o.reshape(*query.shape[:-1], p.value_dim)
-        return name_residuals(o, *(x.reshape(query.shape[:-1]) for x in lse)), ()
 
 
 mla_decode = MLADecode()

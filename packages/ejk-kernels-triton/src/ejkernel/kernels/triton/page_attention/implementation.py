@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.page_attention import tiles
-from ejkernel.kernels.triton.page_attention.decoding import NAMES, CacheKernel, as_rows, decoder
+from ejkernel.kernels.triton.page_attention.stages import DecodeKernel
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import ITEMSIZE, PagedProblem
 
 
-class PageAttention(CacheKernel):
+class PageAttention(DecodeKernel):
     """One new token per sequence over its paged cache, on a GPU.
 
     The query is float16, bfloat16 or float32; caches are of those dtypes, int8, float8_e4m3fn or
@@ -39,21 +36,6 @@ class PageAttention(CacheKernel):
             {"key_cache": p.dim, "value_cache": p.value_dim},
             among=ITEMSIZE,
         )
-
-    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        query = arrays["query"]
-        operands = {
-            "q": query if query.ndim == 3 else query[:, 0],
-            "k": arrays["key_cache"],
-            "v": arrays["value_cache"],
-            "lens": arrays["context_lens"],
-            "tables": arrays["block_tables"],
-            **as_rows(arrays, "k_scale", "v_scale"),
-        }
-        if "softmax_aux" in arrays:
-            operands["sink"] = arrays["softmax_aux"][None]
-        (o,) = decoder(work)(*(operands.get(name) for name in NAMES))
-        return (o if query.ndim == 3 else o[:, None],), ()
 
 
 page_attention = PageAttention()

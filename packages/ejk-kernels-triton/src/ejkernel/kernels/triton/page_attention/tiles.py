@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +35,6 @@ class Tiles:
             values and are read by TMA.
         once: whether 8-bit numbers are converted once for both products, which then read shared
             memory; only where keys hold their values.
-        whole: what does a step in place of the launches: ``whole(problem, q, k, lens, tables)``,
-            a hashable callable of another backend that returns what they return.
     """
 
     block: int = 64
@@ -52,7 +49,6 @@ class Tiles:
     maps: bool = False
     form: str = ""
     once: bool = False
-    whole: Callable[..., Any] | None = None
 
     @property
     def fields(self) -> dict[str, int]:

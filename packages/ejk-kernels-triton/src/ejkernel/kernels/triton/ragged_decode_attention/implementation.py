@@ -6,22 +6,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.page_attention import tiles
-from ejkernel.kernels.triton.page_attention.decoding import NAMES, CacheKernel, decoder
+from ejkernel.kernels.triton.page_attention.stages import DecodeKernel
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.params import config_field
 from ejkernel.types import calls
-from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import PagedProblem
 
 
-class RaggedDecodeAttention(CacheKernel):
+class RaggedDecodeAttention(DecodeKernel):
     """One new token per sequence over a slice of its contiguous cache, on a GPU.
 
     float16, bfloat16 and float32; head dims are multiples of 8 up to 256. Memory outside a slice is
@@ -53,23 +49,6 @@ class RaggedDecodeAttention(CacheKernel):
 
     def fields(self, chosen: Tiles) -> dict[str, Any]:
         return {"fwd_params": {"kv_blocksize": chosen.block, **chosen.fields}}
-
-    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        query = arrays["query"]
-        rows = query.shape[0]
-        given = {
-            "q": query if query.ndim == 3 else query[:, 0],
-            "k": arrays["key"],
-            "v": arrays["value"],
-            "lens": arrays["sequence_end"],
-            # known while tracing: made there it would be a launch of its own
-            "tables": np.arange(rows, dtype=np.int32)[:, None],
-            "begins": arrays["sequence_start"],
-        }
-        if "softmax_aux" in arrays:
-            given["sink"] = arrays["softmax_aux"][None]
-        (o,) = decoder(work)(*(given.get(name) for name in NAMES))
-        return (name_output(o if query.ndim == 3 else o[:, None]),), ()
 
 
 ragged_decode_attention = RaggedDecodeAttention()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import ClassVar
 
 from ejkernel.kernels.triton.kernel import unsupported
-from ejkernel.kernels.triton.page_attention.decoding import CacheKernel, as_rows
+from ejkernel.kernels.triton.page_attention.stages import CacheKernel
 from ejkernel.kernels.triton.ragged_page_attention import tiles
-from ejkernel.kernels.triton.ragged_page_attention.attend import NAMES, attend
+from ejkernel.kernels.triton.ragged_page_attention.stages import (
+    decode,
+    merge,
+    no_long_prefill,
+    prefill,
+    schedule,
+)
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.stages import Stage
 from ejkernel.types import calls
-from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import ITEMSIZE, RaggedProblem
 
@@ -52,21 +58,13 @@ class RaggedPageAttention(RaggedKernel):
     call = calls.RaggedPageAttention
     reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES
     cache = "kv_pages"
-
-    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        given = {
-            "q": arrays["queries"],
-            "k": arrays["kv_pages"],
-            "lens": arrays["context_lens"],
-            "tables": arrays["block_tables"],
-            "starts": arrays["query_start_loc"],
-            "valid": arrays["num_seqs"].reshape(1),
-            **as_rows(arrays, "k_scale", "v_scale"),
-        }
-        if "softmax_aux" in arrays:
-            given["sink"] = arrays["softmax_aux"][None]
-        o = attend(work, NAMES)(*(given.get(name) for name in NAMES))
-        return (name_output(o),), ()
+    stages: ClassVar[Mapping[str, Stage]] = {
+        "schedule": schedule,
+        "decode": decode,
+        "long_prefill": no_long_prefill,
+        "prefill": prefill,
+        "merge": merge,
+    }
 
 
 ragged_page_attention = RaggedPageAttention()

@@ -93,12 +93,9 @@ class SchedulePlan(RaggedPlan):
 
     @property
     def most_tiles(self) -> int:
-        """Tiles of the other kernel in any mix: one more for either end of a sequence."""
-        long = self.tiles.long
-        if long is None:
-            return 0
-        rows = self.problem.rows
-        return rows // long.block_q + 2 * min(self.problem.sequences, rows // long.least)
+        """Tiles of long prefill in any mix of sequences."""
+        p, long = self.problem, self.tiles.long
+        return 0 if long is None else long.max_tiles(p.rows, p.sequences)
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         n = self.problem.sequences
@@ -114,14 +111,16 @@ class SchedulePlan(RaggedPlan):
         p, long = self.problem.paged, self.tiles.long
         arguments = {
             **{name: self.operand(name) for name in ("starts", "lens", "valid")},
-            **results(dict.fromkeys(SCHEDULE, True) | dict.fromkeys(QUEUE, long is not None)),
+            **results(
+                dict.fromkeys(SCHEDULE, True) | dict.fromkeys(LONG_PREFILL, long is not None)
+            ),
             "n": p.batch,
             "rows": self.problem.rows,
             "capacity": p.capacity,
             "left": p.window_left or 0,
             "fair": self.fair,
             "least": -(-self.tiles.least // self.tiles.block),
-            "enough": long.enough if long else 0,
+            "enough": long.min_total_rows if long else 0,
             "cores": target.cores,
             "most_tiles": self.most_tiles,
             "LANES": self.lanes,
@@ -129,8 +128,8 @@ class SchedulePlan(RaggedPlan):
             "BLOCK": self.tiles.block,
             "TOKENS": self.tiles.decode_tokens,
             "TILE": self.sizes["TILE"],
-            "LONG": long.least if long else 0,
-            "SINGLE": long is not None and long.single,
+            "LONG": long.min_rows if long else 0,
+            "SINGLE": long is not None and long.decodes,
             "HEADS": p.heads,
             "KV_HEADS": p.kv_heads,
             "BLOCK_Q": long.block_q if long else 1,
@@ -143,7 +142,7 @@ class SchedulePlan(RaggedPlan):
 
 
 SCHEDULE = ("d_lens", "d_begins", "d_rows", "d_counts", "work", "facts")
-QUEUE = ("longs", "lines", "own")  # of another kernel
+LONG_PREFILL = ("longs", "lines", "own")  # tables of another kernel
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import jax
+from typing import Any
 
 from ejkernel.kernels.triton.bound_launch import RUNS
 from ejkernel.kernels.triton.kernel import overridden
@@ -16,50 +14,10 @@ from ejkernel.kernels.triton.page_attention.tiles import LAUNCHED, query_rows
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import config_field
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
+from ejkernel.types.serving.schedule import LongPrefill
 
 LEAST = 1024  # keys of a part: what it writes and reads again is a quarter of their bytes
 MAX_DECODE_TOKENS = 8  # rows of a sequence in one decoding step: keys are read once for all of them
-
-
-class Long(Protocol):
-    """A kernel for sequences of at least ``least`` new tokens; hashable.
-
-    It gets them where a call has at least ``enough`` tokens of such sequences, which only the
-    device knows; ``single``: it may get those of one new token besides. Its result is given to the
-    kernels here, which write all other rows. Its tiles are ``block_q`` packed rows of one sequence
-    and query head; ``block_kv`` keys are a step of them.
-    """
-
-    @property
-    def least(self) -> int: ...
-
-    @property
-    def enough(self) -> int: ...
-
-    @property
-    def single(self) -> bool: ...
-
-    @property
-    def block_q(self) -> int: ...
-
-    @property
-    def block_kv(self) -> int: ...
-
-    def __call__(
-        self, q: jax.Array, cache: jax.Array, tables: jax.Array, lines: jax.Array, own: jax.Array
-    ) -> jax.Array:
-        """o ``[T, h, d]`` in the rows of the sequences that it has.
-
-        lines int32 ``[tiles + 1, 8]``, in the order in which they are to be worked on: sequence,
-        row, first and last row of the sequence, its length; tiles before its sequence and of it;
-        query heads that are worked on together. A tile begins at a multiple of 8 rows. Those of a
-        sequence stand together, the last rows first. Lines without a tile have 0 tiles, and so has
-        the last.
-
-        own int32 ``[n, 3]``: of every sequence its first row; its length if it has one row and is
-        to be decoded here, else 0; how many programs are to decode.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +33,7 @@ class Tiles:
         splits: parts of a decoded sequence on average; None: as many as fill the chip.
         group: query heads of a kv head, a property of the call.
         decode_tokens: sequences of at most so many new tokens are decoded.
-        long: another kernel for sequences of many rows, see ``Long``.
+        long: the sequences that a long-prefill kernel attends to, None where there is none.
     """
 
     rows: int
@@ -87,7 +45,7 @@ class Tiles:
     splits: int | None = None
     group: int = 1
     decode_tokens: int = 1
-    long: Long | None = None
+    long: LongPrefill | None = None
 
     def apply_config(self, cfg: Any, problem: RaggedProblem, target: Target) -> Tiles:
         """These tiles with what a config says instead."""

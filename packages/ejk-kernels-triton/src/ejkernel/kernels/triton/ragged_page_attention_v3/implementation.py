@@ -2,106 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
 from ejkernel.kernels.triton.launch import power_of_two, struct
-from ejkernel.kernels.triton.page_attention.decoding import as_rows
 from ejkernel.kernels.triton.page_attention.params import layout_params
 from ejkernel.kernels.triton.page_attention.plans import scale_of
 from ejkernel.kernels.triton.plan import bound
-from ejkernel.kernels.triton.ragged_page_attention.attend import (
-    NAMES,
-    attended,
-    launch,
-    looped,
-    scheduled,
-)
 from ejkernel.kernels.triton.ragged_page_attention.implementation import RaggedKernel
 from ejkernel.kernels.triton.ragged_page_attention.plans import RaggedPlan
+from ejkernel.kernels.triton.ragged_page_attention.stages import (
+    decode,
+    launch,
+    merge_beside_cache,
+    no_long_prefill,
+    prefill,
+    schedule,
+)
 from ejkernel.kernels.triton.targets import Target, instructions
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.stages import Stage
 from ejkernel.types import calls
-from ejkernel.types.arrays import quantise
-from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import ITEMSIZE, RaggedProblem
 
 BLOCK = 32  # packed rows of a program that writes
 LANES = 64  # sequences it looks at together: one compare for each row and each of them
-
-
-class RaggedPageAttentionv3(RaggedKernel):
-    """As ragged_page_attention, after writing the new keys and values to their pages, on a GPU.
-
-    The cache is written in place: donated under ``jax.jit`` it is not copied, else it is copied
-    once. Keys and values are float16, bfloat16, float32, or of an 8-bit cache's dtype. For the rest
-    as ragged_page_attention. A row whose table entry names no page is not written.
-    """
-
-    call = calls.RaggedPageAttentionv3
-    reads = (
-        arguments.RAGGED_UPDATE | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"q_scale"}
-    )
-    cache = "kv_cache"
-
-    def unsupported_reason(self, problem: RaggedProblem, target: Target) -> str | None:
-        for name, kind in zip(("keys", "values"), problem.written_dtypes, strict=True):
-            if kind not in ITEMSIZE:
-                return f"{name}: {kind} is not supported, only {', '.join(ITEMSIZE)}"
-        if not problem.paged.heads:
-            return "queries: without heads"
-        return super().unsupported_reason(problem, target)
-
-    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p = work.problem.paged
-        scales = as_rows(arrays, "k_scale", "v_scale")
-        given = {
-            "q": arrays["queries"],
-            "k": arrays["kv_cache"],
-            "lens": arrays["kv_lens"],
-            "tables": arrays["block_tables"].reshape(p.batch, p.max_pages),
-            "starts": arrays["query_start_loc"],
-            "valid": arrays["distribution"],
-            "keys": arrays["keys"],
-            "values": arrays["values"],
-            **scales,
-        }
-        if "softmax_aux" in arrays:
-            given["sink"] = arrays["softmax_aux"][None]
-        if "q_scale" in arrays:
-            scale = arrays["q_scale"].astype(jnp.float32)
-            # as the cache would hold it, in its own dtype: products are exact either way
-            given["q"] = quantise(given["q"], scale, given["k"].dtype).astype(given["q"].dtype)
-            k_scale = scales.get("k_scale", jnp.ones((1, 1)))
-            given["logit_scale"] = k_scale.astype(jnp.float32) * scale
-        o, cache = write_attend(work, WRITTEN)(*(given.get(name) for name in WRITTEN))
-        return (name_output(o), cache), ()
-
-
-WRITTEN = (*NAMES, "keys", "values", "logit_scale")
-
-
-def _write_attend(work: Work, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-    # XLA then copies a slice of stacked caches before the launch, at full speed (``in_place``)
-    arrays = scheduled(work, arrays | {"k": jax.lax.optimization_barrier(arrays["k"])})
-    (cache,) = launch(
-        WritePlan, work, arrays,
-        "keys", "values", "tables", "d_rows", "work", "facts", "k_scale", "v_scale", "k",
-    )  # fmt: skip
-    arrays = arrays | {"k": cache}
-    if "logit_scale" in arrays:
-        arrays["k_scale"] = arrays["logit_scale"]
-    o, cache = attended(work, arrays, "k")
-    return o, cache
-
-
-write_attend = partial(looped, _write_attend)
 
 
 @dataclass(frozen=True)
@@ -146,6 +77,49 @@ class WritePlan(RaggedPlan):
         aliases = {self.names.index("k"): 0}
         more: Any = {"known": layout_params(p), "interpreted": {"PTX": 0}, "aliases": aliases}
         return bound(ragged_write, arguments, grid, 4, 1, **more)
+
+
+def write(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the cache with the new keys and values, and the scale of the logits after that."""
+    # XLA then copies a slice of stacked caches before the launch, at full speed (``in_place``)
+    arrays = arrays | {"k": jax.lax.optimization_barrier(arrays["k"])}
+    (cache,) = launch(
+        WritePlan, work, arrays,
+        "keys", "values", "tables", "d_rows", "work", "facts", "k_scale", "v_scale", "k",
+    )  # fmt: skip
+    scale = arrays.get("logit_scale", arrays.get("k_scale"))
+    return {"k": cache} if scale is None else {"k": cache, "k_scale": scale}
+
+
+class RaggedPageAttentionv3(RaggedKernel):
+    """As ragged_page_attention, after writing the new keys and values to their pages, on a GPU.
+
+    The cache is written in place: donated under ``jax.jit`` it is not copied, else it is copied
+    once. Keys and values are float16, bfloat16, float32, or of an 8-bit cache's dtype. For the rest
+    as ragged_page_attention. A row whose table entry names no page is not written.
+    """
+
+    call = calls.RaggedPageAttentionv3
+    reads = (
+        arguments.RAGGED_UPDATE | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"q_scale"}
+    )
+    cache = "kv_cache"
+    stages: ClassVar[Mapping[str, Stage]] = {
+        "schedule": schedule,
+        "write": write,
+        "decode": decode,
+        "long_prefill": no_long_prefill,
+        "prefill": prefill,
+        "merge": merge_beside_cache,
+    }
+
+    def unsupported_reason(self, problem: RaggedProblem, target: Target) -> str | None:
+        for name, kind in zip(("keys", "values"), problem.written_dtypes, strict=True):
+            if kind not in ITEMSIZE:
+                return f"{name}: {kind} is not supported, only {', '.join(ITEMSIZE)}"
+        if not problem.paged.heads:
+            return "queries: without heads"
+        return super().unsupported_reason(problem, target)
 
 
 ragged_page_attention_v3 = RaggedPageAttentionv3()

@@ -1,4 +1,4 @@
-"""Loops over blocks and tiles whose block number may be traced."""
+"""Loops over blocks and tiles whose block index may be traced."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ejkernel.ops.second_order import reverse_once
 
 
 class BlockMask(Protocol):
-    """What the blockwise core asks of a mask; ``ejkernel.types.PreparedMask`` is one.
+    """Interface of a mask to the blockwise core; ``ejkernel.types.PreparedMask`` is one.
 
     ``tile`` gives the visible pairs of a tile, bool ``[#b, #h, block_q, block_kv]``, None when all
     are; pairs past the ends of the arrays are not visible. The ranges are half-open and count
     steps. A mask may also have ``kv_index(qi, step)`` and ``q_index(ki, step)``, which turn a step
     into a block number, for visits that are not consecutive; without them step and number agree.
     With ``q_order`` or ``kv_order`` ``[blocks]`` the outer loop takes its blocks in that order,
-    which changes no result: mapped calls waste nothing when long visits meet long ones. With
+    which changes no result: mapped calls waste nothing when long ranges run together. With
     ``visited(qi, ki)``, bool ``[]``, ``tile`` need not hide the tiles outside the ranges. With
     ``seen_keys()``, bool ``[#b, #k]`` or None, the other keys and values may hold anything.
     """
@@ -41,7 +41,7 @@ def _union(start: jax.Array, stop: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _union_of_batch(axis_size, in_batched, start, stop):
     """One range for all mapped calls: the trip count stays a scalar under vmap.
 
-    A visit to a block that one of the calls did not ask for changes nothing there, because its
+    A visit to a block outside the range of one of the calls changes nothing there, because its
     tile is hidden; without this a mapped trip count would turn every read into a gather.
     """
     del axis_size
@@ -98,18 +98,18 @@ def scan_blocks(
 ) -> Any:
     """``carry, y = body(number, carry, x)`` over the leading axis; no loop for a single block.
 
-    ``order`` ``[count]``: the numbers in the order of the loop; default: ascending. The ``y`` are
-    stacked by number either way.
+    ``order`` ``[count]``: the block indices in the order of the loop; default: ascending. The ``y``
+    are stacked by block index either way.
     """
     if count == 1:
         carry, y = body(0, carry, jax.tree.map(lambda x: x[0], xs))
         return carry, jax.tree.map(lambda x: x[None], y)
 
-    def step(carry: Any, item: Any) -> Any:
+    def visit_block(carry: Any, item: Any) -> Any:
         return body(item[0], carry, item[1])
 
     if order is None:
-        return jax.lax.scan(step, carry, (jnp.arange(count, dtype=jnp.int32), xs))
+        return jax.lax.scan(visit_block, carry, (jnp.arange(count, dtype=jnp.int32), xs))
 
     def ordered(carry: Any, number: Any) -> Any:
         return body(number, carry, jax.tree.map(lambda x: take_block(x, number), xs))

@@ -3,15 +3,15 @@
     x = scale * q k^T (+ bias);  x = cap * tanh(x / cap);  x = -inf where hidden
     lse = log(sum_j exp(x) + sum_s exp(sink));  p = exp(x - lse);  o = drop(p) v
 
-    forward   per query block, over the key blocks its mask asks for: online softmax.
+    forward   per query block, over the key blocks its mask visits: online softmax.
     backward  per key block, over the query blocks that see it: p is recomputed from the row's
               maximum and sum,
               dv += drop(p)^T do;  ds = p * (drop(do v^T) - delta);  dk += ds^T q;  dq += ds k,
               with delta = sum(do * o) - dlse per row. dq is summed in one float array that the
               loop carries, in a fixed order, so results repeat bit by bit.
 
-Memory is O(q_len + kv_len) besides a tile per step; nothing is [q, k] but the user's own bias and
-its gradient. Work is 2 products forward and 5 backward per visited tile; hidden blocks are free.
+Memory is O(q_len + kv_len) plus a tile per step; nothing is [q, k] but the user's own bias and
+its gradient. Work is 2 matmuls forward and 5 backward per visited tile; hidden blocks are free.
 Sources: Dao 2023, FlashAttention-2 (algorithms 1 and 2); Milakov and Gimelshein 2018.
 """
 
@@ -36,7 +36,7 @@ from ejkernel.types.masks.hidden import cleared
 
 @dataclass(frozen=True)
 class Spec:
-    """What is static in one pass over the blocks. ``block_*`` are upper bounds."""
+    """Static parameters of one pass over the blocks. ``block_*`` are upper bounds."""
 
     scale: float
     block_q: int
@@ -48,8 +48,8 @@ class Spec:
     operation: str = field(default_factory=operation)
 
     @classmethod
-    def of(cls, problem: Any, blocks: Blocks) -> Spec:
-        """The static arguments of a call, and the blocks of a pass."""
+    def from_problem(cls, problem: Any, blocks: Blocks) -> Spec:
+        """Returns the parameters of one pass of a call, in blocks of the sizes ``blocks``."""
         return cls(
             scale=problem.softmax_scale,
             block_q=blocks.q,
@@ -62,7 +62,7 @@ class Spec:
 
     def layout(self, q: Any, k: Any) -> Layout:
         """The blocks of a call; ``prepare_mask`` must be given its block_q and block_kv."""
-        return Layout.of(q, k, self.block_q, self.block_kv)
+        return Layout.from_shapes(q, k, self.block_q, self.block_kv)
 
     def unit(self, bias: Any) -> float:
         """The natural logit of a logit of 1, as ``softmax`` has them."""
@@ -86,7 +86,8 @@ class _Tiles:
     def __init__(self, spec: Spec, q, k, v, bias, mask, dropout: Dropout | None):
         self.spec, self.mask, self.dropout = spec, mask, dropout
         self.layout = spec.layout(q, k)
-        self.dots = DotPolicy.of(q, k, v, precision=spec.precision, at_least=spec.logits_dtype)
+        options = {"precision": spec.precision, "at_least": spec.logits_dtype}
+        self.dots = DotPolicy.for_arrays(q, k, v, **options)
         self.acc = self.dots.accumulate
         self.axes = varying_axes(*jax.tree.leaves((q, k, v, bias, mask)))
         self.bias = None if bias is None else self.layout.pad_tiles(bias)
@@ -117,7 +118,7 @@ class _Tiles:
             x = blk.hide_unvisited(x, visited(qi, ki))
         return x, t
 
-    def kept(self, qi, ki) -> jax.Array | None:
+    def dropout_keep_mask(self, qi, ki) -> jax.Array | None:
         """bool ``[b, hk, g, bq, bk]``; None without dropout."""
         if self.dropout is None:
             return None
@@ -137,7 +138,7 @@ def _slice(x: jax.Array, number: Any, block: int, count: int) -> jax.Array:
 
 
 def _seen(mask: blk.BlockMask, *keys: jax.Array) -> tuple[jax.Array, ...]:
-    """``keys`` with zeros in place of those that nobody sees, where the mask knows them."""
+    """Returns ``keys`` with zeros where no query sees the key, if the mask tells."""
     seen = getattr(mask, "seen_keys", None)
     return keys if seen is None else cleared(seen(), *keys)
 
@@ -146,7 +147,7 @@ def _flat(blocks: jax.Array) -> jax.Array:
     """``[n, b, hk, rows, c]`` without axes of size 1; ``Layout.tile`` undoes it for a block.
 
     XLA gives axes of size 1 inside a loop's array another layout and then copies to undo it. The
-    others stay apart: to merge sharded ones would gather them.
+    other axes stay apart: to merge sharded ones would gather them.
     """
     n, *rows, c = blocks.shape
     return blocks.reshape(n, *(size for size in rows if size != 1), c)
@@ -187,11 +188,11 @@ def forward(
     def query_block(qi: Any, _: None, q_tile: jax.Array):
         q_tile = layout.tile(q_tile)
 
-        def step(t: Any, state: sm.RowState) -> sm.RowState:
+        def visit_kv(t: Any, state: sm.RowState) -> sm.RowState:
             ki = blk.block_number(mask, "kv_index", qi, t)
             x, _ = tiles.logits(q_tile, layout.tile(blk.take_block(k_blocks, ki)), qi, ki)
             m, rescale, p = sm.shift(state.m, x, tiles.unit)
-            keep = tiles.kept(qi, ki)
+            keep = tiles.dropout_keep_mask(qi, ki)
             weights = p if keep is None else jnp.where(keep, p, 0.0)
             v_tile = layout.tile(blk.take_block(v_blocks, ki))
             new = tiles.dots.weigh(layout.by_row(weights), v_tile)
@@ -203,7 +204,7 @@ def forward(
             tiles.zeros(*state_shape) - jnp.inf,
             tiles.zeros(*state_shape),
         )
-        o, rows = sm.finish(blk.visit(mask.kv_range(qi), step, start, spec.operation))
+        o, rows = sm.finish(blk.visit(mask.kv_range(qi), visit_kv, start, spec.operation))
         if dropout is not None:
             o = o * tiles.keep_scale
         return None, (o, rows)
@@ -214,7 +215,7 @@ def forward(
 
 
 def row_delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None, dtype: Any) -> jax.Array:
-    """delta ``[b, q, h]`` = sum(do * o) - dlse: what the softmax derivative subtracts."""
+    """delta ``[b, q, h]`` = sum(do * o) - dlse, the term that the softmax derivative subtracts."""
     delta = (do.astype(dtype) * o.astype(dtype)).sum(-1)
     return delta if dlse is None else delta - dlse.astype(dtype)
 
@@ -228,48 +229,48 @@ def backward(
     *,
     mask: blk.BlockMask,
     dropout: Dropout | None = None,
-    shares: sm.Shares,
+    row_scales: sm.RowScales,
     delta: jax.Array,
     do: jax.Array,
 ) -> Grads:
     """Gradients of ``forward`` at the rows' final normaliser.
 
-    ``shares`` and ``delta`` ``[b, q, h]`` are those of the whole row (all parts, sinks included),
-    so the gradients of parts over disjoint keys simply add up. ``softmax.sink_gradient`` gives
-    that of the sinks.
+    ``row_scales`` and ``delta`` ``[b, q, h]`` belong to the full row (all parts, sinks included),
+    so the gradients of parts over disjoint keys simply add up. ``softmax.sink_gradient`` computes
+    the gradient of the sinks.
     """
     tiles = _Tiles(spec, q, k, v, bias, mask, dropout)
-    tiles.axes = tiles.axes | varying_axes(*shares[:2], delta, do)
+    tiles.axes = tiles.axes | varying_axes(*row_scales[:2], delta, do)
     layout, acc = tiles.layout, tiles.acc
     if layout.empty:
         dbias = None if bias is None else tiles.zeros(*bias.shape)
         return Grads(*(tiles.zeros(*x.shape) for x in (q, k, v)), dbias)
     # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
-    q, do = (jnp.where(shares.alive[..., None], x, jnp.zeros((), x.dtype)) for x in (q, do))
+    q, do = (jnp.where(row_scales.alive[..., None], x, jnp.zeros((), x.dtype)) for x in (q, do))
     q_blocks, do_blocks = _flat(layout.split_q(q)), _flat(layout.split_q(do))
-    # XLA's CPU product is three times slower with a transposed left operand, so dk and dv are
+    # XLA's CPU matmul is three times slower with a transposed left operand, so dk and dv are
     # summed transposed, from transposed copies of q and do
     q_columns, do_columns = (_flat(layout.split_q(x).swapaxes(-1, -2)) for x in (q, do))
-    m_blocks = layout.split_rows(shares.m, 0.0)
-    share_blocks = layout.split_rows(shares.share, sm.DEAD)
-    delta_blocks = layout.split_rows(jnp.where(shares.alive, delta, 0.0), 0.0)
+    m_blocks = layout.split_rows(row_scales.m, 0.0)
+    scale_blocks = layout.split_rows(row_scales.log2_scale, sm.DEAD)
+    delta_blocks = layout.split_rows(jnp.where(row_scales.alive, delta, 0.0), 0.0)
     row_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q, 1)
 
     def key_block(ki: Any, carry: Any, tile: tuple[jax.Array, jax.Array]):
         k_tile, v_tile = (layout.tile(x) for x in tile)
 
-        def step(t: Any, state: Any):
+        def visit_q(t: Any, state: Any):
             dk, dv, dq, dbias = state
             qi = blk.block_number(mask, "q_index", ki, t)
             rows = (blk.take_block(x, qi) for x in (q_blocks, do_blocks))
             q_tile, do_tile = (layout.tile(x) for x in rows)
             x, tanh = tiles.logits(q_tile, k_tile, qi, ki)
-            m, share = (
-                blk.take_block(rows, qi).reshape(row_shape) for rows in (m_blocks, share_blocks)
+            m, log2_scale = (
+                blk.take_block(rows, qi).reshape(row_shape) for rows in (m_blocks, scale_blocks)
             )
-            p = jnp.exp2(sm.exponent(x, m, tiles.unit) + share)
+            p = jnp.exp2(sm.exponent(x, m, tiles.unit) + log2_scale)
             dp = layout.by_head(tiles.dots.rows_cols(do_tile, v_tile))
-            weights, keep = p, tiles.kept(qi, ki)
+            weights, keep = p, tiles.dropout_keep_mask(qi, ki)
             if keep is not None:
                 weights = jnp.where(keep, p * tiles.keep_scale, 0.0)
                 dp = jnp.where(keep, dp * tiles.keep_scale, 0.0)
@@ -289,7 +290,7 @@ def backward(
 
         columns = ((*x.shape[:2], x.shape[3], x.shape[2]) for x in (k_tile, v_tile))
         start = (*(tiles.zeros(*shape) for shape in columns), *carry)
-        dk, dv, *carry = blk.visit(mask.q_range(ki), step, start, spec.operation)
+        dk, dv, *carry = blk.visit(mask.q_range(ki), visit_q, start, spec.operation)
         return tuple(carry), (dk.swapaxes(-1, -2), dv.swapaxes(-1, -2))
 
     dbias = None if tiles.bias is None else tiles.zeros(*tiles.bias.shape)

@@ -1,4 +1,4 @@
-"""What kernels over the blockwise passes have in common: rows made final, and their gradient."""
+"""Base of kernels over the blockwise passes: final rows with sinks, and their gradient."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from ejkernel.ops.differentiate import Arrays, Work
 
 
 class BlockwiseKernel(XlaKernel):
-    """Attention of query, key and value by ``blockwise``; sinks and delta are those of whole rows.
+    """Attention of query, key and value by ``blockwise``; sinks and delta apply to full rows.
 
-    Residuals are the arguments, o and two numbers a row for its probabilities (``Shares``).
+    Residuals are the arguments, o and two values per row for its probabilities (``RowScales``).
     """
 
     has_backward: ClassVar[bool] = True
+    saved_axes: ClassVar[str] = "batch q_len heads"
 
     def choose(self, problem: Any, target: Any) -> Passes:
         heads, dim = problem.query.shape[2:]
@@ -30,18 +31,18 @@ class BlockwiseKernel(XlaKernel):
         raise NotImplementedError
 
     def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
-        """Gradients by name; ``rows``: shares, delta and do, as ``blockwise.backward`` has them."""
+        """Returns gradients by name; ``rows`` are keywords of ``blockwise.backward``."""
         raise NotImplementedError
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         o, rows, unit = self.rows(work, arrays)
-        o, lse, shares = finalize_rows(o, rows, arrays.get("softmax_aux"), unit)
-        return (o.astype(arrays["query"].dtype), lse), shares
+        o, lse, row_scales = finalize_rows(o, rows, arrays.get("softmax_aux"), unit)
+        return (o.astype(arrays["query"].dtype), lse), row_scales
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         delta = row_delta(outputs[0], *cotangents, saved.m.dtype)
-        rows = {"shares": saved, "delta": delta, "do": cotangents[0]}
-        found = dict(self.gradients(work, arrays, **rows))
+        rows = {"row_scales": saved, "delta": delta, "do": cotangents[0]}
+        grads = dict(self.gradients(work, arrays, **rows))
         if "softmax_aux" in arrays:
-            found["softmax_aux"] = sink_gradient(arrays["softmax_aux"], saved, delta)
-        return found
+            grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], saved, delta)
+        return grads

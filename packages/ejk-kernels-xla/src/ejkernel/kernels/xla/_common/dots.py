@@ -1,8 +1,8 @@
-"""Dtype policy and the batched products of attention.
+"""Dtype policy and the batched matmuls of attention.
 
-Products take their operands in the promoted input dtype and accumulate in at least float32. Under
-``precision="highest"`` the operands are widened too, so that probabilities are not rounded to a
-narrow dtype before they meet the values.
+Matmuls take their operands in the promoted input dtype and accumulate in at least float32. Under
+``precision="highest"`` the operands are converted to it too, so that probabilities are not rounded
+to a narrow dtype before they are multiplied with the values.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ejkernel.types.arrays import result_dtype
 
 def accumulation_dtype(*arrays: Any, at_least: Any = jnp.float32) -> np.dtype:
     """float64 when any array or ``at_least`` is float64 (and JAX has it), else float32."""
-    asked = jnp.dtype(at_least) == np.float64 and jax.config.jax_enable_x64  # ty: ignore[missing-attribute]
-    wide = asked or any(a.dtype == np.float64 for a in arrays)
+    wide = jnp.dtype(at_least) == np.float64 and jax.config.jax_enable_x64  # ty: ignore[missing-attribute]
+    wide = wide or any(a.dtype == np.float64 for a in arrays)
     return np.dtype(np.float64 if wide else np.float32)
 
 
 def is_highest(precision: Any) -> bool:
-    """Returns whether ``precision`` asks for the most exact product."""
+    """Returns whether ``precision`` asks for the most exact matmul."""
     if isinstance(precision, (tuple, list)):
         return any(is_highest(p) for p in precision)
     return precision in ("highest", "float32") or precision == jax.lax.Precision.HIGHEST
@@ -34,15 +34,17 @@ def is_highest(precision: Any) -> bool:
 
 @dataclass(frozen=True)
 class DotPolicy:
-    """How products are taken: operand dtype, accumulation dtype, precision."""
+    """Operand dtype, accumulation dtype and precision of matmuls."""
 
     operand: np.dtype
     accumulate: np.dtype
     precision: Any = None
 
     @classmethod
-    def of(cls, *arrays: Any, precision: Any = None, at_least: Any = jnp.float32) -> DotPolicy:
-        """The policy for products of ``arrays``; ``at_least`` is a lower bound on logits."""
+    def for_arrays(
+        cls, *arrays: Any, precision: Any = None, at_least: Any = jnp.float32
+    ) -> DotPolicy:
+        """Returns the policy for matmuls of ``arrays``; ``at_least`` is a lower bound on logits."""
         acc = accumulation_dtype(*arrays, at_least=at_least)
         operand = result_dtype(*(a.dtype for a in arrays))
         if acc == np.dtype(jnp.float64) or is_highest(precision):
@@ -57,8 +59,8 @@ class DotPolicy:
         contracting = ((contract[0] % a.ndim,), (contract[1] % b.ndim,))
         a, b = a.astype(self.operand), b.astype(self.operand)
         if self.operand.itemsize < 4 and device_kind() == "cpu":
-            # XLA's CPU products of narrow operands into float32 fail for some shapes ("Unsupported
-            # element type for DotThunk"); it widens the others itself
+            # XLA's CPU matmuls of narrow operands into float32 fail for some shapes ("Unsupported
+            # element type for DotThunk"); it converts the others itself
             a, b = a.astype(self.accumulate), b.astype(self.accumulate)
         return jax.lax.dot_general(
             a,

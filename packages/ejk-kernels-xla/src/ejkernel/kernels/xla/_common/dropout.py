@@ -39,7 +39,7 @@ def random_words(base: jax.Array, rows: jax.Array, cols: jax.Array) -> jax.Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dropout:
-    """Which probabilities are kept.
+    """Hash inputs that decide which probabilities dropout keeps.
 
     base: uint32 ``[batch, heads]``, the hash of seed, batch row and head.
     rows, cols: uint32 ``[q]``, ``[k]``, the indices that enter the hash.

@@ -1,7 +1,7 @@
 """Block layout: sequence-major arrays cut into blocks, query heads grouped by their kv head.
 
 ``[b, q, h, c]`` becomes ``[blocks, b, hk, rows, c]`` with ``rows = groups * block``, so that all
-query heads of one kv head share one product with its keys and k, v are never repeated.
+query heads of one kv head share one matmul with its keys and k, v are never repeated.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def reorder(x: jax.Array, *axes: int) -> jax.Array:
     """
     shape = list(map(x.shape.__getitem__, axes))
     moved = [a for a in axes if x.shape[a] != 1]
-    kept = sorted(moved)
-    if moved != kept:
-        x = x.reshape([x.shape[a] for a in kept]).transpose([kept.index(a) for a in moved])
+    in_order = sorted(moved)
+    if moved != in_order:
+        x = x.reshape([x.shape[a] for a in in_order]).transpose([in_order.index(a) for a in moved])
     return x.reshape(shape)
 
 
@@ -56,7 +56,7 @@ class Layout:
     block_kv: int
 
     @classmethod
-    def of(cls, q: Any, k: Any, block_q: int, block_kv: int) -> Layout:
+    def from_shapes(cls, q: Any, k: Any, block_q: int, block_kv: int) -> Layout:
         b, q_len, h, _ = q.shape
         kv_len, hk = k.shape[1], k.shape[2]
         bq, bk = fit_block(block_q, q_len), fit_block(block_kv, kv_len)

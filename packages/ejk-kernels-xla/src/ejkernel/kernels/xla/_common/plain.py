@@ -27,25 +27,25 @@ def dense_tile(mask: MaskInfo, q_len: int, kv_len: int) -> jax.Array | None:
     return prepare_mask(mask, **sizes).tile(0, 0)
 
 
-class Sight(NamedTuple):
-    """Who sees what: ``pairs`` ``[#b, #h, q, k]``, rows ``[#b, q, #h]`` that see a key, keys
-    ``[#b, k]`` that some row sees. What the other rows and keys hold reaches nothing."""
+class Visibility(NamedTuple):
+    """Visible ``pairs`` ``[#b, #h, q, k]``, ``rows`` ``[#b, q, #h]`` that see a key and ``keys``
+    ``[#b, k]`` that a row sees. Other rows and keys may hold anything: they affect no result."""
 
     pairs: jax.Array
     rows: jax.Array
     keys: jax.Array
 
     @classmethod
-    def of(cls, mask: MaskInfo, q_len: int, kv_len: int) -> Sight | None:
-        """None when every pair is visible."""
+    def from_mask(cls, mask: MaskInfo, q_len: int, kv_len: int) -> Visibility | None:
+        """Returns the visibility under ``mask``; None when every pair is visible."""
         pairs = dense_tile(mask, q_len, kv_len)
         if pairs is None:
             return None
         pairs = jnp.asarray(pairs)
         return cls(pairs, pairs.any(3).swapaxes(1, 2), pairs.any((1, 2)))
 
-    def of_rows(self, x: jax.Array) -> jax.Array:
-        """``x`` ``[b, q, h, c]`` with zeros in rows that see no key, as its gradient has."""
+    def clear_rows(self, x: jax.Array) -> jax.Array:
+        """Returns ``x`` ``[b, q, h, c]`` and so its gradient with zeros in rows that see no key."""
         return jnp.where(self.rows[..., None], x, jnp.zeros((), x.dtype))
 
 
@@ -54,7 +54,7 @@ def probabilities(
     k: jax.Array,
     bias: jax.Array | None,
     sinks: jax.Array | None,
-    sight: Sight | None,
+    visibility: Visibility | None,
     *,
     scale: float,
     soft_cap: float | None,
@@ -63,9 +63,9 @@ def probabilities(
     """p ``[b, h, q, k]`` in the accumulation dtype; rows that see no key are 0."""
     b, q_len, h, d = q.shape
     kv_len, hk = k.shape[1], k.shape[2]
-    if sight is not None:
-        (k,) = cleared(sight.keys, k)
-        q = sight.of_rows(q)
+    if visibility is not None:
+        (k,) = cleared(visibility.keys, k)
+        q = visibility.clear_rows(q)
     rows = q.reshape(b, q_len, hk, h // max(hk, 1), d).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(b, hk, (h // max(hk, 1)) * q_len, d)
     x = dots.rows_cols(rows, k.transpose(0, 2, 1, 3)).reshape(b, h, q_len, kv_len) * scale
@@ -73,8 +73,8 @@ def probabilities(
         x = x + narrowed(bias, x.dtype)
     if soft_cap is not None:
         x = soft_cap * jnp.tanh(x / soft_cap)
-    if sight is not None:
-        x = jnp.where(sight.pairs, x, -jnp.inf)
+    if visibility is not None:
+        x = jnp.where(visibility.pairs, x, -jnp.inf)
     top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)
     empty = top == -jnp.inf
     if sinks is None:
@@ -89,14 +89,14 @@ def probabilities(
 
 
 def weighted_values(
-    p: jax.Array, v: jax.Array, dots: DotPolicy, sight: Sight | None = None
+    p: jax.Array, v: jax.Array, dots: DotPolicy, visibility: Visibility | None = None
 ) -> jax.Array:
     """``[b, h, q, k]`` and ``[b, k, hk, dv]`` -> ``[b, q, h, dv]`` in the accumulation dtype."""
     b, h, q_len, kv_len = p.shape
     hk, dv = v.shape[2:]
-    if sight is not None:
-        (v,) = cleared(sight.keys, v)
+    if visibility is not None:
+        (v,) = cleared(visibility.keys, v)
     rows = p.reshape(b, hk, (h // max(hk, 1)) * q_len, kv_len)
     o = dots.weigh(rows, v.transpose(0, 2, 1, 3))
     o = o.reshape(b, h, q_len, dv).transpose(0, 2, 1, 3)
-    return o if sight is None else sight.of_rows(o)
+    return o if visibility is None else visibility.clear_rows(o)

@@ -1,14 +1,14 @@
 """Online softmax in base 2, for logits of any finite size.
 
 Logits arrive in a *unit*: the natural logit is unit * x, unit > 0 (the soft cap, or the scale where
-nothing is added to the products). A row's state is (acc, m, l): the sum of 2**(c (x - m)) * v with
-c = unit * log2(e), the running maximum and the sum of 2**(c (x - m)). Hidden logits are -inf; a row
-that has seen none has m = -inf, and the maximum is then replaced by 0 before it is subtracted.
+nothing is added to the dot products). A row's state is (acc, m, l): the sum of 2**(c (x - m)) * v
+with c = unit * log2(e), the running maximum and the sum of 2**(c (x - m)). Hidden logits are -inf;
+a row without visible logits has m = -inf, which becomes 0 before it is subtracted.
 
-The difference is taken first, of two numbers that were computed alike, then multiplied: a compiler
-that joins a product with the following subtraction would round x otherwise than the maximum, by an
-ulp, which is 1024 at 1e10. For the same reason a finished row keeps its maximum and the logarithm
-of its sum apart: their sum, lse, has lost the smaller of the two when the logits are large.
+The difference is taken first, of two values that were computed alike, then multiplied: a compiler
+that fuses a multiplication with the following subtraction would round x otherwise than the maximum,
+by an ulp, which is 1024 at 1e10. For the same reason a finished row keeps its maximum and the
+logarithm of its sum apart: lse, which adds the two, loses the smaller one when logits are large.
 
 Sources: Milakov and Gimelshein 2018 (online normaliser); Dao 2023, FlashAttention-2, section 3.1.
 """
@@ -24,9 +24,9 @@ import jax.numpy as jnp
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-# log2 of the share of a row that sees no key; finite, so that no array holds an infinity
+# log2_scale of a row that sees no key; finite, so that no array holds an infinity
 DEAD = -3e38
-FAINT = -1e30  # the smallest of a row that sees one
+FAINT = -1e30  # the smallest log2_scale of a row that sees a key
 
 
 class RowState(NamedTuple):
@@ -45,17 +45,19 @@ class Rows(NamedTuple):
     l2: jax.Array
 
 
-class Shares(NamedTuple):
-    """What the backward pass needs of a row: p = 2**(c (x - m) + share) for a key and
-    2**((sink - top) * log2(e) + sinks) for a sink; m is finite, ``share`` DEAD without keys."""
+class RowScales(NamedTuple):
+    """Row values for the backward pass; m is finite, ``log2_scale`` is DEAD without keys.
+
+    p = 2**(c (x - m) + log2_scale) for a key, 2**((sink - top) * log2(e) + sinks) for a sink.
+    """
 
     m: jax.Array
-    share: jax.Array
+    log2_scale: jax.Array
     sinks: jax.Array | None = None
 
     @property
     def alive(self) -> jax.Array:
-        return self.share >= FAINT
+        return self.log2_scale >= FAINT
 
 
 def finite(m: jax.Array) -> jax.Array:
@@ -65,7 +67,7 @@ def finite(m: jax.Array) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def narrowed(bias: jax.Array, dtype: Any) -> jax.Array:
-    """``bias`` in ``dtype``, finite where it was: float64 holds numbers that float32 does not."""
+    """``bias`` in ``dtype``, finite where it was: float64 holds values that float32 does not."""
     if float(jnp.finfo(bias.dtype).max) <= float(jnp.finfo(dtype).max):
         return bias.astype(dtype)
     top = jnp.asarray(jnp.finfo(dtype).max, bias.dtype)
@@ -85,7 +87,7 @@ def exponent(x: jax.Array, m: jax.Array, unit: float) -> jax.Array:
 
 
 def shift(m: jax.Array, x: jax.Array, unit: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The maximum after seeing ``x`` ``[..., c]``, what rescales the old sums, and the weights."""
+    """Returns the maximum including ``x`` ``[..., c]``, the accumulators' factor and weights."""
     m_new = jnp.maximum(m, x.max(-1))
     base = finite(m_new)
     weights = jnp.exp2(exponent(x, base[..., None], unit))
@@ -112,8 +114,8 @@ def merge(
 
 def finalize_rows(
     o: jax.Array, rows: Rows, sinks: jax.Array | None, unit: float
-) -> tuple[jax.Array, jax.Array, Shares]:
-    """Output, natural lse and shares of finished rows, with the sinks counted once.
+) -> tuple[jax.Array, jax.Array, RowScales]:
+    """Output, natural lse and ``RowScales`` of finished rows, with the sinks counted once.
 
     o ``[b, q, h, dv]``, rows ``[b, q, h]``, sinks ``[h, n]`` natural logits. Rows that saw no key
     give 0 and -inf.
@@ -122,7 +124,7 @@ def finalize_rows(
     m = finite(rows.m)
     if sinks is None or sinks.shape[-1] == 0:
         lse = jnp.where(empty, rows.m, m * unit + rows.l2 * LN2)
-        return o, lse, Shares(m, jnp.where(empty, DEAD, -rows.l2))
+        return o, lse, RowScales(m, jnp.where(empty, DEAD, -rows.l2))
     top, weight = _sink_sum(sinks.astype(m.dtype))
     # the larger of the two maxima is the reference; one difference decides for both
     top, weight = top[None, None], weight[None, None]
@@ -132,7 +134,7 @@ def finalize_rows(
     lse = jnp.where(empty, rows.m, jnp.maximum(m * unit, top) + l2 * LN2)
     o = o * jnp.where(empty, 0.0, jnp.exp2(key + rows.l2 - l2))[..., None]
     key, sink = (jnp.where(empty, DEAD, jnp.maximum(x - l2, FAINT)) for x in (key, sink))
-    return o, lse, Shares(m, key, sink)
+    return o, lse, RowScales(m, key, sink)
 
 
 def _sink_sum(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -141,17 +143,19 @@ def _sink_sum(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     return top, jnp.exp2((sinks - top[:, None]) * LOG2E).sum(-1)
 
 
-def sink_gradient(sinks: jax.Array | None, shares: Shares, delta: jax.Array) -> jax.Array | None:
+def sink_gradient(
+    sinks: jax.Array | None, row_scales: RowScales, delta: jax.Array
+) -> jax.Array | None:
     """d(sinks) ``[h, n]`` = -sum over rows of exp(sink - lse) * delta; rows without keys add 0.
 
     delta ``[b, q, h]`` = sum(do * o) - dlse.
     """
     if sinks is None:
         return None
-    if shares.sinks is None:
+    if row_scales.sinks is None:
         return jnp.zeros_like(sinks)
     wide = sinks.astype(delta.dtype)
     top, _ = _sink_sum(wide)
-    p = jnp.exp2(((wide - top[:, None]) * LOG2E)[None, None] + shares.sinks[..., None])
-    grad = -(p * jnp.where(shares.alive, delta, 0.0)[..., None]).sum((0, 1))
+    p = jnp.exp2(((wide - top[:, None]) * LOG2E)[None, None] + row_scales.sinks[..., None])
+    grad = -(p * jnp.where(row_scales.alive, delta, 0.0)[..., None]).sum((0, 1))
     return grad.astype(sinks.dtype)

@@ -1,4 +1,4 @@
-"""What kernels choose: frozen, stored under the names of the config's fields."""
+"""Tile sizes that kernels choose: frozen, stored under the names of the config's fields."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Steps:
     """Base of tiles whose fields are fields of the config; None follows from the shapes."""
 
     def apply_config(self, cfg: Any, problem: Any, target: Any) -> Self:
-        """These, with what a config says instead."""
-        given = {f.name: config_field(cfg, f.name) for f in fields(self)}  # ty: ignore[invalid-argument-type]
-        given = {name: int(size) for name, size in given.items() if size is not None}
-        for name, size in given.items():
+        """Returns these sizes, overridden by the fields that a config sets."""
+        sizes = {f.name: config_field(cfg, f.name) for f in fields(self)}  # ty: ignore[invalid-argument-type]
+        sizes = {name: int(size) for name, size in sizes.items() if size is not None}
+        for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name}: must be at least 1, got {size}")
-        return replace(self, **given)  # ty: ignore[invalid-argument-type]
+        return replace(self, **sizes)  # ty: ignore[invalid-argument-type]
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -34,8 +34,8 @@ class Blocks:
     q: int
     kv: int
 
-    def given(self, params: Any) -> Blocks:
-        """These, with what a config's parameters say instead."""
+    def override(self, params: Any) -> Blocks:
+        """Returns these lengths, overridden by the parameters of a config."""
         return Blocks(
             int(config_field(params, "q_blocksize", self.q)),
             int(config_field(params, "kv_blocksize", self.kv)),
@@ -51,7 +51,7 @@ class Passes:
 
     def apply_config(self, cfg: Any, problem: Any, target: Any) -> Passes:
         fwd, bwd = config_field(cfg, "fwd_params"), config_field(cfg, "bwd_params")
-        return Passes(self.fwd.given(fwd), self.bwd.given(bwd))
+        return Passes(self.fwd.override(fwd), self.bwd.override(bwd))
 
     @property
     def fields(self) -> Mapping[str, Any]:

@@ -1,1 +1,1 @@
-"""What the paged, ragged and decoding operations share: cache layouts and one attention loop."""
+"""Cache layouts and the attention loop of the paged, ragged and decoding operations."""

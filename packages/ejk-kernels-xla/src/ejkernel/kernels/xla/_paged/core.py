@@ -1,8 +1,8 @@
 """Attention of a few query rows over a long cache, block by block.
 
-A *tile* is ``rows`` consecutive query rows of one sequence. All tiles of a group walk the cache
-together; the walk covers only the blocks that some tile of the group can see, so its cost follows
-the lengths, not the size of the table::
+A *tile* is ``rows`` consecutive query rows of one sequence. All tiles of a group share
+one loop over the cache, which covers only the blocks that a tile of the group can see, so its cost
+follows the lengths, not the size of the table::
 
     x[i, j] = scale[head] * dot(q[i], k[j]);  x = cap * tanh(x / cap)
     visible: start <= j < stop, j <= position[i], position[i] - left <= j
@@ -33,7 +33,7 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True)
 class Spec:
-    """Static properties. ``tokens`` a step, ``group`` tiles walked together, ``left``: window."""
+    """Static properties: ``tokens`` per step, ``group`` tiles per loop, ``left`` window."""
 
     tokens: int
     group: int
@@ -44,8 +44,8 @@ class Spec:
 
 
 class Tiles(NamedTuple):
-    """Where each tile stands: ``sequence [n]``, ``position [n, rows]`` (-1 = no row there),
-    ``start``/``stop [n]``: the keys its sequence holds."""
+    """Rows and keys of each tile: ``sequence [n]``, ``position [n, rows]`` (-1 for padding),
+    ``start``/``stop [n]``, the range of its sequence's keys."""
 
     sequence: jax.Array
     position: jax.Array
@@ -62,21 +62,21 @@ def _visible(spec: Spec, tiles: Tiles, position: jax.Array) -> jax.Array:
     return seen & (i >= 0) & (j >= 0)
 
 
-def _walk(spec: Spec, tiles: Tiles, capacity: int):
-    """Half-open range of blocks that some tile of the group sees."""
+def _block_range(spec: Spec, tiles: Tiles, capacity: int):
+    """Returns the half-open range of blocks that some tile of the group sees."""
     row = tiles.position >= 0
     last = jnp.max(jnp.where(row, tiles.position, -1), axis=1) + 1
     first = jnp.min(jnp.where(row, tiles.position, capacity), axis=1)
     stop = jnp.minimum(tiles.stop, last)
     start = tiles.start if spec.left is None else jnp.maximum(tiles.start, first - spec.left)
-    some = stop > start
-    lo = jnp.min(jnp.where(some, start, capacity)) // spec.tokens
-    hi = -(-jnp.max(jnp.where(some, stop, 0)) // spec.tokens)
+    has_keys = stop > start
+    lo = jnp.min(jnp.where(has_keys, start, capacity)) // spec.tokens
+    hi = -(-jnp.max(jnp.where(has_keys, stop, 0)) // spec.tokens)
     return lo.astype(jnp.int32), hi.astype(jnp.int32)
 
 
 def _logits(spec: Spec, q, k, scale):
-    """Raw products and capped logits, ``[n, hk, g, rows, tokens]``."""
+    """Returns raw dot products and capped logits, ``[n, hk, g, rows, tokens]``."""
     dtype = result_dtype(q, k)
     raw = jnp.einsum(
         "nrkgd,ntkd->nkgrt",
@@ -95,7 +95,7 @@ def _weighted(spec: Spec, p, x, equation: str):
 
 
 def _block(spec: Spec, layout: Layout, arrays, tiles: Tiles, c, dtype):
-    """Keys, values (zero where no row looks: what lies there may be NaN) and visibility."""
+    """Returns keys, values and visibility; keys that no row sees may be NaN and are zeroed."""
     k, v, position = layout.fetch(arrays, tiles.sequence, c, spec.tokens)
     seen = _visible(spec, tiles, position)
     used = jnp.any(seen, axis=1)[:, :, None, None]
@@ -117,10 +117,10 @@ def _steps(spec: Spec, blocks, step, carry):
 
 def _group_forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles: Tiles):
     n, rows, hk, g, _ = q.shape
-    blocks = _walk(spec, tiles, layout.capacity)
+    blocks = _block_range(spec, tiles, layout.capacity)
     dv = layout.value_dim(arrays)
 
-    def step(c, carry):
+    def forward_step(c, carry):
         top, total, o = carry
         k, v, seen = _block(spec, layout, arrays, tiles, c, q.dtype)
         x = jnp.where(seen, _logits(spec, q, k, scale)[1], NEG_INF)
@@ -133,19 +133,19 @@ def _group_forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles: T
 
     zero = zeros((n, hk, g, rows), spec.accumulate, q)
     init = (zero + NEG_INF, zero, zeros((n, hk, g, rows, dv), spec.accumulate, q))
-    top, total, o = _steps(spec, blocks, step, init)
+    top, total, o = _steps(spec, blocks, forward_step, init)
     alive = total > 0
     top, total = jnp.where(alive, top, 0.0), jnp.where(alive, total, 1.0)
-    whole, keys = top, zero
+    row_max, keys = top, zero
     if sinks is not None:
         # the larger of the two maxima is the reference; one difference decides for both
         sink, weight = _sink_sum(sinks)
         gap = top - sink[None, :, :, None]
-        whole, keys = jnp.maximum(top, sink[None, :, :, None]), jnp.minimum(gap, 0.0)
+        row_max, keys = jnp.maximum(top, sink[None, :, :, None]), jnp.minimum(gap, 0.0)
         total = total * jnp.exp(keys) + jnp.exp(jnp.minimum(-gap, 0.0)) * weight[None, :, :, None]
-    rest = jnp.log(total)
-    o = jnp.where(alive[..., None], o * jnp.exp(keys - rest)[..., None], 0.0)
-    return o, rest, jnp.where(alive, whole, NEG_INF), top
+    log_sum = jnp.log(total)
+    o = jnp.where(alive[..., None], o * jnp.exp(keys - log_sum)[..., None], 0.0)
+    return o, log_sum, jnp.where(alive, row_max, NEG_INF), top
 
 
 def _sink_sum(sinks):
@@ -156,20 +156,20 @@ def _sink_sum(sinks):
 
 def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, tiles, saved):
     """Adds this group's gradients to ``carry = (d arrays, d scale, d sinks)``; returns dq too."""
-    o, rest, whole, top, do, dlse = saved
-    alive = whole != NEG_INF
-    whole = jnp.where(alive, whole, 0.0)
-    share = jnp.minimum(top - whole, 0.0) - rest  # log of what exp(x - top) has of the sum
+    o, log_sum, row_max, top, do, dlse = saved
+    alive = row_max != NEG_INF
+    row_max = jnp.where(alive, row_max, 0.0)
+    log_scale = jnp.minimum(top - row_max, 0.0) - log_sum  # log(exp(top) / sum)
     # d x = p * (dot(do, v) - delta), where delta also carries the gradient of lse
     delta = jnp.where(alive, jnp.sum(do * o, axis=-1) - dlse, 0.0)
     tables = arrays[-1]
 
-    def step(c, carry):
+    def backward_step(c, carry):
         dq, grads, dscale = carry
         k, v, seen = _block(spec, layout, arrays, tiles, c, q.dtype)
         raw, x = _logits(spec, q, k, scale)
         below = jnp.where(seen, jnp.minimum(x - top[..., None], 0.0), 0.0)
-        p = jnp.where(seen, jnp.exp(below + share[..., None]), 0.0)
+        p = jnp.where(seen, jnp.exp(below + log_scale[..., None]), 0.0)
         dv = _weighted(spec, p, do, "nkgrt,nkgrd->ntkd")
         dp = jnp.einsum("nkgrd,ntkd->nkgrt", do, v.astype(do.dtype))
         ds = p * (dp - delta[..., None])
@@ -185,11 +185,11 @@ def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, 
 
     grads, dscale, dsinks = carry
     dq = zeros(q.shape, spec.accumulate, q)
-    blocks = _walk(spec, tiles, layout.capacity)
-    dq, grads, dscale = _steps(spec, blocks, step, (dq, grads, dscale))
+    blocks = _block_range(spec, tiles, layout.capacity)
+    dq, grads, dscale = _steps(spec, blocks, backward_step, (dq, grads, dscale))
     if sinks is not None:
-        below = jnp.minimum(sinks[None, :, :, None] - whole[..., None], 0.0)
-        p_sink = jnp.where(alive[..., None], jnp.exp(below - rest[..., None]), 0.0)
+        below = jnp.minimum(sinks[None, :, :, None] - row_max[..., None], 0.0)
+        p_sink = jnp.where(alive[..., None], jnp.exp(below - log_sum[..., None]), 0.0)
         dsinks = dsinks - jnp.sum(p_sink * delta[..., None], axis=(0, 3))
     return (grads, dscale, dsinks), dq
 
@@ -205,15 +205,15 @@ def _flat(x):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(spec: Spec, layout: Layout, q, arrays: Arrays, scale, sinks, tiles: Tiles):
-    """``o [n, hk, g, rows, dv]``, ``rest`` and ``whole`` ``[n, hk, g, rows]`` of every tile.
+    """``o [n, hk, g, rows, dv]``, ``log_sum`` and ``row_max`` ``[n, hk, g, rows]`` of every tile.
 
-    lse = whole + rest, kept apart because their sum loses the smaller one when logits are large;
-    ``whole`` is the largest logit, sinks included, -inf for a row that sees no key. All in the
-    accumulation dtype.
+    lse = row_max + log_sum, kept apart because their sum loses the smaller one when logits are
+    large; ``row_max`` is the largest logit, sinks included, -inf for a row that sees no key. All in
+    the accumulation dtype.
 
-    q ``[n, rows, hk, g, d]`` with ``n`` a multiple of ``spec.group``; scale ``[hk]``; sinks
-    ``[hk, g, num_sinks]`` or None. Differentiable in q, the float caches of at least 16 bits,
-    scale and sinks, through o and rest, whose gradient is that of lse: ``whole`` is a constant.
+    q ``[n, rows, hk, g, d]`` with ``n`` a multiple of ``spec.group``; scale ``[hk]``; sinks ``[hk,
+    g, num_sinks]`` or None. Differentiable in q, the float caches of at least 16 bits, scale and
+    sinks, through o and log_sum, whose gradient is that of lse: ``row_max`` is a constant.
     """
     return _forward(spec, layout, q, arrays, scale, sinks, tiles)[0]
 
@@ -245,8 +245,8 @@ def _backward(spec: Spec, layout: Layout, saved, cotangent):
     )
 
     def group(carry, x):
-        gq, gtiles, *rest = x
-        return _group_backward(spec, layout, carry, gq, arrays, scale, sinks, gtiles, rest)
+        gq, gtiles, *saved = x
+        return _group_backward(spec, layout, carry, gq, arrays, scale, sinks, gtiles, saved)
 
     x = _grouped(spec, (q, tiles, *rows, *cotangent[:2]))
     (grads, dscale, dsinks), dq = jax.lax.scan(group, init, x)

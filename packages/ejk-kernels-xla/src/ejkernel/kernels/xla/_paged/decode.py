@@ -13,8 +13,8 @@ from ejkernel.kernels.xla._paged.layouts import Arrays, Layout, Tables
 from ejkernel.ops.varying import vary_alike
 from ejkernel.types.arrays import at_most, size_of
 
-# One step of the walk reads about this many bytes of keys and values: large enough to amortise
-# the loop, small enough for what was gathered to be still in the second-level cache when used.
+# One step of the loop reads about this many bytes of keys and values: large enough to amortise
+# the loop, small enough for the gathered tokens to be still in the second-level cache when used.
 STEP_BYTES = 1 << 20
 
 
@@ -26,7 +26,7 @@ def left_of(window) -> int | None:
 
 
 def head_scale(kv_heads: int, dtype, *scales) -> jax.Array:
-    """Product of the given scales (float, 0-d or ``[hk]``; None = 1) as ``[hk]``."""
+    """Multiplies the scales (float, 0-d or ``[hk]``; None = 1) as ``[hk]``."""
     out = jnp.ones((kv_heads,), dtype)
     for s in scales:
         if s is not None:
@@ -43,19 +43,20 @@ def head_sinks(softmax_aux, heads: int, kv_heads: int, dtype):
 
 
 def step_tokens(table: Tables | None, length: int, row_bytes: int, pages: int | None = None) -> int:
-    """Tokens per step: whole pages, about ``STEP_BYTES``, at most the length of the cache."""
+    """Tokens per step: full pages, about ``STEP_BYTES``, at most the length of the cache."""
     size = max(table.page_size, 1) if table is not None else 1
-    wanted = pages * size if pages else max(64, min(1024, STEP_BYTES // max(size_of(row_bytes), 1)))
-    count = max(1, at_most(wanted, length) // size)
+    tokens = pages * size if pages else STEP_BYTES // max(size_of(row_bytes), 1)
+    tokens = tokens if pages else max(64, min(1024, tokens))
+    count = max(1, at_most(tokens, length) // size)
     return count * size
 
 
 def split_tiles(tiles: Tiles, splits: int) -> Tiles:
-    """Each tile ``splits`` times, over consecutive shares of its keys."""
-    share = -(-jnp.maximum(tiles.stop - tiles.start, 0) // splits)
+    """Each tile ``splits`` times, over consecutive ranges of its keys."""
+    keys_per_split = -(-jnp.maximum(tiles.stop - tiles.start, 0) // splits)
     part = jnp.arange(splits, dtype=jnp.int32)[:, None]
-    start = jnp.minimum(tiles.start[None] + part * share[None], tiles.stop[None])
-    stop = jnp.minimum(start + share[None], tiles.stop[None])
+    start = jnp.minimum(tiles.start[None] + part * keys_per_split[None], tiles.stop[None])
+    stop = jnp.minimum(start + keys_per_split[None], tiles.stop[None])
 
     def repeat(x):
         return jnp.broadcast_to(x, (splits, *x.shape)).reshape(-1, *x.shape[1:])
@@ -65,23 +66,23 @@ def split_tiles(tiles: Tiles, splits: int) -> Tiles:
     )
 
 
-def merge_splits(o: jax.Array, rest: jax.Array, whole: jax.Array, sinks, splits: int):
-    """o and lse of all keys, from what ``attend`` gives for each share of them; sinks count once.
+def merge_splits(o: jax.Array, log_sum: jax.Array, row_max: jax.Array, sinks, splits: int):
+    """o and lse of all keys, from the results of ``attend`` for each split; sinks count once.
 
-    A constant stands for the largest logit, so the gradient passes through ``rest`` alone.
+    A constant stands for the largest logit, so the gradient passes through ``log_sum`` alone.
     """
-    o, rest, whole = (x.reshape(splits, -1, *x.shape[1:]) for x in (o, rest, whole))
-    seen = whole != NEG_INF
+    o, log_sum, row_max = (x.reshape(splits, -1, *x.shape[1:]) for x in (o, log_sum, row_max))
+    seen = row_max != NEG_INF
     alive = jnp.any(seen, axis=0)
-    top = jnp.max(whole, axis=0)
+    top = jnp.max(row_max, axis=0)
     if sinks is not None:
         sinks = sinks[None, :, :, None]
         top = jnp.maximum(top, jax.lax.stop_gradient(jnp.max(sinks, axis=-1)))
     top = jnp.where(alive, top, 0.0)
-    # what is hidden stands at weight 1 before it is dropped: a dead branch that overflows would
-    # still make the gradient 0 * inf
-    below = jnp.where(seen, jnp.minimum(jnp.where(seen, whole, 0.0) - top[None], 0.0), 0.0)
-    weight = jnp.where(seen, jnp.exp(below + jnp.where(seen, rest, 0.0)), 0.0)
+    # hidden splits get exponent 0 before the weight is dropped: an overflow in the branch that
+    # is not selected would still make the gradient 0 * inf
+    below = jnp.where(seen, jnp.minimum(jnp.where(seen, row_max, 0.0) - top[None], 0.0), 0.0)
+    weight = jnp.where(seen, jnp.exp(below + jnp.where(seen, log_sum, 0.0)), 0.0)
     total = jnp.sum(weight, axis=0)
     if sinks is not None:
         sink = jnp.where(alive[..., None], sinks - top[..., None], 0.0)
@@ -94,7 +95,7 @@ def merge_splits(o: jax.Array, rest: jax.Array, whole: jax.Array, sinks, splits:
 def attend_rows(
     spec: Spec, layout: Layout, q, arrays: Arrays, scale, sinks, tiles: Tiles, splits: int
 ):
-    """``attend`` with tiles padded to whole groups and, if wanted, keys in several splits.
+    """``attend`` with tiles padded to full groups and, with ``splits`` > 1, keys in several splits.
 
     q ``[n, rows, hk, g, d]`` -> o ``[n, rows, hk, g, dv]``, lse ``[n, rows, hk, g]``.
     """
@@ -119,12 +120,12 @@ def attend_rows(
     )  # fmt: skip
     inside = None if splits > 1 else sinks
     parts = attend(spec, layout, padded(q, 0), arrays, scale, inside, tiles)
-    o, rest, whole = (x[: n * splits] for x in parts)
-    whole = jax.lax.stop_gradient(whole)
+    o, log_sum, row_max = (x[: n * splits] for x in parts)
+    row_max = jax.lax.stop_gradient(row_max)
     if splits > 1:
-        o, lse = merge_splits(o, rest, whole, sinks, splits)
+        o, lse = merge_splits(o, log_sum, row_max, sinks, splits)
     else:
-        lse = whole + rest
+        lse = row_max + log_sum
     return jnp.moveaxis(o, 3, 1), jnp.moveaxis(lse, 3, 1)
 
 
@@ -135,8 +136,8 @@ def attend_call(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """``attend_rows`` of a call with problem ``p``: ``query [n, rows, hk, g, d]``.
 
-    ``scales`` are multiplied to logits, sinks and scales as the call has them; ``group`` tiles are
-    walked together, by default all.
+    ``scales`` multiply the logits; sinks and scales have the form of the call. One loop covers
+    ``group`` tiles, by default all.
     """
     n, _, hk, g, _ = query.shape
     dtype = accumulation_dtype(query, *caches[: layout.num_caches])

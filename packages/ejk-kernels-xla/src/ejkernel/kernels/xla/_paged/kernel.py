@@ -1,4 +1,4 @@
-"""What kernels of one token a row have in common: their tiles, and which rows see which keys."""
+"""Bases of paged kernels: their tile sizes and number of splits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ejkernel.kernels.xla._paged.layouts import Tables
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.types.arrays import at_most
 
-LEAST_SHARE = 16
+MIN_SPLIT_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Splits(Steps):
-    """Shares of a row's keys, and pages of a step."""
+    """Number of splits of a row's keys, and pages per step."""
 
     num_splits: int = 1
     pages_per_block: int | None = None
@@ -23,14 +23,16 @@ class Splits(Steps):
 
 @dataclass(frozen=True)
 class Groups(Steps):
-    """Pages of a step, and query rows of a tile."""
+    """Pages per step, and query rows per tile."""
 
     num_kv_pages_per_block: int | None = None
     num_queries_per_block: int | None = None
 
 
 class SplitKernel(XlaKernel):
-    """A kernel of ``Splits``: XLA walks the blocks of all rows together, so one split is best."""
+    """A kernel of ``Splits``: one XLA loop covers the blocks of all rows, so one split is best."""
+
+    partitioned = True  # the compiler would end the loops of all devices together
 
     def choose(self, problem: Any, target: Any) -> Splits:
         return Splits()
@@ -46,8 +48,8 @@ class GroupKernel(XlaKernel):
 def split_count(table: Tables, requested: int | None, configured: int) -> int:
     """Returns the number of splits: what the call requests, else what the config says.
 
-    The call may request one token each. A config gets ``LEAST_SHARE`` tokens each, because every
-    split of every row has a partial result in memory.
+    The call may request one token each. A config gets ``MIN_SPLIT_TOKENS`` tokens each, because
+    every split of every row has a partial result in memory.
     """
-    splits, least = (configured, LEAST_SHARE) if requested is None else (requested, 1)
+    splits, least = (configured, MIN_SPLIT_TOKENS) if requested is None else (requested, 1)
     return max(at_most(splits, -(-table.capacity // least)), 1)

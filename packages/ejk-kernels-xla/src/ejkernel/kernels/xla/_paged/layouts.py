@@ -1,8 +1,8 @@
-"""How keys and values lie in memory, and how a block of tokens is read from and added to it.
+"""Layouts of keys and values in memory: reading a block of tokens and adding to it.
 
-A layout is static; the arrays travel beside it. ``fetch`` gives the tokens of block ``c`` of every
-tile, ``accumulate`` adds gradients of such a block. Indices are clipped, never wrapped, so that a
-table entry of any value is safe; what was read in vain is masked by the caller.
+A layout is static; the arrays are passed next to it. ``fetch`` reads the tokens of block ``c`` of
+every tile, ``accumulate`` adds gradients of such a block. Indices are clipped, never wrapped, so
+that a table entry of any value is safe; the caller masks tokens out of range.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Block(NamedTuple):
 
 
 def _positions(c, tokens: int) -> jax.Array:
-    """Of the tokens of block ``c``."""
+    """Returns the positions of the tokens of block ``c``."""
     return c * tokens + jnp.arange(tokens, dtype=jnp.int32)
 
 
@@ -45,7 +45,7 @@ class Tables:
         return self.page_size * self.max_pages if self.num_pages else 0
 
     def pages(self, tables: jax.Array, sequence: jax.Array, c, tokens: int) -> jax.Array:
-        """Page numbers ``[n, tokens // page_size]`` of block ``c``, clipped into the cache."""
+        """Returns the pages ``[n, tokens // page_size]`` of block ``c``, clipped into the cache."""
         column = c * (tokens // self.page_size) + jnp.arange(
             tokens // self.page_size, dtype=jnp.int32
         )
@@ -190,8 +190,8 @@ class Contiguous:
         at = (zero, self._start(c, dk.shape[1]).astype(c.dtype), zero, zero)
 
         def add(grad, d):
-            held = jax.lax.dynamic_slice(grad, at, d.shape)
-            return jax.lax.dynamic_update_slice(grad, held + d, at)
+            old = jax.lax.dynamic_slice(grad, at, d.shape)
+            return jax.lax.dynamic_update_slice(grad, old + d, at)
 
         return add(grads[0], dk), add(grads[1], dv)
 

@@ -20,7 +20,7 @@ GROUP_ROWS = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """``tokens`` packed rows of ``sequences``; ``rows`` a tile, ``group`` tiles walked together."""
+    """``tokens`` packed rows of ``sequences``; ``rows`` per tile, ``group`` tiles per loop."""
 
     tokens: int
     sequences: int
@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def tiles(self) -> int:
-        """Never fewer than the tiles needed: each sequence wastes at most one."""
+        """Upper bound of the number of tiles: each sequence has at most one partial tile."""
         if self.rows == 1:
             return self.tokens
         return self.tokens // self.rows + at_most(self.sequences, self.tokens)
@@ -50,8 +50,8 @@ def choose_shape(tokens: int, sequences: int, rows: int | None = None) -> Shape:
 def tile_queries(shape: Shape, query_start_loc, context_lens, num_seqs, capacity: int):
     """``Tiles`` and, per tile row, its index in the packed queries (``tokens`` = none).
 
-    Row m of sequence r stands at ``context_lens[r] - q_len[r] + m``. Sequences from ``num_seqs``
-    on, rows past the last sequence and rows whose start is out of order have no tile.
+    Row m of sequence r stands at ``context_lens[r] - q_len[r] + m``. Sequences past
+    ``num_seqs``, rows past the last sequence and rows with starts out of order have no tile.
     """
     t, n = shape.tokens, shape.sequences
     starts = jnp.clip(jnp.asarray(query_start_loc, jnp.int32), 0, t)
@@ -65,16 +65,16 @@ def tile_queries(shape: Shape, query_start_loc, context_lens, num_seqs, capacity
     sequence = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), n - 1)
     offset = (tile - (ends - per)[sequence]) * shape.rows
     m = offset[:, None] + jnp.arange(shape.rows, dtype=jnp.int32)[None]
-    here = (tile < ends[-1])[:, None] & (m < lens[sequence][:, None])
+    is_valid = (tile < ends[-1])[:, None] & (m < lens[sequence][:, None])
     position = (context - lens)[sequence][:, None] + m
-    row = jnp.where(here, starts[sequence][:, None] + m, t)
+    row = jnp.where(is_valid, starts[sequence][:, None] + m, t)
     stop = context[sequence]
-    return Tiles(sequence, jnp.where(here, position, -1), jnp.zeros_like(stop), stop), row
+    return Tiles(sequence, jnp.where(is_valid, position, -1), jnp.zeros_like(stop), stop), row
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """What packed queries attend to: combined pages, and whose they are."""
+    """Keys of packed queries: combined pages and the sequences that own them."""
 
     pages: jax.Array
     lens: jax.Array

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.dropout import Dropout
-from ejkernel.kernels.xla._common.plain import Sight, probabilities, weighted_values
+from ejkernel.kernels.xla._common.plain import Visibility, probabilities, weighted_values
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -41,15 +41,15 @@ class Attention(XlaKernel):
         if problem.dtype is not None:
             q, k, v = (x.astype(dtype) for x in (q, k, v))
         at_least = problem.softmax_dtype or jnp.float32
-        dots = DotPolicy.of(q, k, v, precision=problem.precision, at_least=at_least)
+        dots = DotPolicy.for_arrays(q, k, v, precision=problem.precision, at_least=at_least)
         (b, q_len, h, _), kv_len = q.shape, k.shape[1]
-        sight = Sight.of(arrays["mask_info"], q_len, kv_len)
+        visibility = Visibility.from_mask(arrays["mask_info"], q_len, kv_len)
         p = probabilities(
             q,
             k,
             arrays.get("bias"),
             arrays.get("softmax_aux"),
-            sight,
+            visibility,
             scale=problem.softmax_scale,
             soft_cap=problem.logits_soft_cap,
             dots=dots,
@@ -58,7 +58,7 @@ class Attention(XlaKernel):
         if drop > 0.0:
             dropout = Dropout.make(arrays["dropout_rng"], b, h, q_len, kv_len)
             p = jnp.where(dropout.keep(drop), p / (1.0 - drop), 0.0)
-        o = name_output(weighted_values(p, v, dots, sight).astype(dtype))
+        o = name_output(weighted_values(p, v, dots, visibility).astype(dtype))
         return (o, p.astype(dtype)), ()
 
 

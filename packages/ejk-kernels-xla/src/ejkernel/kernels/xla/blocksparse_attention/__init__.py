@@ -1,1 +1,1 @@
-"""Block-sparse attention in XLA: every head walks the list of its own tiles."""
+"""Block-sparse attention in XLA: every head loops over the list of its own tiles."""

@@ -1,4 +1,4 @@
-"""Block-sparse attention in XLA as one kernel object: every head walks its own tiles."""
+"""Block-sparse attention in XLA as one kernel object: every head loops over its own tiles."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.blockwise_kernel import BlockwiseKernel
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.tiles import Blocks, Passes
+from ejkernel.kernels.xla.blocksparse_attention.head_loop import HeadLoop
 from ejkernel.kernels.xla.blocksparse_attention.tiles import tile_of
-from ejkernel.kernels.xla.blocksparse_attention.walk import Walk
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import zeros
 from ejkernel.types import calls
@@ -32,6 +32,7 @@ class BlockSparseAttention(BlockwiseKernel):
 
     call = calls.BlockSparseAttention
     reads = arguments.FLASH | arguments.PATTERN | arguments.DROPOUT | {"bias"}
+    partitioned = True  # the compiler would end the loops of all devices together
 
     def choose(self, problem: Any, target: Any) -> Passes:
         q = tile_of(problem.q_block_size, problem.query.shape[1])
@@ -49,46 +50,49 @@ class BlockSparseAttention(BlockwiseKernel):
         return jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), lse
 
     def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:
-        walk = Walk(work.problem, work.tiles.fwd, arrays, by_key=False)
+        loop = HeadLoop(work.problem, work.tiles.fwd, arrays, by_key=False)
 
-        def one(*x: Any, **options: Any) -> tuple:
-            o, rows = blockwise.forward(walk.spec, *x, **options)
+        def attend_head(*x: Any, **options: Any) -> tuple:
+            o, rows = blockwise.forward(loop.spec, *x, **options)
             return (o, *rows), None
 
-        outputs = (walk.new_rows(arrays["value"].shape[-1]), walk.new_rows(), walk.new_rows())
-        o, *rows = map(walk.from_rows, walk.map(one, outputs)[0])
-        return o, sm.Rows(*rows), walk.spec.unit(arrays.get("bias"))
+        outputs = (loop.new_rows(arrays["value"].shape[-1]), loop.new_rows(), loop.new_rows())
+        o, *rows = map(loop.from_rows, loop.map(attend_head, outputs)[0])
+        return o, sm.Rows(*rows), loop.spec.unit(arrays.get("bias"))
 
-    def gradients(self, work: Work, arrays: Arrays, **given: Any) -> Mapping[str, Any]:
-        q, v, bias, saved = arrays["query"], arrays["value"], arrays.get("bias"), given["shares"]
-        walk = Walk(work.problem, work.tiles.bwd, arrays, by_key=True)
-        walk.sequences |= {
-            "m": walk.rows(saved.m),
-            "share": walk.rows(saved.share, sm.DEAD),
-            "delta": walk.rows(given["delta"]),
-            "do": walk.rows(given["do"]),
+    def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
+        q, v, bias, saved = arrays["query"], arrays["value"], arrays.get("bias"), rows["row_scales"]
+        loop = HeadLoop(work.problem, work.tiles.bwd, arrays, by_key=True)
+        loop.sequences |= {
+            "m": loop.rows(saved.m),
+            "log2_scale": loop.rows(saved.log2_scale, sm.DEAD),
+            "delta": loop.rows(rows["delta"]),
+            "do": loop.rows(rows["do"]),
         }
 
-        def one(*x: Any, m: jax.Array, share: jax.Array, **options: Any) -> tuple:
-            grads = blockwise.backward(walk.spec, *x, shares=sm.Shares(m, share), **options)
-            dq = grads.dq if walk.factor == 1.0 else grads.dq * walk.factor
-            return (dq, grads.dk, grads.dv), grads.dbias
+        def differentiate_head(
+            *x: Any, m: jax.Array, log2_scale: jax.Array, **options: Any
+        ) -> tuple:
+            scales = sm.RowScales(m, log2_scale)
+            part = blockwise.backward(loop.spec, *x, row_scales=scales, **options)
+            dq = part.dq if loop.factor == 1.0 else part.dq * loop.factor
+            return (dq, part.dk, part.dv), part.dbias
 
-        dbias = walk.head["bias"]
+        dbias = loop.head["bias"]
         if dbias is not None:
-            rows = 1 if dbias.shape[4] == 1 else walk.padded_q
-            dbias = zeros((*dbias.shape[:4], rows, walk.padded_kv), saved.m.dtype, q)
+            q_len = 1 if dbias.shape[4] == 1 else loop.padded_q
+            dbias = zeros((*dbias.shape[:4], q_len, loop.padded_kv), saved.m.dtype, q)
         dims = q.shape[-1], v.shape[-1]
-        new = (walk.new_rows(dims[0]), *map(walk.new_keys, dims))
-        (dq, dk, dv), dbias = walk.map(one, new, dbias)
-        found = {
-            "query": walk.from_rows(dq),
-            "key": dk[:, : walk.kv_len],
-            "value": dv[:, : walk.kv_len],
+        new = (loop.new_rows(dims[0]), *map(loop.new_keys, dims))
+        (dq, dk, dv), dbias = loop.map(differentiate_head, new, dbias)
+        grads = {
+            "query": loop.from_rows(dq),
+            "key": dk[:, : loop.kv_len],
+            "value": dv[:, : loop.kv_len],
         }
         if bias is not None and dbias is not None:
-            found["bias"] = dbias[..., : walk.q_len, : walk.kv_len].reshape(bias.shape)
-        return found
+            grads["bias"] = dbias[..., : loop.q_len, : loop.kv_len].reshape(bias.shape)
+        return grads
 
 
 blocksparse_attention = BlockSparseAttention()

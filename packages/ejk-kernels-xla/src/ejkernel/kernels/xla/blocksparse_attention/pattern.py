@@ -1,7 +1,7 @@
-"""Which tiles a head visits: the block pattern and every other mask, as lists of tiles.
+"""Lists of the tiles a head visits, from the block pattern and every other mask.
 
 A tile is visited if the pattern allows any of its blocks and the other masks may show any of its
-pairs. Query heads of one key/value head share a walk, over the tiles that any of them needs.
+pairs. Query heads of one key/value head share a list, of the tiles that any of them needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ejkernel.types.masks.hidden import seen_keys
 from ejkernel.types.masks.pattern import inside_blocks, visited_tiles
 from ejkernel.types.masks.prepare import Tiling
 
-# only tiles are asked of the other masks; the walk is in the lists
+# the other masks are only read tile by tile; the lists give the tiles to visit
 _NO_RANGES = (BlockRange(*(np.zeros(0, np.int32),) * 4),) * 2
 
 
@@ -86,15 +86,15 @@ def _parts(grid: Grid, mask: MaskInfo) -> tuple[MaskFields, ...]:
 )
 @dataclass(frozen=True)
 class HeadMask:
-    """A ``BlockMask`` of one batch row and key/value head; as made, of all, ``[#b, #hk, ...]``.
+    """A ``BlockMask`` of one batch row and key/value head; ``build`` has all, ``[#b, #hk, ...]``.
 
-    Outer tiles are those of queries, or of keys with ``by_key``; inner tiles the others.
+    Outer tiles are query tiles, or key tiles with ``by_key``; inner tiles are the other kind.
 
     seen: bool ``[nq, nk]``, the tiles to visit.
     inner: int32 ``[outer, inner]``, for each outer tile first the tiles to visit, then the others.
     count: int32 ``[outer]``, how many to visit.
-    order: int32 ``[outer]``, those with most visits first, so that heads that are walked together
-        have about equally many at any time; None for heads walked alone.
+    order: int32 ``[outer]``, tiles with most visits first, so that heads mapped together have
+        about equally many at any time; None for heads mapped one by one.
     pattern: bool ``[1|g, blocks of queries, blocks of keys]``; None if ``seen`` says it all.
     parts: the other masks.
     """
@@ -109,7 +109,7 @@ class HeadMask:
     by_key: bool
 
     @classmethod
-    def of(
+    def build(
         cls, grid: Grid, mask: MaskInfo, pattern: jax.Array | None, *, by_key: bool, together: bool
     ) -> HeadMask:
         """``mask`` with ``pattern`` ``[#b, #h, blocks of queries, blocks of keys]`` or None."""
@@ -144,11 +144,11 @@ class HeadMask:
         return self.order if self.by_key else None
 
     def visited(self, qi: Any, ki: Any) -> jax.Array:
-        """bool ``[]``: a head that is through, walked with one that is not, visits other tiles."""
+        """Returns bool ``[]``: False for steps of a finished head mapped with an unfinished one."""
         return self.seen[qi, ki]
 
     def seen_keys(self) -> jax.Array:
-        """bool ``[1, k]``: walked with others, a head visits keys that none of its rows sees."""
+        """Returns bool ``[1, k]``: a head mapped with others also visits keys that no row sees."""
         t = self.grid.tiling
         seen = jnp.repeat(self.seen.any(0), t.block_kv)[None]
         keys = seen_keys(self.parts, t.q_len, t.kv_len)

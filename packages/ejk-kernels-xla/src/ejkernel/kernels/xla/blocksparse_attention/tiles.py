@@ -1,12 +1,12 @@
-"""Tile sizes, and how many heads to walk together.
+"""Tile sizes, and the number of heads to map together.
 
-A tile should lie inside one block of the pattern, or hold whole blocks: then nothing is computed
-that the pattern leaves out. Blocks below 64 are joined, since smaller products are mostly
+A tile should lie inside one block of the pattern, or hold full blocks: then nothing is computed
+that the pattern leaves out. Blocks below 64 are joined, since smaller matmuls are mostly
 overhead; blocks above 256 are cut where a divisor allows, so that a step's tiles stay in the
 caches.
 
-One product of 128 x 128 pairs at head_dim 64 is 2**20 multiply-adds, enough to hide the overhead
-of a step on a CPU; heads with smaller tiles are walked together, and on a GPU all heads are.
+One matmul of 128 x 128 pairs at head_dim 64 is 2**20 multiply-adds, enough to hide the overhead
+of a step on a CPU; heads with smaller tiles are mapped together, and on a GPU all heads are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def tile_of(block: int, length: int) -> int:
 
 
 def heads_at_once(rows: int, columns: int, dim: int, all_heads: int) -> int:
-    """How many heads' tiles of ``rows`` x ``columns`` make one step."""
+    """Returns the number of heads whose tiles of ``rows`` x ``columns`` make one step."""
     if target_device().kind is Backend.GPU:
         return all_heads
     return max(1, -(-STEP_MULTIPLY_ADDS // max(1, rows * columns * dim)))

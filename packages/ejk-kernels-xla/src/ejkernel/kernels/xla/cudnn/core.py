@@ -4,7 +4,7 @@ cuDNN's own backward pass adds up dq with atomics unless XLA is started with
 ``XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true`` (or ``--xla_gpu_deterministic_ops=true``).
 With such a flag it is used (H200, bf16, [2, 8192, 16, 128], causal: 5.4 ms for both passes);
 without, the blockwise XLA backward runs, slower but repeatable. Its row normalisers are computed
-anew, because ``jax.nn`` hands cuDNN's out rounded to the output dtype.
+again, because ``jax.nn`` hands cuDNN's out rounded to the output dtype.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def _cudnn(pattern: Pattern, scale: float, q: jax.Array, k: jax.Array, v: jax.Ar
     return name_output(o)
 
 
-def own_backward_repeats(q_len: int, kv_len: int) -> bool:
-    """Returns whether cuDNN's backward pass takes these lengths and is told to be deterministic."""
+def is_backward_deterministic(q_len: int, kv_len: int) -> bool:
+    """Returns whether cuDNN's backward pass takes these lengths and XLA_FLAGS make it repeat."""
     even = q_len % 2 == 0 and kv_len % 2 == 0
     return even and _FLAG.search(os.environ.get("XLA_FLAGS", "")) is not None
 
 
 def attend(pattern: Pattern, scale: float, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """o ``[b, q, h, d]`` for a call that ``support.reason_against`` admits."""
-    if own_backward_repeats(q.shape[1], k.shape[1]):
+    if is_backward_deterministic(q.shape[1], k.shape[1]):
         return _cudnn(pattern, scale, q, k, v)
     return _with_blockwise_backward(pattern, scale, q, k, v)
 
@@ -77,9 +77,9 @@ def _backward(pattern: Pattern, scale: float, residuals, do):
         block_kv=layout.block_kv,
     )
     none, rows = blockwise.forward(spec, q, k, v[..., :0], mask=mask)
-    _, _, shares = finalize_rows(none, rows, None, spec.unit(None))
+    _, _, row_scales = finalize_rows(none, rows, None, spec.unit(None))
     delta = blockwise.row_delta(o, do, None, rows.m.dtype)
-    grads = blockwise.backward(spec, q, k, v, mask=mask, shares=shares, delta=delta, do=do)
+    grads = blockwise.backward(spec, q, k, v, mask=mask, row_scales=row_scales, delta=delta, do=do)
     return tuple(g.astype(x.dtype) for g, x in zip(grads[:3], (q, k, v), strict=True))
 
 

@@ -18,7 +18,7 @@ from ejkernel.types.masks.combine import mask_of
 
 @dataclass(frozen=True)
 class Problem:
-    """What cuDNN is told, or why it cannot do the call."""
+    """Arguments for cuDNN, or the reason why it cannot do the call."""
 
     reason: str | None
     pattern: Pattern | str
@@ -28,8 +28,8 @@ class Problem:
 class CudnnKernel(XlaKernel):
     """Attention on cuDNN where ``support`` allows it.
 
-    float16 or bfloat16, head_dim a multiple of 8, no mask or causal from the top left, with a left
-    window if wanted. Raises KernelNotSupported, naming the argument, for everything else.
+    float16 or bfloat16, head_dim a multiple of 8, no mask or causal from the top left, optionally
+    with a left window. Raises KernelNotSupported, naming the argument, for everything else.
     """
 
     # No bias: a row that -inf empties is NaN in cuDNN. No packed sequences: they need run-time

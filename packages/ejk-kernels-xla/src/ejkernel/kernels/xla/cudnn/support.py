@@ -1,4 +1,4 @@
-"""Which calls cuDNN computes exactly as specified, and why not for the others."""
+"""Decides whether cuDNN computes a call exactly as specified; gives the reason if not."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _shapes(q: Any, k: Any, v: Any) -> str | None:
 
 
 def reason_against(arguments: Mapping[str, Any]) -> str | None:
-    """Why cuDNN cannot do the call, from static properties; None if it can."""
+    """Returns the reason why cuDNN cannot do the call, from static properties; None if it can."""
     precision = arguments.get("precision")
     if precision is not None and str(precision).lower() not in ("default", "precision.default"):
         return f"precision: cuDNN has the default only, got {precision}"

@@ -18,7 +18,7 @@ from ejkernel.types.masks.combine import mask_of
 class FlashAttention(BlockwiseKernel):
     """Exact attention in memory linear in the lengths.
 
-    Products accumulate in float32, in float64 when an array or ``logits_dtype`` is float64.
+    Matmuls accumulate in float32, in float64 when an array or ``logits_dtype`` is float64.
     ``cfg``: ``q_blocksize`` and ``kv_blocksize`` of ``fwd_params`` and of ``bwd_params``.
     Differentiable in reverse mode in query, key, value, bias and softmax_aux, through o and lse.
     """
@@ -39,22 +39,22 @@ class FlashAttention(BlockwiseKernel):
         return {**arrays, "mask_info": mask}
 
     def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:
-        spec, bias = Spec.of(work.problem, work.tiles.fwd), arrays.get("bias")
+        spec, bias = Spec.from_problem(work.problem, work.tiles.fwd), arrays.get("bias")
         q, k, v = (arrays[name] for name in ("query", "key", "value"))
         o, rows = blockwise.forward(spec, q, k, v, bias, **_seen(spec, arrays))
         return o, rows, spec.unit(bias)
 
     def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
-        spec = Spec.of(work.problem, work.tiles.bwd)
+        spec = Spec.from_problem(work.problem, work.tiles.bwd)
         q, k, v = (arrays[name] for name in ("query", "key", "value"))
         seen = _seen(spec, arrays)
         grads = blockwise.backward(spec, q, k, v, arrays.get("bias"), **rows, **seen)
-        found = {"query": grads.dq, "key": grads.dk, "value": grads.dv, "bias": grads.dbias}
-        return {name: x for name, x in found.items() if name in arrays}
+        by_name = {"query": grads.dq, "key": grads.dk, "value": grads.dv, "bias": grads.dbias}
+        return {name: x for name, x in by_name.items() if name in arrays}
 
 
 def _seen(spec: Spec, arrays: Arrays) -> dict[str, Any]:
-    """The mask in the blocks of a pass, and what is dropped."""
+    """Returns the mask in the blocks of a pass, and the dropout."""
     q, k = arrays["query"], arrays["key"]
     layout = spec.layout(q, k)
     sizes = {"q_len": layout.q_len, "kv_len": layout.kv_len}

@@ -3,7 +3,7 @@
 On a CPU a step is two (backward: five) small matrix products per key/value head and a few passes
 over the logits tile between them.
 
-- XLA's CPU product uses one thread below about 2**22 multiply-adds and all of them above: at
+- XLA's CPU matmul uses one thread below about 2**22 multiply-adds and all of them above: at
   head_dim 64, a 256 x 256 tile ran at 100 GFLOP/s on two cores, 256 x 512 at 170, 512 x 512 at 187.
   So rows * block_kv * head_dim should reach 2**23.
 - The tile is read and written about five times per step. Larger tiles than needed for the first
@@ -11,7 +11,7 @@ over the logits tile between them.
   edge of a mask: a causal mask costs half a block per row more than it must.
 
 512 keys and as many rows as reach 2**23 satisfy both. The query heads of one key/value head share
-a product, so grouped heads need fewer query rows each.
+a matmul, so grouped heads need fewer query rows each.
 
 On a GPU every step is a handful of kernel launches and round trips through memory, so the largest
 tiles a config allows are best: on an H200, bf16 [2, 8192, 16, 128] causal, forward and backward

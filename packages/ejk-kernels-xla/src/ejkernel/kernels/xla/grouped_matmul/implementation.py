@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla.grouped_matmul.primitives import grouped_product
-from ejkernel.kernels.xla.grouped_matmul.products import Plan
+from ejkernel.kernels.xla.grouped_matmul.primitives import grouped_rows_matmul
+from ejkernel.kernels.xla.grouped_matmul.row_loops import Plan
 from ejkernel.kernels.xla.grouped_matmul.tiles import RowTile, row_tile
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
@@ -25,7 +25,7 @@ class GroupedMatmul(XlaKernel):
     The cost is that of the rows: about ``2 k n (sum(group_sizes) + g * block_m / 2)`` operations,
     accumulated in float32 at least. ``cfg``: ``block_m``, the number of rows per step.
     Differentiable to every order, forward and reverse, in lhs, rhs and existing_out. Matrices of
-    8-bit numbers are converted a tile at a time.
+    8-bit values are converted a tile at a time.
     """
 
     call = calls.GroupedMatmul
@@ -35,10 +35,10 @@ class GroupedMatmul(XlaKernel):
         return row_tile(problem.lhs.shape[0], problem.rhs.shape[0])
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
-        given = super().operands(a, problem)
+        arrays = super().operands(a, problem)
         if is_eight_bit(a["rhs"]):
-            given = not_differentiable(given, self.call.FORWARD_ONLY)
-        return given
+            arrays = not_differentiable(arrays, self.call.FORWARD_ONLY)
+        return arrays
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, lhs, rhs = work.problem, arrays["lhs"], arrays["rhs"]
@@ -50,7 +50,7 @@ class GroupedMatmul(XlaKernel):
             out = jnp.zeros((rows, rhs.shape[1 if p.transpose_rhs else 2]), accumulate)
         else:
             bounds = _bounds(arrays["group_sizes"], arrays.get("group_offset"), groups, rows)
-            out = grouped_product(lhs, rhs, *bounds, plan)
+            out = grouped_rows_matmul(lhs, rhs, *bounds, plan)
             if "rhs_scale" in arrays:
                 out = out * _scale_of_rows(arrays["rhs_scale"], *bounds, rows).astype(accumulate)
         if "existing_out" in arrays:
@@ -75,7 +75,7 @@ def _bounds(
 
 
 def _scale_of_rows(scale: jax.Array, starts: jax.Array, ends: jax.Array, rows: int) -> jax.Array:
-    """What multiplies every row, ``[]`` or ``[rows, 1 or columns]``; 0 where it has no group."""
+    """Returns the factor of every row, ``[]`` or ``[rows, 1 or columns]``; 0 without a group."""
     if scale.ndim == 0:
         return scale
     row = jnp.arange(rows, dtype=ends.dtype)
@@ -83,8 +83,8 @@ def _scale_of_rows(scale: jax.Array, starts: jax.Array, ends: jax.Array, rows: i
     group = jnp.searchsorted(jax.lax.cummax(ends), row, side="right")
     group = jnp.minimum(group, ends.shape[0] - 1)
     inside = (row >= starts[group]) & (row < ends[group])
-    found = scale[group] if scale.ndim == 2 else scale[group][:, None]
-    return jnp.where(inside[:, None], found, 0)
+    row_scale = scale[group] if scale.ndim == 2 else scale[group][:, None]
+    return jnp.where(inside[:, None], row_scale, 0)
 
 
 grouped_matmul = GroupedMatmul()

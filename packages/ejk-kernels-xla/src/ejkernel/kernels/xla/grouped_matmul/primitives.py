@@ -1,8 +1,8 @@
-"""The two products as bilinear JAX primitives.
+"""The two grouped matmuls as bilinear JAX primitives.
 
-A loop whose length is data has no transpose of its own, but each product is linear in both
-operands, and their transposes are the same two products again: derivatives of every order, forward
-and reverse, follow. ``vmap`` runs the products one after the other, so that a batch costs what its
+A loop whose length is data has no transpose of its own, but each matmul is linear in both
+operands, and their transposes are the same two matmuls again: derivatives of every order, forward
+and reverse, follow. ``vmap`` runs the matmuls one after the other, so that a batch costs what its
 rows cost.
 
 All operands and results of the primitives have rank 3 (rows ``[1, m, c]``, matrices
@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ejkernel.kernels.xla.grouped_matmul.products import Plan, groups_product, rows_product
+from ejkernel.kernels.xla.grouped_matmul.row_loops import Plan, groups_matmul, rows_matmul
 from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.ops.in_turn import in_turn
 from ejkernel.ops.varying import vary_alike
 
-rows_p = Primitive("grouped_rows_product")
-groups_p = Primitive("grouped_groups_product")
+rows_p = Primitive("grouped_rows_matmul")
+groups_p = Primitive("grouped_groups_matmul")
 
 
 def _bind(primitive: Primitive, operands, plan: Plan) -> jax.Array:
@@ -33,19 +33,19 @@ def _bind(primitive: Primitive, operands, plan: Plan) -> jax.Array:
     return primitive.bind(*vary_alike(operands), plan=plan)
 
 
-def grouped_product(
+def grouped_rows_matmul(
     lhs: jax.Array, rhs: jax.Array, starts: jax.Array, ends: jax.Array, plan: Plan
 ) -> jax.Array:
-    """``rows_product`` of ``lhs`` [m, k] and ``rhs`` [g, k, n], differentiable."""
+    """``rows_matmul`` of ``lhs`` [m, k] and ``rhs`` [g, k, n], differentiable."""
     return _bind(rows_p, (lhs[None], rhs, starts, ends), plan)[0]
 
 
 def _rows(lhs, rhs, starts, ends, *, plan: Plan):
-    return rows_product(lhs[0], rhs, starts, ends, plan=plan)[None]
+    return rows_matmul(lhs[0], rhs, starts, ends, plan=plan)[None]
 
 
 def _groups(lhs, rhs, starts, ends, *, plan: Plan):
-    return groups_product(lhs[0], rhs[0], starts, ends, plan=plan)
+    return groups_matmul(lhs[0], rhs[0], starts, ends, plan=plan)
 
 
 def _rows_shape(lhs, rhs, starts, plan: Plan):
@@ -85,7 +85,7 @@ def _define(primitive: Primitive, function: Callable, shape: Callable, transpose
         dout += [] if drhs is None else [_bind(primitive, (lhs, drhs, *bounds), plan)]
         return out, sum(dout[1:], dout[0]) if dout else jnp.zeros_like(out)
 
-    def pull(ct, *operands, plan):
+    def transpose_operand(ct, *operands, plan):
         return transpose(ad.instantiate_zeros(ct), *operands, plan=plan)
 
     def batch(operands, axes, *, plan):
@@ -93,13 +93,13 @@ def _define(primitive: Primitive, function: Callable, shape: Callable, transpose
             x if i is None else jnp.moveaxis(x, i, 0) for x, i in zip(operands, axes, strict=True)
         ]
         mapped = [i is not None for i in axes]
-        return in_turn(lambda *each: _bind(primitive, each, plan), front, mapped), 0
+        return in_turn(lambda *one_call: _bind(primitive, one_call, plan), front, mapped), 0
 
     primitive.def_impl(bounded_jit(function))
     primitive.def_abstract_eval(aval)
     mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
     ad.primitive_jvps[primitive] = tangent
-    ad.primitive_transposes[primitive] = pull
+    ad.primitive_transposes[primitive] = transpose_operand
     batching.primitive_batchers[primitive] = batch
 
 

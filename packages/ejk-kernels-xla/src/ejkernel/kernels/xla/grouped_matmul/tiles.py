@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ejkernel.kernels.xla._common.tiles import Steps
 from ejkernel.types.arrays import size_of
 
-# a product of fewer rows does not fill the vector units, of more gains nothing
+# fewer rows do not fill the vector units, more gain nothing
 SMALLEST, LARGEST = 16, 256
 
 

@@ -2,13 +2,13 @@
 
 Row t sees row s < t through the sum of the log decays of rows s+1..t. A block of 2m rows is cut
 in the middle: a row of the second half reaches back to the cut through its own prefix sum, a row
-of the first half reaches up to the cut through its own suffix sum, and the two meet as a matrix
-product of exp(prefix) q with exp(suffix) k. log2(chunk) halvings cover every pair once.
+of the first half reaches up to the cut through its own suffix sum, and the two meet as a matmul
+of exp(prefix) q with exp(suffix) k. log2(chunk) halvings cover every pair once.
 
-No exponent is ever the difference of two cumulative sums, so nothing overflows that the gates did
-not ask for, decays of -20 or -inf per step lose no digits, and the gradients need no cancellation
-either. This is the secondary tiling of gated linear attention (arXiv 2312.06635, section 4.3)
-carried down to single rows.
+No exponent is ever the difference of two cumulative sums, so nothing overflows unless the gates do,
+decays of -20 or -inf per step lose no digits, and the gradients need no cancellation either. This
+is the secondary tiling of gated linear attention (arXiv 2312.06635, section 4.3) carried down to
+single rows.
 
 Shapes: rows ``[..., c, d]`` with c a power of two, the last two axes of every array.
 """
@@ -100,7 +100,7 @@ def scores(
     scalar: Decay | None,
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Decayed products ``[..., c, c]``, zero above the diagonal."""
+    """Decayed dot products ``[..., c, c]``, zero above the diagonal."""
     if key is None:
         c = q.shape[-2]
         products = _dot_rows(q, k, precision)
@@ -160,7 +160,7 @@ def outputs(rows: Rows, start: jax.Array) -> jax.Array:
 
 
 def additions(rows: Rows) -> jax.Array:
-    """What every chunk adds to the state: ``[..., dk, dv]``."""
+    """Returns the term that every chunk adds to the state: ``[..., dk, dv]``."""
     key, value, scalar = _sums(rows)
     k = times_exp(rows.k, key and key.until, scalar and scalar.until)
     v = times_exp(rows.v, value and value.until)

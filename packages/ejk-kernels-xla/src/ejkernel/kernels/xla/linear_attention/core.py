@@ -4,10 +4,10 @@
     end_c   = decay_c * start_c + added_c                                   [dk, dv] per head
 
 Everything inside the chunks runs for all of them at once; only the line above is sequential. The
-forward pass keeps its inputs and the chunk ends, ``s + (s / c) dk dv`` numbers per head; the
+forward pass keeps its inputs and the chunk ends, ``s + (s / c) dk dv`` values per head; the
 backward pass runs the line above in reverse and recomputes the rest.
 
-Bound per head at s rows, chunk c, dk = dv = d: products 2 s d (c + 2 d) flops forward; on a CPU
+Bound per head at s rows, chunk c, dk = dv = d: matmuls 2 s d (c + 2 d) flops forward; on a CPU
 the chunk of 64 balances them against the s log2(c) d exponentials.
 """
 
@@ -24,12 +24,12 @@ from ejkernel.kernels.xla.linear_attention.chunk import Rows, additions, decays,
 from ejkernel.types.arrays import is_symbolic, size_of
 from ejkernel.types.attention.softmax import name_lse
 
-# numbers of a row array treated together: 1 MiB of float32
+# elements of a row array treated together: 1 MiB of float32
 GROUP_SIZE = 2**18
 
 
 class Links(NamedTuple):
-    """How the chunks hang together: ``sequence`` int32 and ``opens`` bool, both ``[chunks]``."""
+    """``sequence`` of every chunk and whether it ``opens`` one: int32 and bool ``[chunks]``."""
 
     sequence: jax.Array
     opens: jax.Array

@@ -50,7 +50,7 @@ _in_steps = bounded_jit(step.stepwise)
 class LinearKernel(XlaKernel):
     """A recurrence of matrix states: token by token for a few of them, else by chunks.
 
-    The parts are jitted on their own: layers that differ in numbers alone share their loops.
+    The parts are jitted on their own: layers that differ only in values share their loops.
 
     Attributes:
         advance: the next state and the output of one token.

@@ -20,8 +20,8 @@ from ejkernel.ops.varying import vary_alike
 
 
 def _add(*gates: jax.Array | None) -> jax.Array | None:
-    given = [g for g in gates if g is not None]
-    return sum(given[1:], given[0]) if given else None
+    present = [g for g in gates if g is not None]
+    return sum(present[1:], present[0]) if present else None
 
 
 @bounded_jit
@@ -39,12 +39,12 @@ def _rows(
     scale: float,
     groups: int,
 ) -> Rows:
-    """Arrays in the dtype of the products, gates as at most three log decays."""
+    """Returns arrays in the dtype of the matmuls, gates as at most three log decays."""
 
-    def widen(x):
+    def convert(x):
         return None if x is None else x.astype(dtype)
 
-    q, k, v, g, gk, gv, g_scalar, gamma = map(widen, (q, k, v, g, gk, gv, g_scalar, gamma))
+    q, k, v, g, gk, gv, g_scalar, gamma = map(convert, (q, k, v, g, gk, gv, g_scalar, gamma))
     if g_scalar is not None:
         g_scalar = g_scalar[..., None]
     if gamma is not None:

@@ -51,7 +51,7 @@ class Plain(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The layout of packed sequences: row numbers both ways, and each sequence's last chunk."""
+    """The layout of packed sequences: row indices both ways, and each sequence's last chunk."""
 
     chunk: int
     row_of_slot: jax.Array
@@ -95,10 +95,10 @@ def packed(cu_seqlens: jax.Array, rows: int, chunk: int, reverse: bool) -> Packe
     position = (number - first[sequence])[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)[
         None
     ]
-    held = length[sequence][:, None]
-    ahead = held - 1 - position if reverse else position
+    tokens = length[sequence][:, None]
+    ahead = tokens - 1 - position if reverse else position
     row = start[sequence][:, None] + ahead
-    row_of_slot = jnp.where((position >= 0) & (position < held), row, rows).reshape(-1)
+    row_of_slot = jnp.where((position >= 0) & (position < tokens), row, rows).reshape(-1)
 
     owner = jnp.minimum(of_row, sequences - 1)
     position = jnp.arange(rows, dtype=jnp.int32) - start[owner]

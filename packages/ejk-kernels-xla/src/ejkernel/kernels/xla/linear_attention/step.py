@@ -50,9 +50,9 @@ def stepwise(
     n, length = cu_seqlens.shape[0] - 1, rows.q.shape[1]
     sequence = packing(cu_seqlens, length).sequence
     # rows past the last sequence change nothing, whatever they hold
-    held = sequence < n
+    is_valid = sequence < n
     by_time = jax.tree.map(
-        lambda x: jnp.where(held.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype)),
+        lambda x: jnp.where(is_valid.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype)),
         by_time,
     )
 

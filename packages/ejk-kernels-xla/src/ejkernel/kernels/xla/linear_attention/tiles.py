@@ -9,7 +9,7 @@ from ejkernel.types.arrays import size_of
 
 # below this many tokens the recurrence itself is cheaper than any chunk
 STEP_LIMIT = 16
-# products cost 2 s d (c + 2 d), the exponentials s log2(c) d: flat between 32 and 128 on a CPU
+# matmuls cost 2 s d (c + 2 d), the exponentials s log2(c) d: flat between 32 and 128 on a CPU
 DEFAULT_CHUNK = 64
 
 

@@ -1,4 +1,4 @@
-"""Mean pooling: sums of rows in two levels, divided by how many rows they hold.
+"""Mean pooling: rows are summed in two levels and divided by their count.
 
 Rows are first summed in blocks, then the blocks: a sum of r rows has rounding errors of
 block + r / block additions instead of r, and no sum is the difference of two others.
@@ -29,7 +29,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class RowTile(Steps):
-    """How many rows are summed first."""
+    """Number of rows summed first."""
 
     token_tile: int
 
@@ -50,11 +50,11 @@ class MeanPooling(XlaKernel):
         return RowTile(BLOCK)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        x, cu, kept = arrays["x"], arrays.get("cu_seqlens"), arrays.get("kept")
+        x, cu, mask = arrays["x"], arrays.get("cu_seqlens"), arrays.get("kept")
         rows, chunk, block = x.shape[1], work.problem.chunk_size, work.tiles.token_tile
         wide, ones = x.astype(accumulation_dtype(x)), jnp.ones((*x.shape[:2], 1), jnp.int32)
-        if kept is not None:
-            wide, ones = (jnp.where(kept[..., None] != 0, t, 0) for t in (wide, ones))
+        if mask is not None:
+            wide, ones = (jnp.where(mask[..., None] != 0, t, 0) for t in (wide, ones))
         if cu is None:
             sums, length = (chunk_sums(t, chunk or rows, block) for t in (wide, ones))
         else:
@@ -67,11 +67,11 @@ class MeanPooling(XlaKernel):
 
 def chunk_sums(x: jax.Array, chunk: int, block: int) -> jax.Array:
     """``[b, s, ...]`` -> ``[b, ceil(s / chunk), ...]``."""
-    b, s, *rest = x.shape
+    b, s, *dims = x.shape
     block = at_most(block, chunk)
     chunks, blocks = cdiv(s, chunk), cdiv(chunk, block)
-    x = pad_to(x, 1, chunks * chunk).reshape(b * chunks, chunk, *rest)
-    x = pad_to(x, 1, blocks * block).reshape(b, chunks, blocks, block, *rest)
+    x = pad_to(x, 1, chunks * chunk).reshape(b * chunks, chunk, *dims)
+    x = pad_to(x, 1, blocks * block).reshape(b, chunks, blocks, block, *dims)
     return jnp.sum(jnp.sum(x, axis=3), axis=2)
 
 
@@ -97,9 +97,9 @@ def group_sums(
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)
     new = (rows % block == 0) | (groups != jnp.roll(groups, 1))
     run = jnp.cumsum(new) - 1
-    runs = at_most(cdiv(x.shape[0], block) + changes, x.shape[0])
-    partial = jax.ops.segment_sum(x, run, runs, indices_are_sorted=True)
-    group_of_run = jax.ops.segment_max(groups, run, runs, indices_are_sorted=True)
+    run_count = at_most(cdiv(x.shape[0], block) + changes, x.shape[0])
+    partial = jax.ops.segment_sum(x, run, run_count, indices_are_sorted=True)
+    group_of_run = jax.ops.segment_max(groups, run, run_count, indices_are_sorted=True)
     return jax.ops.segment_sum(partial, group_of_run, count)
 
 

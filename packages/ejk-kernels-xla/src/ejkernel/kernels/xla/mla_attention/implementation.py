@@ -47,12 +47,12 @@ class FlashMLA(XlaKernel):
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem
         q, k, v = expanded(drop_masked_rows(arrays, arrays["mask_info"]))
-        given = {n: arrays.get(n) for n in ("bias", "softmax_aux", "dropout_seed", "mask_info")}
-        options = ("softmax_scale", "dropout_prob", "logits_soft_cap")
-        given |= {name: getattr(p, name) for name in options}
+        options = {n: arrays.get(n) for n in ("bias", "softmax_aux", "dropout_seed", "mask_info")}
+        static = ("softmax_scale", "dropout_prob", "logits_soft_cap")
+        options |= {name: getattr(p, name) for name in static}
         cfg = work.tiles.fields
         return flash_attention.run_canonical(
-            query=q, key=k, value=v, **given, return_lse=True, cfg=cfg
+            query=q, key=k, value=v, **options, return_lse=True, cfg=cfg
         ), ()
 
 

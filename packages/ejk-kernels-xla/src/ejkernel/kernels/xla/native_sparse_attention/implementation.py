@@ -66,15 +66,15 @@ def _selected(q, k, v, chosen, blocks: Blocks, scale: float, rows: int | None):
     q, k, v, chosen, blocks = vary_alike((q, k, v, chosen, blocks))
     token = jnp.arange(s, dtype=jnp.int32)
 
-    def one(q, k, v, chosen):
+    def attend_row(q, k, v, chosen):
         return attend_selected(
             spec, q, k, v, Rows(chosen, token - blocks.position, blocks.position)
         )
 
     grouped = q.reshape(b, s, hk, h // hk, d)
-    o = one(grouped[0], k[0], v[0], chosen[0])[None] if b == 1 else None
+    o = attend_row(grouped[0], k[0], v[0], chosen[0])[None] if b == 1 else None
     if o is None:
-        o = jax.vmap(one)(grouped, k, v, chosen)
+        o = jax.vmap(attend_row)(grouped, k, v, chosen)
     return o.reshape(b, s, h, dv)
 
 
@@ -112,11 +112,11 @@ class NativeSparseAttention(XlaKernel):
             return (jnp.zeros((b, s, h, dv), q.dtype),), ()
         scale, wide = p.softmax_scale, accumulation_dtype(q, k, v)
         blocks = find_blocks(s, p.block_size, cu)
-        held = (blocks.sequence >= 0)[None] if blocks.packed else None
-        q, k, v = cleared(held, q, k, v)
+        is_valid = (blocks.sequence >= 0)[None] if blocks.packed else None
+        q, k, v = cleared(is_valid, q, k, v)
         gates = (arrays.get(name) for name in ("g_cmp", "g_slc", "g_swa"))
         g_cmp, g_slc, g_swa = (
-            None if g is None else cleared(held, g.astype(wide))[0][..., None] for g in gates
+            None if g is None else cleared(is_valid, g.astype(wide))[0][..., None] for g in gates
         )
         out = jnp.zeros((b, s, h, dv), wide)
         compressed = None
@@ -142,7 +142,7 @@ class NativeSparseAttention(XlaKernel):
                 query=q, key=k, value=v, mask_info=mask, softmax_scale=scale
             )
             out = out + (1.0 if g_swa is None else g_swa) * o_swa.astype(wide)
-        return (cleared(held, out)[0].astype(q.dtype),), ()
+        return (cleared(is_valid, out)[0].astype(q.dtype),), ()
 
 
 def _chosen(p: Any, arrays: Arrays, q: Any, blocks: Blocks, compressed: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which blocks a token looks at.
+"""Selects the blocks that every token attends to.
 
 The score of a block is the probability the compressed branch gives it, summed over the query heads
 that share a key head. Scores are computed tile by tile of queries, in float32 at highest precision,
@@ -24,20 +24,19 @@ def _tile_scores(q, k, lse, sequence, position, blocks: Blocks, scale: float):
     x = scale * jnp.einsum("brkgd,bnkd->brkgn", q, k, precision=lax.Precision.HIGHEST)
     same = sequence[:, None] == blocks.block_sequence[None]
     seen = same & (blocks.seen_from[None] <= position[:, None] + 1) & (sequence >= 0)[:, None]
-    own = same & (blocks.block[None] == (position // blocks.size)[:, None])
-    own &= (sequence >= 0)[:, None]
+    same_block = same & (blocks.block[None] == (position // blocks.size)[:, None])
+    same_block &= (sequence >= 0)[:, None]
     shift = jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]
     p = jnp.where(seen[None, :, None, None], jnp.exp(jnp.minimum(x - shift, 0.0)), 0.0)
     score = jnp.where(seen[None, :, None], jnp.sum(p, axis=3), -jnp.inf)
-    return jnp.where(own[None, :, None], jnp.inf, score)
+    return jnp.where(same_block[None, :, None], jnp.inf, score)
 
 
 def _best(score, count: int):
-    """The ``count`` largest of the last axis and where they are, ties to the lower number; -inf
-    may come again and again.
+    """Returns the ``count`` largest of the last axis and their indices, ties to the lower index.
 
-    One maximum at a time: little beside the attention to the block, and unlike ``lax.top_k`` not
-    gathered by XLA where the other axes are sharded.
+    An exhausted axis repeats -inf. One maximum at a time costs little next to the attention over
+    the block, and unlike ``lax.top_k`` XLA does not gather it where other axes are sharded.
     """
     number = lax.broadcasted_iota(jnp.int32, score.shape, score.ndim - 1)
 
@@ -47,8 +46,8 @@ def _best(score, count: int):
         return jnp.where(number == at[..., None], -jnp.inf, score), (top, at)
 
     score = jnp.where(jnp.isnan(score), jnp.inf, score)
-    found = lax.scan(take, score, None, length=count)[1]
-    return tuple(jnp.moveaxis(x, 0, -1) for x in found)
+    largest = lax.scan(take, score, None, length=count)[1]
+    return tuple(jnp.moveaxis(x, 0, -1) for x in largest)
 
 
 @bounded_jit

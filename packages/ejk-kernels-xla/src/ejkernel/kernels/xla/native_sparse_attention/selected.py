@@ -48,7 +48,7 @@ class Rows(NamedTuple):
 
 
 def _tokens(spec: Spec, rows: Rows, length: int, step):
-    """Token numbers ``[r, hk, slots * size]`` of one step and whether each may be seen."""
+    """Returns token indices ``[r, hk, slots * size]`` of one step and whether each may be seen."""
     chosen = lax.dynamic_slice_in_dim(rows.chosen, step * spec.slots, spec.slots, axis=2)
     inside = (
         chosen[..., None] * spec.size + jnp.arange(spec.size, dtype=jnp.int32)[None, None, None]
@@ -84,7 +84,7 @@ def _tile_forward(spec: Spec, q, k, v, rows: Rows):
     """o ``[r, hk, g, dv]`` of one tile, and of every row the largest logit and the logarithm of
     the sum relative to it, ``[r, hk, g]``; 0 without keys."""
 
-    def step(i, carry):
+    def forward_step(i, carry):
         top, total, o = carry
         token, seen = _tokens(spec, rows, k.shape[0], i)
         x = jnp.where(seen[:, :, None], _logits(spec, q, _gather(k, token)), NEG_INF)
@@ -100,23 +100,23 @@ def _tile_forward(spec: Spec, q, k, v, rows: Rows):
     zero = zeros(q.shape[:-1], spec.accumulate, q)
     o = zeros((*q.shape[:-1], v.shape[-1]), spec.accumulate, q)
     steps = rows.chosen.shape[2] // spec.slots
-    top, total, o = lax.fori_loop(0, steps, step, (zero + NEG_INF, zero, o))
+    top, total, o = lax.fori_loop(0, steps, forward_step, (zero + NEG_INF, zero, o))
     alive = total > 0
     total = jnp.where(alive, total, 1.0)
     return o / total[..., None], jnp.where(alive, top, 0.0), jnp.log(total)
 
 
-def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, top, rest, do):
+def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, top, log_sum, do):
     """Adds to ``dk [s, hk, d]`` and ``dv``; returns dq of the tile."""
-    top, rest = top[..., None], rest[..., None]
+    top, log_sum = top[..., None], log_sum[..., None]
     delta = jnp.sum(do * o, -1)[..., None]
 
-    def step(i, carry):
+    def backward_step(i, carry):
         dq, dk, dv = carry
         token, seen = _tokens(spec, rows, k.shape[0], i)
         kt, vt = _gather(k, token), _gather(v, token)
         x = jnp.where(seen[:, :, None], _logits(spec, q, kt) - top, NEG_INF)
-        p = jnp.exp(jnp.minimum(x, 0.0) - rest)
+        p = jnp.exp(jnp.minimum(x, 0.0) - log_sum)
         dp = jnp.einsum("rkgd,rktd->rkgt", do, vt.astype(do.dtype))
         ds = spec.scale * p * (dp - delta)
         dq = dq + jnp.einsum("rkgt,rktd->rkgd", ds, kt.astype(ds.dtype))
@@ -125,20 +125,21 @@ def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, top, rest, do):
         return dq, dk, dv
 
     steps = rows.chosen.shape[2] // spec.slots
-    dq, dk, dv = lax.fori_loop(0, steps, step, (zeros(q.shape, spec.accumulate, q), dk, dv))
+    start = (zeros(q.shape, spec.accumulate, q), dk, dv)
+    dq, dk, dv = lax.fori_loop(0, steps, backward_step, start)
     return dk, dv, dq
 
 
 def _cut(spec: Spec, x):
     """Leading token axes as ``[tiles, rows, ...]``; the padding of the last tile sees nothing."""
 
-    def one(a, fill=0):
+    def cut_axis(a, fill=0):
         tiles = cdiv(a.shape[0], spec.rows)
         pad = tiles * spec.rows - a.shape[0]
         a = jnp.pad(a, [(0, pad)] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
         return a.reshape(tiles, spec.rows, *a.shape[1:])
 
-    return jax.tree.map(lambda a: one(a, -1 if jnp.issubdtype(a.dtype, jnp.integer) else 0), x)
+    return jax.tree.map(lambda a: cut_axis(a, -1 if jnp.issubdtype(a.dtype, jnp.integer) else 0), x)
 
 
 def _join(x, length: int):
@@ -159,21 +160,22 @@ def _forward(spec: Spec, q, k, v, rows: Rows):
     def tile(_, x):
         return None, _tile_forward(spec, x[0], k, v, x[1])
 
-    o, top, rest = (_join(x, q.shape[0]) for x in lax.scan(tile, None, _cut(spec, (q, rows)))[1])
-    o, top, rest = name_residuals(o, top, rest)
-    return o, (q, k, v, rows, o, top, rest)
+    tiles = lax.scan(tile, None, _cut(spec, (q, rows)))[1]
+    o, top, log_sum = (_join(x, q.shape[0]) for x in tiles)
+    o, top, log_sum = name_residuals(o, top, log_sum)
+    return o, (q, k, v, rows, o, top, log_sum)
 
 
 def _backward(spec: Spec, saved, do):
-    q, k, v, rows, o, top, rest = saved
+    q, k, v, rows, o, top, log_sum = saved
 
     def tile(carry, x):
-        q, rows, o, top, rest, do = x
-        dk, dv, dq = _tile_backward(spec, *carry, q, k, v, rows, o, top, rest, do)
+        q, rows, o, top, log_sum, do = x
+        dk, dv, dq = _tile_backward(spec, *carry, q, k, v, rows, o, top, log_sum, do)
         return (dk, dv), dq
 
     start = tuple(zeros(a.shape, spec.accumulate, q) for a in (k, v))
-    (dk, dv), dq = lax.scan(tile, start, _cut(spec, (q, rows, o, top, rest, do)))
+    (dk, dv), dq = lax.scan(tile, start, _cut(spec, (q, rows, o, top, log_sum, do)))
     dq = _join(dq, q.shape[0])
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 

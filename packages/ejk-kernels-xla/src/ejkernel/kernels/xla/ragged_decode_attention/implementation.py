@@ -1,6 +1,6 @@
 """ragged_decode_attention: one new token per row against a slice of its contiguous cache.
 
-Bound: memory, as for every decoding step; the walk covers the blocks between the earliest start
+Bound: memory, as for every decoding step; the loop covers the blocks between the earliest start
 and the latest end of the batch.
 """
 
@@ -24,7 +24,7 @@ from ejkernel.types.calls import arguments
 
 @dataclass(frozen=True)
 class Step:
-    """Keys of one step of the walk; None follows from the bytes of a row."""
+    """Keys of one step of the loop; None follows from the bytes of a row."""
 
     keys: int | None = None
 
@@ -47,6 +47,7 @@ class RaggedDecodeAttention(XlaKernel):
 
     call = calls.RaggedDecodeAttention
     reads = arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end"}
+    partitioned = True  # the compiler would end the loops of all devices together
 
     def choose(self, problem: Any, target: Any) -> Step:
         return Step()

@@ -1,6 +1,6 @@
 """ragged_page_attention: packed queries of sequences of any mix of prefill and decoding.
 
-The packed rows are cut into tiles of one sequence; tiles are walked in groups, and a group visits
+The packed rows are cut into tiles of one sequence; one loop covers a group of tiles and visits
 only the cache blocks its tiles can see. Bound: memory while decoding, arithmetic in long prefills.
 """
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ejkernel.kernels.xla._paged.kernel import GroupKernel
 from ejkernel.kernels.xla._paged.ragged import Sequences, attend_ragged
-from ejkernel.kernels.xla.ragged_page_attention_v3.write import write, write_slots
+from ejkernel.kernels.xla.ragged_page_attention_v3.write import write_rows, write_slots
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import quantise
@@ -40,9 +40,9 @@ class RaggedPageAttentionv3(GroupKernel):
                 x if x.dtype == cache.dtype else quantise(x, scale, cache.dtype)
                 for x, scale in ((keys, k_scale), (values, v_scale))
             )
-            cache = write(cache, keys, values, *slots)
+            cache = write_rows(cache, keys, values, *slots)
         if q_scale is not None:
-            # values of the cache's dtype, held in the query's own: products are exact either way
+            # rounded to the cache's dtype, kept in the query's: dot products are exact either way
             q = quantise(q, q_scale, cache.dtype).astype(q.dtype)
         out = attend_ragged(
             work.problem,

@@ -2,16 +2,17 @@
 
     forward   output and normaliser of the visiting keys are merged into the running pair, in the
               accumulation dtype; sinks are counted once, at the end.
-    backward  dq stays; k and v travel again, and with them the sums dk and dv, one step behind,
-              which end with the device that owns the keys. Every part uses the normaliser of the
+    backward  dq stays; k and v travel again, and with them the accumulators dk and dv, one step
+    behind,
+              which arrive at the device that owns the keys. Every part uses the normaliser of the
               whole row, so the gradients of the parts add up.
 
-The next keys are sent for before the current ones are used, so that communication can overlap
-with computation. Keys that no query here sees cost no product: their range of blocks is empty.
+The next keys are requested before the current ones are used, so that communication can overlap
+with computation. Keys that no local query sees cost no matmul: their range of blocks is empty.
 
-Memory is O(local q_len + kv_len) besides the caller's bias and its gradient. With zigzag order and
+Memory is O(local q_len + kv_len) plus the caller's bias and its gradient. With zigzag order and
 a causal mask every device has the same work; the blocks are fitted to the two chunks so that
-those after the diagonal are left out.
+blocks after the diagonal are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.tiles import Blocks
 from ejkernel.kernels.xla.ring_attention import masks
-from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule, walk
+from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule, run_steps
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import vary, vary_alike, varying_axes
 from ejkernel.types import MaskInfo, calls
@@ -73,10 +74,11 @@ class RingAttention(BlockwiseKernel):
         rule = MaskInfo(
             causal=a["causal"], causal_offset=a["causal_offset"], sliding_window=window
         ).rule
-        given = [arrays.pop(n, None) for n in ("mask_info", "q_segment_ids", "kv_segment_ids")]
-        parts = masks.parts_of(given[0], rule, *given[1:])
+        names = ("mask_info", "q_segment_ids", "kv_segment_ids")
+        mask_info, *segments = (arrays.pop(n, None) for n in names)
+        parts = masks.parts_of(mask_info, rule, *segments)
         masks.check_keys(parts, ring.size * problem.key.shape[1])
-        return vary_alike({**arrays, "parts": parts}, varying_axes(ring.here()))
+        return vary_alike({**arrays, "parts": parts}, varying_axes(ring.device_index()))
 
     def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:
         inputs = _Step(work.problem, work.tiles.fwd, arrays)
@@ -85,51 +87,53 @@ class RingAttention(BlockwiseKernel):
         spec, ring = inputs.spec, inputs.ring
         unit = spec.unit(bias)
 
-        def step(t: Any, state: Any, first: bool, last: bool) -> Any:
+        def forward_step(t: Any, state: Any, first: bool, last: bool) -> Any:
             so_far, visitors = state
             coming = visitors if last else ring.shift(visitors, 1)
             k, v, visiting = visitors
-            given = inputs(t, visiting, bias)
-            del given["source"]
-            return sm.merge(so_far, blockwise.forward(spec, q, k, v, **given), unit), coming
+            operands = inputs(t, visiting, bias)
+            del operands["source"]
+            return sm.merge(so_far, blockwise.forward(spec, q, k, v, **operands), unit), coming
 
         acc = accumulation_dtype(q, k, v, at_least=spec.logits_dtype)
         axes = varying_axes(q)
         o = vary(jnp.zeros((*q.shape[:3], v.shape[-1]), acc), axes)
         zero = vary(jnp.zeros(q.shape[:3], acc), axes)
         state = ((o, sm.Rows(zero - jnp.inf, zero)), inputs.visitors)
-        (o, rows), _ = walk(inputs.schedule.count, step, state)
+        (o, rows), _ = run_steps(inputs.schedule.count, forward_step, state)
         return o, rows, unit
 
     def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
         inputs = _Step(work.problem, work.tiles.bwd, arrays)
         q, bias, ring, schedule = arrays["query"], arrays.get("bias"), inputs.ring, inputs.schedule
 
-        def step(t: Any, state: Any, first: bool, last: bool) -> Any:
-            dq, dbias, sums, visitors = state
+        def backward_step(t: Any, state: Any, first: bool, last: bool) -> Any:
+            dq, dbias, accumulators, visitors = state
             coming = visitors if last else ring.shift(visitors, 1)
-            dk, dv = sums if first else ring.shift(sums, 1)
+            dk, dv = accumulators if first else ring.shift(accumulators, 1)
             k, v, visiting = visitors
-            given = inputs(t, visiting, bias)
-            source = given.pop("source")
-            part = blockwise.backward(inputs.spec, q, k, v, **rows, **given)
+            operands = inputs(t, visiting, bias)
+            source = operands.pop("source")
+            part = blockwise.backward(inputs.spec, q, k, v, **rows, **operands)
             if dbias is not None and part.dbias is not None:  # every step owns other columns
                 start = source * k.shape[1]
                 dbias = jax.lax.dynamic_update_slice_in_dim(dbias, part.dbias, start, 3)
             return dq + part.dq, dbias, (dk + part.dk, dv + part.dv), coming
 
         axes, names = varying_axes(q), ("query", "bias", "key", "value")
-        dq, dbias, *sums = (
+        dq, dbias, *accumulators = (
             vary(jnp.zeros(arrays[name].shape, rows["delta"].dtype), axes)
             if name in arrays
             else None
             for name in names
         )
-        state = (dq, dbias, tuple(sums), inputs.visitors)
-        dq, dbias, sums, _ = walk(schedule.count, step, state, first_differs=True)
-        dk, dv = ring.shift(sums, -(schedule.start + schedule.count - 1))
-        found = {"query": dq, "key": dk, "value": dv, "bias": dbias}
-        return {name: x for name, x in found.items() if name in arrays}
+        state = (dq, dbias, tuple(accumulators), inputs.visitors)
+        dq, dbias, accumulators, _ = run_steps(
+            schedule.count, backward_step, state, first_differs=True
+        )
+        dk, dv = ring.shift(accumulators, -(schedule.start + schedule.count - 1))
+        by_name = {"query": dq, "key": dk, "value": dv, "bias": dbias}
+        return {name: x for name, x in by_name.items() if name in arrays}
 
 
 class _Step:
@@ -139,10 +143,10 @@ class _Step:
         q, k = problem.query, problem.key
         self.shape = (*q.shape[:3:2], q.shape[1], k.shape[1])
         self.ring = _ring(problem)
-        self.spec = Spec.of(problem, _fitted(blocks, problem, self.ring))
+        self.spec = Spec.from_problem(problem, _fitted(blocks, problem, self.ring))
         self.layout = self.spec.layout(q, k)
         self.parts, self.seed = arrays["parts"], arrays.get("dropout_seed")
-        self.schedule = Schedule.of(self.ring, masks.index_rules(self.parts), *self.shape[2:])
+        self.schedule = Schedule.shortest(self.ring, masks.index_rules(self.parts), *self.shape[2:])
         keys = (arrays["key"], arrays["value"], masks.travelling(self.parts))
         self.visitors = self.ring.shift(keys, self.schedule.start)
 
@@ -162,7 +166,7 @@ class _Step:
                 heads,
                 q_len,
                 kv_len,
-                q_index=self.ring.index(self.ring.here(), q_len),
+                q_index=self.ring.index(self.ring.device_index(), q_len),
                 kv_index=self.ring.index(source, kv_len),
             )
         if bias is not None:

@@ -1,7 +1,7 @@
-"""What this device's queries see of the keys that are visiting it.
+"""Masks between this device's queries and the keys that are visiting it.
 
 A mask is a tuple of MaskInfos, all of which must allow a pair. Their arrays are this device's:
-ids and positions of its queries and of its own keys, and a dense mask with its query rows and the
+ids and positions of its queries and keys, and a dense mask with its query rows and the
 keys of all devices in the order of the key array. Ids and positions of keys travel with the keys;
 where positions are not given, they are indices in the whole sequence.
 """
@@ -36,14 +36,14 @@ def parts_of(
         kv = q_segment_ids if kv_segment_ids is None else kv_segment_ids
         parts += (MaskInfo(q_segment_ids=q_segment_ids, kv_segment_ids=kv),)
     if not rule.trivial:
-        own = MaskInfo(
+        rule_mask = MaskInfo(
             causal=rule.causal,
             causal_offset=rule.offset,
             sliding_window=rule.window,
             chunk_size=rule.chunk,
         )
         # set after validation: the arrays of mask_info may be numpy, tracers or per head
-        parts += (with_private(own, **positions),)
+        parts += (with_private(rule_mask, **positions),)
     return parts
 
 
@@ -99,7 +99,7 @@ def visible(
             q_positions = kv_positions = None
         elif ring.size > 1:
             if q_positions is None:
-                q_positions = ring.index(ring.here(), q_len)[None]
+                q_positions = ring.index(ring.device_index(), q_len)[None]
             if kv_positions is None:
                 kv_positions = ring.index(source, kv_len)[None]
         fields |= {"q_positions": q_positions, "kv_positions": kv_positions}

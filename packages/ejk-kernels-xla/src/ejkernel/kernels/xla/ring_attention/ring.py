@@ -1,4 +1,4 @@
-"""The ring: which tokens each device holds, what travels, and which hops are needed.
+"""The ring: the tokens each device holds, the arrays that travel, and the hops needed.
 
 Device r of n holds shard r of every sequence. In step t it works on the keys of device
 ``(r - start - t) % n``, which have then moved ``start + t`` places along the ring.
@@ -30,12 +30,12 @@ class Ring:
     size: int
     zigzag: bool
 
-    def here(self) -> jax.Array:
-        """Number of this device, int32 ``[]``."""
+    def device_index(self) -> jax.Array:
+        """Index of this device, int32 ``[]``."""
         return jax.lax.axis_index(self.axis_name)
 
     def starts(self, device: Any, length: int) -> tuple[tuple[Any, int], ...]:
-        """(first index in the whole sequence, length) of every run of a shard."""
+        """(first index in the whole sequence, length) of every contiguous range of a shard."""
         if not self.zigzag:
             return ((device * length, length),)
         half = length // 2
@@ -43,8 +43,8 @@ class Ring:
 
     def index(self, device: Any, length: int) -> jax.Array:
         """Index in the whole sequence of each of the ``length`` tokens of a shard, int32."""
-        runs = self.starts(device, length)
-        return jnp.concatenate([first + jnp.arange(n, dtype=jnp.int32) for first, n in runs])
+        ranges = self.starts(device, length)
+        return jnp.concatenate([first + jnp.arange(n, dtype=jnp.int32) for first, n in ranges])
 
     def shift(self, tree: Any, places: int) -> Any:
         """Every array sent ``places`` devices along the ring."""
@@ -63,13 +63,13 @@ class Schedule:
 
     def source(self, ring: Ring, step: Any) -> Any:
         """The device whose keys this device works on in ``step``."""
-        return (ring.here() - self.start - step) % ring.size
+        return (ring.device_index() - self.start - step) % ring.size
 
     @classmethod
-    def of(cls, ring: Ring, rules: Sequence[Rule], q_len: int, kv_len: int) -> Schedule:
+    def shortest(cls, ring: Ring, rules: Sequence[Rule], q_len: int, kv_len: int) -> Schedule:
         """The shortest run of consecutive hops that brings every device all keys it may see.
 
-        ``rules`` are those over indices in the whole sequence. A causal rule alone needs every
+        ``rules`` hold between indices in the whole sequence. A causal rule alone needs every
         hop on the last device; a window needs few.
         """
         n = ring.size
@@ -96,7 +96,9 @@ class Schedule:
         return cls(start, n - gap)
 
 
-def walk(count: int, body: Callable[..., Any], state: Any, *, first_differs: bool = False) -> Any:
+def run_steps(
+    count: int, body: Callable[..., Any], state: Any, *, first_differs: bool = False
+) -> Any:
     """``state = body(step, state, first, last)`` for every step; one loop for those in between.
 
     The last step stands alone because nothing is sent on after it, the first one where nothing has

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ejkernel.kernels.xla._common.dots import DotPolicy
-from ejkernel.kernels.xla._common.plain import Sight, probabilities, weighted_values
+from ejkernel.kernels.xla._common.plain import Visibility, probabilities, weighted_values
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -30,10 +30,11 @@ class ScaledDotProductAttention(XlaKernel):
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         q, k, v = (arrays[name] for name in ("query", "key", "value"))
-        dots, sight = DotPolicy.of(q, k, v), Sight.of(arrays["mask_info"], q.shape[1], k.shape[1])
+        dots = DotPolicy.for_arrays(q, k, v)
+        visibility = Visibility.from_mask(arrays["mask_info"], q.shape[1], k.shape[1])
         scale, bias = work.problem.softmax_scale, arrays.get("bias")
-        p = probabilities(q, k, bias, None, sight, scale=scale, soft_cap=None, dots=dots)
-        return (name_output(weighted_values(p, v, dots, sight).astype(q.dtype)),), ()
+        p = probabilities(q, k, bias, None, visibility, scale=scale, soft_cap=None, dots=dots)
+        return (name_output(weighted_values(p, v, dots, visibility).astype(q.dtype)),), ()
 
 
 scaled_dot_product_attention = ScaledDotProductAttention()

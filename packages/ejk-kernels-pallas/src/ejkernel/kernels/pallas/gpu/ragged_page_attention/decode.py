@@ -29,11 +29,7 @@ from ejkernel.kernels.pallas.gpu.common.rows import (
 from ejkernel.kernels.pallas.gpu.common.tickets import word
 from ejkernel.kernels.pallas.gpu.common.warps import in_warps
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS, softmax, start
-from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import (
-    OWN_LENGTH,
-    OWN_ROW,
-    PROGRAMS,
-)
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import DECODE
 from ejkernel.types.masks.structure import Band, Rules
 
 SIDES = 2  # key heads of an item, buffers, warpgroups
@@ -56,7 +52,7 @@ class OwnTile:
 
 def programs(r: Any) -> jax.Array:
     """How many programs decode."""
-    return word(r.decoded, 0, PROGRAMS)
+    return word(r.decoded, 0, DECODE.programs)
 
 
 def _count(kernel: Any, r: Any) -> jax.Array:
@@ -77,7 +73,7 @@ def _items(kernel: Any, r: Any, count: Any, body: Callable[..., Any], carry: Any
     def item(i: Any, carry: Any) -> Any:
         number = r.program + i * some
         sequence, pair = lax.div(number, pairs), lax.rem(number, pairs)
-        row, length = (word(r.decoded, sequence, column) for column in (OWN_ROW, OWN_LENGTH))
+        row, length = (word(r.decoded, sequence, column) for column in (DECODE.row, DECODE.kv_len))
         head = pair * SIDES * group
         tile = OwnTile(head, sequence, row, length)
         return lax.cond(length > 0, lambda: body(carry, row, head, tile), lambda: carry)

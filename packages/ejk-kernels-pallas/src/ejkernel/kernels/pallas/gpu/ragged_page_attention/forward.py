@@ -4,7 +4,7 @@ The core, its bound and its sources are those of ``flash_attention/forward.py``.
 ``block_q`` packed rows of one sequence and one query head, and a block of keys is gathered by TMA:
 a box for every page of the block, or one where a page holds it. Tiles begin at multiples of 8 rows,
 which is what copies of q and o move together; rows of a tile that belong to other sequences are
-computed but not stored. The schedule says which tiles there are and in which order (``LongRows``);
+computed but not stored. The schedule says which tiles there are and in which order (``WorkTile``);
 a program that is done takes the next, so that all end together however long they take. The
 warpgroup that copies takes it, and tells the others. Before, some programs decode (``decode``).
 Values behind the last key are set to 0 before they are used, whatever the memory held.
@@ -290,8 +290,8 @@ class PagedForward(Forward):
     ) -> jax.Array:  # fmt: skip
         """o [rows, h, d] of q [rows, h, d]; rows of no tile are whatever the memory held.
 
-        cache ``[pages, page, 2 * kv heads, d]``, tables ``[n, columns]``, lines and decoded as
-        ``LongRows`` has them.
+        cache ``[pages, page, 2 * kv heads, d]``, tables ``[n, columns]``, lines and decoded are
+        ``RaggedSchedule.work_tiles`` and ``decode_rows``.
         """
         inputs = ("q", "cache", "tables", "lines", "decoded")
         outputs = {"o": jax.ShapeDtypeStruct((1, *q.shape), q.dtype)}

@@ -8,80 +8,29 @@ Which sequence is whose is decided on the device, call by call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
-import jax
-
-from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
+from ejkernel.kernels.pallas.gpu.common.chip import current_chip
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ROWS, ForwardTiles
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.forward import PagedForward
+from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.core.invocation import BoundCall
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.stages import ComposedKernel, Stage
 from ejkernel.types import calls
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
 from ejkernel.types.masks.structure import Band, Rules
-from ejkernel.types.serving.problem import PagedProblem
+from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
+from ejkernel.types.serving.schedule import LongPrefill
 
 DTYPES = ("float16", "bfloat16")
 DIMS = (64, 128)
-LEAST = 128  # rows of a sequence that fill a tile of every head
+MIN_ROWS = 128  # rows of a sequence that fill a tile of every head
 COMPARED = 256  # tokens of the largest pages that a card has compared with the formula
 ROUNDS = 2  # tiles a program at which walks of several lengths even out
-
-
-@dataclass(frozen=True)
-class LongRows:
-    """Attention of sequences with at least ``least`` new tokens.
-
-    Attributes:
-        least: tokens from which on a sequence is given to it.
-        enough: tokens of such sequences from which on it pays; with fewer it gets none.
-        scale, soft_cap: of logits.
-        tiles: of the kernel.
-        cores: multiprocessors.
-        single: whether it takes sequences of one new token too.
-    """
-
-    least: int
-    enough: int
-    scale: float
-    soft_cap: float | None
-    tiles: ForwardTiles
-    cores: int
-    single: bool = False
-
-    @property
-    def block_q(self) -> int:
-        return self.tiles.block_q
-
-    @property
-    def block_kv(self) -> int:
-        return self.tiles.block_kv
-
-    def __call__(
-        self, q: jax.Array, cache: jax.Array, tables: jax.Array, lines: jax.Array, own: jax.Array
-    ) -> jax.Array:
-        """o ``[T, h, d]`` in the rows of the tiles of ``lines``, and of the sequences of one row
-        that ``own`` has. Other rows are whatever the memory held.
-
-        cache ``[pages, page, 2 * kv heads, d]`` or packed without padding. lines int32
-        ``[tiles + 1, 8]``, a tile each, in the order in which they are worked on: sequence, row,
-        first and last row of the sequence, its length; tiles before its sequence and of it; query
-        heads that are worked on together. Lines without a tile have 0 tiles, and so has the last.
-        own int32 ``[n, 3]``: a sequence's first row; its length if it is decoded here, else 0; how
-        many programs decode.
-        """
-        rows, heads, dim = q.shape
-        cache = cache.reshape(*cache.shape[:2], -1, dim)
-        page, t = cache.shape[1], self.tiles
-        capacity = -(-page * tables.shape[1] // t.block_kv) * t.block_kv  # whole blocks
-        problem = Problem(
-            1, rows, capacity, heads, cache.shape[2] // 2, dim, dim, q.dtype.name, self.scale,
-            self.soft_cap, rules=Rules(band=Band(hi=0)),
-        )  # fmt: skip
-        kernel = PagedForward(problem, t, (), self.cores, page=page, decodes=self.single)
-        return kernel.attend(q, cache, tables, lines, own)
 
 
 def decodes(paged: PagedProblem) -> bool:
@@ -94,11 +43,46 @@ def decodes(paged: PagedProblem) -> bool:
     return compared and plain and paged.kv_heads % 2 == 0 and rows % 8 == 0 and rows <= ROWS
 
 
-class Ragged(BesideTriton):
+def prefill_kernel(problem: RaggedProblem, cores: int) -> PagedForward:
+    """Returns the kernel of the sequences that ``long_prefill`` attends to."""
+    p, t = problem.paged, forward_tiles(problem.paged)
+    capacity = -(-p.capacity // t.block_kv) * t.block_kv  # whole blocks
+    attention = Problem(
+        1, problem.rows, capacity, p.heads, p.kv_heads, p.dim, p.dim, p.query_dtype, p.scale,
+        p.soft_cap, rules=Rules(band=Band(hi=0)),
+    )  # fmt: skip
+    return PagedForward(attention, t, (), cores, page=p.page_size, decodes=decodes(p))
+
+
+def forward_tiles(paged: PagedProblem) -> ForwardTiles:
+    """Returns the tiles of the kernel.
+
+    Looking up pages takes registers, which leaves room for 64 columns of q; the constants of a cap
+    take that room.
+    """
+    return ForwardTiles(q_held=0 if paged.soft_cap else 64, registers=232)
+
+
+def long_prefill(work: Work, arrays: Arrays) -> Arrays:
+    """Returns ``o [T, h, d]`` with the rows of long prefill, and of the sequences of one new token
+    that ``decode_rows`` gives to this kernel. Other rows are unset.
+    """
+    p = work.problem.paged
+    cache = arrays["k"].reshape(p.pages, p.page_size, -1, p.dim)
+    tables = (arrays[name] for name in ("tables", "work_tiles", "decode_rows"))
+    kernel = prefill_kernel(work.problem, work.target.cores)
+    return {"o": kernel.attend(arrays["q"], cache, *tables)}
+
+
+class Ragged(ComposedKernel, PallasKernel):
     """What both ragged operations have in common."""
 
-    def unsupported_reason(self, problem: Any, target: Any) -> str | None:
-        p, reason = problem.paged, self.rest.unsupported_reason(problem, target)
+    base_platform = "triton"
+    chip = staticmethod(current_chip)
+    stages: ClassVar[Mapping[str, Stage]] = {"long_prefill": long_prefill}
+
+    def unsupported_reason(self, problem: RaggedProblem, target: Any) -> str | None:
+        p, reason = problem.paged, super().unsupported_reason(problem, target)
         if reason is not None:
             return reason
         if p.query_dtype not in DTYPES or p.key_dtype != p.query_dtype:
@@ -107,8 +91,9 @@ class Ragged(BesideTriton):
         if p.dim not in DIMS or p.layout.key_stride != 2 * p.dim:
             return f"queries: head dim {p.dim} is not among {DIMS}, or pages are padded to more"
         if p.page_size < 16 or p.page_size & (p.page_size - 1):
-            return f"{self.rest.cache}: pages of {p.page_size} are no power of two from 16 on"
-        enough = self.long(problem, target).enough
+            cache = self.call.boundary.pools[0]
+            return f"{cache}: pages of {p.page_size} are no power of two from 16 on"
+        enough = self.long(problem, target).min_total_rows
         if problem.rows % 8 or problem.rows < enough:
             return f"queries: {problem.rows} rows are no multiple of 8, or fewer than {enough}"
         return None
@@ -117,17 +102,14 @@ class Ragged(BesideTriton):
         """Ahead of the kernels for every GPU; behind XLA with pages that no card has compared."""
         return 110 if self.problem_of(call).paged.page_size <= COMPARED else -1
 
-    def long(self, problem: Any, target: Any) -> LongRows:
-        p = problem.paged
-        # looking up pages takes registers, which leaves room for 64 columns of q; a cap's
-        # constants take that
-        forward = ForwardTiles(q_held=0 if p.soft_cap else 64, registers=232)
-        enough = -(-ROUNDS * target.cores * LEAST // p.heads)
-        return LongRows(LEAST, enough, p.scale, p.soft_cap, forward, target.cores, decodes(p))
+    def long(self, problem: RaggedProblem, target: Any) -> LongPrefill:
+        """Returns which sequences go to the stage here."""
+        p, t = problem.paged, forward_tiles(problem.paged)
+        enough = -(-ROUNDS * target.cores * MIN_ROWS // p.heads)
+        return LongPrefill(MIN_ROWS, enough, t.block_q, t.block_kv, decodes(p))
 
-    def choose(self, problem: Any, target: Any) -> Any:
-        long = self.long(problem, target)
-        return replace(self.rest.choose(problem, target), long=long)
+    def choose(self, problem: RaggedProblem, target: Any) -> Any:
+        return replace(super().choose(problem, target), long=self.long(problem, target))
 
     def heuristic(self, call: BoundCall) -> dict[str, Any]:
         problem = self.problem_of(call)

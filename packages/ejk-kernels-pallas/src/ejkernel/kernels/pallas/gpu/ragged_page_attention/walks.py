@@ -1,7 +1,7 @@
 """The queue of tiles: which one a number of it is.
 
 Programs take one tile of one query head after the other. Which tiles there are, from starts and
-lengths that only the device knows, and in which order the schedule says (``LongRows``).
+lengths that only the device knows, and in which order the schedule says (``WorkTile``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-SEQUENCE, ROW, FIRST, LAST, LENGTH, BEFORE, TILES, HEADS = range(8)  # of a line of the queue
-OWN_ROW, OWN_LENGTH, PROGRAMS = range(3)  # of a line of decoded sequences
+from ejkernel.types.serving.schedule import DecodeRow, WorkTile, columns_of
+
+TILE = columns_of(WorkTile)
+DECODE = columns_of(DecodeRow)
 
 
 def tile_of(number: Any, line: Callable[[Any, int], Any], last: int, heads: int) -> tuple[Any, ...]:
@@ -22,11 +24,12 @@ def tile_of(number: Any, line: Callable[[Any, int], Any], last: int, heads: int)
     ``line(m, column)`` is the queue, ``last`` its last line. The head is -1 past the last tile.
     """
     m = jnp.minimum(lax.div(number, heads), last)
-    before, tiles, some = line(m, BEFORE), line(m, TILES), line(m, HEADS)
+    before, tiles, some = (line(m, c) for c in (TILE.tiles_before, TILE.tiles, TILE.heads))
     inside = number - before * heads
     each = jnp.maximum(tiles * some, 1)
     group = lax.div(inside, each)
     inside = inside - group * each
     m = jnp.minimum(before + lax.div(inside, some), last)
     head = jnp.where(tiles > 0, group * some + lax.rem(inside, some), -1)
-    return (head, *(line(m, column) for column in (SEQUENCE, ROW, FIRST, LAST, LENGTH)))
+    columns = (TILE.sequence, TILE.row, TILE.first_row, TILE.end_row, TILE.kv_len)
+    return (head, *(line(m, column) for column in columns))

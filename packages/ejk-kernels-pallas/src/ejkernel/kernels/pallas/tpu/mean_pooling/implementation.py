@@ -48,7 +48,8 @@ class MeanPooling(PallasKernel):
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, t, x = work.problem, work.tiles, arrays["x"]
         if t.groups:
-            return (pool_chunks(p, t, work.target, x, arrays.get("kept")),), ()
+            means = pool_chunks(p, t, work.target, x, arrays.get("kept"))
+            return (means.reshape(-1, p.channels),), ()
         bounds, counts, row_mask = _segments(p, arrays)
         found = visits(bounds, p.batch * p.rows, t.rows, empty_segments=True)
         flat = x.reshape(-1, p.channels)
@@ -59,6 +60,7 @@ class MeanPooling(PallasKernel):
     ) -> Mapping[str, Any]:
         p, t, (dout,) = work.problem, work.tiles, cotangents
         if t.groups:
+            dout = dout.reshape(p.batch, p.groups, p.channels)
             return {"x": chunks_gradient(p, t, work.target, dout, arrays.get("kept"))}
         bounds, counts, row_mask = _segments(p, arrays)
         rows = p.batch * p.rows

@@ -1,0 +1,116 @@
+"""Conversion of 8-bit values in shared memory to 16-bit values in the layout of matmuls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from ejkernel.kernels.pallas.gpu.common.registers import arith, asm, constant, i32, llvm, thread
+from ejkernel.kernels.pallas.gpu.common.tma import GROUP
+
+TILE_BYTES = 128  # of a row, in one tile of shared memory
+PIECE = 16  # numbers of a thread and turn
+TOGETHER = 4  # turns read before the first is written
+
+# four numbers, $2, to float16: two in $0 and two in $1
+TO_FLOAT16 = {
+    "int8": (  # 1024 + 128 + number, minus 1152
+        ".reg .b32 x, y; mov.b32 y, 0xe480e480; xor.b32 x, $2, 0x80808080; "
+        "prmt.b32 $0, x, 0x64646464, 0x4140; prmt.b32 $1, x, 0x64646464, 0x4342; "
+        "add.rn.f16x2 $0, $0, y; add.rn.f16x2 $1, $1, y;"
+    ),
+    "float8_e4m3fn": (
+        ".reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;"
+    ),
+    "float8_e5m2": "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
+}
+# the same to bfloat16
+_FROM_FLOAT16 = " .reg .b16 c, d; .reg .f32 f, g;" + "".join(
+    f" mov.b32 {{c, d}}, ${i}; cvt.f32.f16 f, c; cvt.f32.f16 g, d; cvt.rn.bf16x2.f32 ${i}, g, f;"
+    for i in range(2)
+)
+TO_BFLOAT16 = {kind: text + _FROM_FLOAT16 for kind, text in TO_FLOAT16.items()} | {
+    # seven bits, and a sign worth -128: 128 + bits, and -128 - 128 sign, whose sum is exact
+    "int8": ".reg .b32 x, y, z; mov.b32 y, 0x43004300; mov.b32 z, 0xc300c300;"
+    + "".join(
+        f" prmt.b32 ${i}, $2, 0, {places}; lop3.b32 x, ${i}, 0x00800080, z, 0xea;"
+        f" lop3.b32 ${i}, ${i}, 0x007f007f, y, 0xea; add.rn.bf16x2 ${i}, ${i}, x;"
+        for i, places in enumerate(("0x4140", "0x4342"))
+    )
+}
+
+
+def convert_rows(source: Any, target: Any, kind: str) -> None:
+    """Converts ``source [rows, columns]`` of dtype ``kind`` to ``target``; both in shared memory.
+
+    ``target`` is float16 or bfloat16 in the layout of ``tiled``, ``source`` is row-major. All
+    threads of a warpgroup take part. ``source`` may be the second half of ``target``'s memory if
+    ``target`` has 64 columns.
+    """
+    rows, columns = target.shape
+    tiles = columns * 2 // TILE_BYTES
+    each = columns // PIECE  # pieces of a row
+    turns = rows * each // 128
+    in_place = tiles == 1  # so the source may be
+    to = {"float16": TO_FLOAT16, "bfloat16": TO_BFLOAT16}[jnp.dtype(target.dtype).name]
+    text = f"{{ {to[kind]} }}"
+    pattern = (plgpu.TilingTransform((GROUP, TILE_BYTES // 2)), plgpu.SwizzleTransform(TILE_BYTES))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(pattern)))
+    def apply(_: Any, source: Any, target: Any) -> None:
+        two = ir.Type.parse("!llvm.struct<(i32, i32)>")
+        (pitch, _), _ = ir.MemRefType(source.type).get_strides_and_offset()
+        (row_of_tiles, *_), _ = ir.MemRefType(target.type).get_strides_and_offset()
+        source, target = (llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(x)) for x in (source, target))
+        number = arith.andi(thread(), constant(127))
+        piece = arith.remui(number, constant(each))
+        line = arith.divui(number, constant(each))
+        row = arith.remui(line, constant(GROUP))
+        group = arith.divui(line, constant(GROUP))
+        tile = arith.divui(piece, constant(4))
+        # the halves of a piece change places where lanes would meet in a bank otherwise
+        swapped = arith.xori(arith.shrui(number, constant(2)), arith.shrui(number, constant(3)))
+        swapped = arith.andi(swapped, constant(int(tiles > 1)))
+        chunk = arith.muli(arith.remui(piece, constant(4)), constant(2))
+        here = arith.addi(arith.muli(tile, constant(1024)), arith.muli(row, constant(TILE_BYTES)))
+        here = arith.addi(here, arith.muli(group, constant(2 * row_of_tiles)))
+        here = arith.addi(target, here)
+        there = arith.addi(arith.muli(line, constant(pitch)), arith.muli(piece, constant(PIECE)))
+        there = arith.addi(source, there)
+
+        def half(which: int) -> tuple[Any, Any]:
+            """Where half a piece of the first turn is read, and where it goes."""
+            mine = arith.xori(swapped, constant(which))
+            at = arith.xori(arith.addi(chunk, mine), row)
+            read = arith.addi(there, arith.muli(mine, constant(8)))
+            return read, arith.addi(here, arith.muli(at, constant(16)))
+
+        halves = [half(which) for which in range(2)]
+        lines = 128 // each  # rows of a turn
+        stride = lines // GROUP * 2 * row_of_tiles
+
+        def read(turn: int) -> list[Any]:
+            load = f"ld.shared.v2.b32 {{$0, $1}}, [$2+{turn * lines * pitch}];"
+            found = [asm(load, "=r,=r,r", two, at) for at, _ in halves]
+            return [[llvm.extractvalue(i32(), x, [i]) for i in range(2)] for x in found]
+
+        def write(turn: int, found: list[Any]) -> None:
+            store = f"st.shared.v4.b32 [$0+{turn * stride}], {{$1, $2, $3, $4}};"
+            for (_, at), words in zip(halves, found, strict=True):
+                pairs = [asm(text, "=&r,=&r,r", two, word) for word in words]
+                wide = [llvm.extractvalue(i32(), x, [i]) for x in pairs for i in range(2)]
+                asm(store, "r,r,r,r,r", None, at, *wide)
+
+        for first in range(0, turns, TOGETHER):
+            some = range(first, min(first + TOGETHER, turns))
+            found = [read(turn) for turn in some]
+            if in_place:
+                mgpu.utils.warpgroup_barrier()
+            for turn, x in zip(some, found, strict=True):
+                write(turn, x)
+
+    apply(source, target)

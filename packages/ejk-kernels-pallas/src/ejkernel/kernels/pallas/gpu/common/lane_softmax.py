@@ -1,0 +1,124 @@
+"""Maxima and sums of rows in registers, where four lanes have the elements of a row.
+
+Lanes exchange values only where they must: the maximum of all four is computed where one of them
+saw more than the slack allows, and each lane keeps its own sum until a partial result ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from ejkernel.kernels.pallas.gpu.common.registers import (
+    LAYOUT,
+    ROW,
+    SCALAR,
+    arith,
+    constant,
+    element,
+    like,
+    llvm,
+    on_registers,
+    other_lane,
+    packed,
+    scf,
+    vector,
+)
+from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
+
+
+def _reduce_rows(x: Any, combine: Any) -> list[Any]:
+    """Returns the reduction of a lane's elements of each of its two rows."""
+    found = []
+    for row in range(2):
+        pairs = [p for at, p in np.ndenumerate(x.registers) if at[4] == row]
+        both = functools.reduce(combine, pairs)
+        found.append(combine(element(both, 0), element(both, 1)))
+    return found
+
+
+def _pack_rows(like_this: Any, values: list[Any]) -> Any:
+    """Returns values of the two rows as an array in the layout of ``like_this``."""
+    registers = np.empty_like(like_this.registers)
+    kind = like_this.registers.flat[0].type
+    registers.flat = [vector.broadcast(kind, x) for x in values]
+    return like(like_this, registers)
+
+
+def lane_sums(x: jax.Array, rows: jax.Array, factors: jax.Array) -> jax.Array:
+    """Returns ``rows * factors`` plus this lane's elements of the rows of ``x``."""
+
+    @on_registers(rows, ROW, ROW, LAYOUT)
+    def apply(rows: Any, factors: Any, x: Any) -> Any:
+        sums = _reduce_rows(x, arith.addf)
+        old = [element(r, 0) for r in rows.registers.flat]
+        by = [element(r, 0) for r in factors.registers.flat]
+        new = [llvm.intr_fma(o, f, s) for o, f, s in zip(old, by, sums, strict=True)]
+        return _pack_rows(rows, new)
+
+    return apply(rows, factors, x)
+
+
+def sum_over_lanes(rows: jax.Array) -> jax.Array:
+    """Returns the sums of rows from the sums of lanes."""
+
+    @on_registers(rows, ROW)
+    def apply(rows: Any) -> Any:
+        found = []
+        for x in (element(r, 0) for r in rows.registers.flat):
+            for distance in (1, 2):
+                x = arith.addf(x, other_lane(x, distance))
+            found.append(x)
+        return _pack_rows(rows, found)
+
+    return apply(rows)
+
+
+def raise_maxima(m: jax.Array, x: jax.Array, slack: float | jax.Array) -> jax.Array:
+    """Returns maxima ``m`` of rows, raised to those of ``x`` that are more than ``slack`` above."""
+    traced = () if isinstance(slack, float) else (slack,)
+
+    @on_registers(m, ROW, LAYOUT, *(SCALAR for _ in traced))
+    def apply(m: Any, x: Any, *given: Any) -> Any:
+        old = [element(r, 0) for r in m.registers.flat]
+        more = given[0].registers.item() if isinstance(slack, jax.Array) else constant(slack)
+        limit = [arith.addf(o, more) for o in old]
+        seen = _reduce_rows(x, arith.maxnumf)
+        above = arith.CmpFPredicate.OGT
+        over = [arith.cmpf(above, a, b) for a, b in zip(seen, limit, strict=True)]
+        branch = scf.IfOp(any_in_warp(over), [o.type for o in old], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            new = []
+            for top, o, most in zip(seen, old, limit, strict=True):
+                for distance in (1, 2):
+                    top = arith.maxnumf(top, other_lane(top, distance))
+                new.append(arith.select(arith.cmpf(above, top, most), top, o))
+            scf.yield_(new)
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(old)
+        return _pack_rows(m, list(branch.results))
+
+    return apply(m, x, *traced)
+
+
+def to_16_bit(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns ``x`` as float16 or bfloat16, converted here: a later conversion would keep twice the
+    registers."""
+    kind = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), layout=LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=kind)
+    def apply(_: Any, x: Any) -> Any:
+        pair_type = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
+        out = np.empty_like(x.registers)
+        for at, pair in np.ndenumerate(x.registers):
+            out[at] = llvm.bitcast(pair_type, packed(element(pair, 0), element(pair, 1), dtype))
+        return like(x, out)
+
+    return apply(x)

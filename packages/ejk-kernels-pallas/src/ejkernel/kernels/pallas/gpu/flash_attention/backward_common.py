@@ -1,0 +1,155 @@
+"""Shared by the backward kernels: loops over block lists, the mask of a tile, the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.pallas.common.units import scale
+from ejkernel.kernels.pallas.compat import untracked
+from ejkernel.kernels.pallas.gpu.common.masks import (
+    hide_other_segments,
+    hide_outside,
+    hide_unset,
+    row_of,
+)
+from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warp
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
+from ejkernel.kernels.pallas.gpu.flash_attention.lists import LIMIT
+from ejkernel.types.attention.problem import LOG2E, Problem
+
+ROWS = 64  # of a warpgroup's matmul
+CONSUMERS = 2
+CONSUMER_REGISTERS, OTHER_REGISTERS = 240, 24
+
+
+def for_each_visit(table: Any, at: tuple, step: Callable[..., None]) -> Any:
+    """``step(query block, steps before, whether a mask is needed)`` for the blocks of a list.
+
+    Returns their number.
+    """
+
+    last = table.shape[-1] - 1
+
+    def one_visit(t: Any, visit: Any) -> Any:
+        following = table[*at, lax.min(t + 2, last)]  # read before it is needed
+        step(visit & (LIMIT - 1), t, visit >= LIMIT)
+        return following
+
+    length, first = table[*at, 0], table[*at, 1]
+    lax.fori_loop(0, length, one_visit, first)
+    return length
+
+
+def next_unit(counter: Any, count: int, unit_of: Callable[[Any], Any]) -> Any:
+    """Returns ``unit_of(n)`` for the next of ``count`` work indices, then -1; for a single warp."""
+    index = taken_by_warp(counter)
+    return lax.select(index < count, unit_of(lax.min(index, count - 1)), -1)
+
+
+def needs_masks(plan: Plan, r: Any) -> bool:
+    """Returns whether any tile may have hidden pairs."""
+    return plan.kv_tail or not plan.band.empty or hasattr(r, "bits") or hasattr(r, "q_ids")
+
+
+def hide(
+    plan: Plan, r: Any, x: jax.Array, head: tuple[Any, Any], first_q: Any, first_key: Any,
+    word: tuple[Any, Any], *, by_key: bool,
+) -> jax.Array:  # fmt: skip
+    """Logits of a tile of a (batch, head), -inf where a pair is invisible.
+
+    Rows are queries, or keys with ``by_key``; ``word``: the index of the tile's bits.
+    """
+    if plan.kv_tail or not plan.band.empty:
+        left = plan.problem.kv_len - first_key if plan.kv_tail else None
+        end: dict[str, Any] = {"rows_left" if by_key else "columns_left": left}
+        x = hide_outside(x, plan.band, first_key - first_q, transposed=by_key, **end)
+    if hasattr(r, "bits"):
+        x = hide_unset(x, r.bits[*row_of(r.bits, *head), *word])
+    if hasattr(r, "q_ids"):
+        sides = [(r.q_ids, first_q), (r.kv_ids, first_key)]
+        ids = [
+            ids.at[*row_of(ids, head[0]), pl.ds(first, n)]
+            for (ids, first), n in zip(sides[::-1] if by_key else sides, x.shape, strict=True)
+        ]
+        x = hide_other_segments(x, *ids)
+    return x
+
+
+def base2(problem: Problem, s: jax.Array, less: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns base-2 logits of dot products plus the row term ``less``, and the slope of a cap."""
+    if problem.soft_cap is None:
+        return (s + less) * (scale(problem) * LOG2E), None
+    tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
+    return tanh * (problem.soft_cap * LOG2E) + less, 1.0 - tanh * tanh
+
+
+def copy_step(r: Any, batch: Any, head: Any, i: Any, n: Any, block: int, stages: int) -> None:
+    """Copies block i of q with lse and do with delta for step n, once their buffers are free."""
+    slot, rows = lax.rem(n, stages), pl.ds(i * block, block)
+    for tile, row, tile_s, row_s, full, empty in (
+        (r.q, r.lse, r.q_s, r.lse_s, r.q_full, r.q_empty),
+        (r.do, r.delta, r.do_s, r.delta_s, r.do_full, r.do_empty),
+    ):
+        pl.when(n >= stages)(lambda empty=empty: plgpu.barrier_wait(empty.at[slot]))
+        plgpu.copy_gmem_to_smem(tile.at[batch, rows, head], tile_s.at[slot], full.at[slot])
+        plgpu.copy_gmem_to_smem(row.at[batch, head, rows], row_s.at[slot], full.at[slot])
+
+
+def launch_backward(
+    name: str,
+    programs: int,
+    program: Callable[[Any], Any],
+    consumers: Sequence[Callable[..., None]],
+    move: Callable[..., None],
+    operands: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
+) -> tuple[jax.Array, ...]:
+    """Launches a kernel whose warpgroups compute, ``consumers``, or copy, ``move``.
+
+    Each is called with all references by name, the result of ``program`` on them and the index of
+    the warpgroup. A single consumer runs in both warpgroups, of two each runs in one.
+    """
+    names = (*operands, *outputs, *scratch)
+
+    def body(*refs: Any) -> None:
+        r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
+        wg = lax.axis_index("wg")
+        made = program(r)
+        for n, consume in enumerate(consumers):
+
+            @pl.when(wg < CONSUMERS if len(consumers) == 1 else wg == n)
+            def _(consume: Callable[..., None] = consume) -> None:
+                plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+                consume(r, made, wg)
+
+        @pl.when(wg == CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
+            move(r, made, wg)
+
+    kinds = tuple(outputs.values())
+    kernel = plgpu.kernel(
+        body,
+        out_type=kinds,
+        scratch_types=list(scratch.values()),
+        grid=(programs,),
+        grid_names=("item",),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    return untracked(kernel, kinds)(*operands.values())

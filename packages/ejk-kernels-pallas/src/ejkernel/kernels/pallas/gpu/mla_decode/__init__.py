@@ -1,1 +1,0 @@
-"""Latent decoding for Hopper GPUs."""

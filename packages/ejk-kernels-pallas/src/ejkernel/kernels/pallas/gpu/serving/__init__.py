@@ -1,0 +1,1 @@
+"""Serving on Hopper: prefill and decoding over paged caches."""

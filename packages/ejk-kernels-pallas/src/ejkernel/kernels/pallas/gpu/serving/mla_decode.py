@@ -1,0 +1,652 @@
+"""Latent decoding on Hopper: 64 query rows against a range of the paged cache, each row read once.
+
+    s_j = q . c_j,  p_j = exp2(c (s_j - m)),  l = sum_j p_j,  o = sum_j p_j c_j[:latent]
+
+Work split: a program has 64 query rows and one unit of the split schedule
+(``types.serving.split``), a range of steps of 64 tokens. The programs of one unit are neighbours,
+so that the second reads the cache from L2. One of a program's three warpgroups multiplies cache
+rows by the queries and makes probabilities. The other two accumulate half of the value columns
+each, 128 registers a thread. So the values of a step are accumulated while the scores of the next
+are computed.
+
+Queries in shared memory would be read by every matmul of scores: 72 KB, as much again as the cache.
+They would also leave room for two steps of the cache, and the next scores would wait for a load
+that starts when the last values are accumulated. So the score warpgroup holds 448 of the 576 query
+columns in 112 registers a thread for as long as a sequence lasts, and there is room for three
+steps. ptxas keeps 24 registers for itself: with 512 columns, or fewer registers for the values, it
+serialises the matmuls.
+
+No warpgroup only copies. The warpgroup that has read a part of a step last starts the TMA copies of
+the same part of a later step, a box for every page. The two value warpgroups load their halves of
+the columns three steps ahead; the score warpgroup loads the rotary columns one step ahead.
+
+The values of a step are accumulated behind the next scores, during the exponentials: if they
+started with those scores, nothing would fill the tensor cores during the exponentials.
+Probabilities wait in registers until the next scores are started, so that the scores wait neither
+for values nor for writes to shared memory (0.263 -> 0.245 ms on an H200, 64 sequences of 8192). The
+score warpgroup decides how fast a step is: it reads page numbers before the matmul and lengths once
+a sequence (0.237), and lanes share values only where they must (``lane_softmax``, 0.227).
+
+At the end of a partial result its last probabilities do not wait: values are accumulated and
+written while the queries of the next sequence are read, 16 bytes a lane either way
+(``vector_rows``).
+
+Accumulators are rescaled only where a row's maximum has grown by more than ``SLACK`` powers of two.
+Cache rows behind the last are zeroed before they are used, because 0 * NaN is NaN.
+
+8-bit caches (``EightBitLoader``): rows arrive as they are, two steps ahead, next to the buffers of
+two steps of 16-bit rows. Where the values of a step are accumulated, its buffer is free: each value
+warpgroup converts its half of the step after the next there, the first columns during the matmuls
+of the other columns, and those during the exponentials of the next step. The score warpgroup
+converts the rotary columns, behind the matmuls that do not need them. Half as many bytes are read
+as of 16-bit rows, and the matmuls are the same. Every 8-bit value is exact in float16 and bfloat16.
+
+Bound: 2 * rows * (dim + latent) operations a token; at 128 rows 146 GFLOP for 64 sequences of 8192,
+0.21 ms at 690 TFLOP/s, more than the 0.14 ms in which 604 MB are read at 4.3 TB/s. Cycles of a
+step, each matmul at its full rate: scores 1152, values 1024; shared memory at 128 bytes a cycle
+2112: 64 KB + 8 KB of the cache and 16 KB of queries for the scores, 64 KB and four times 8 KB of
+probabilities for the values, 72 + 8 KB written. 8-bit rows are read and written once more in shared
+memory: 0.298 ms of float8_e4m3fn, 0.213 of bfloat16. A third step of 16-bit rows, with 8-bit rows
+in its buffer until they are converted, takes the same; float16 rows for bfloat16 queries take 4%
+less, and converting the queries 5% more.
+
+Sources: DeepSeek-V2 (arXiv 2405.04434), section 2.1; Shah et al. 2024, FlashAttention-3 (arXiv
+2407.08608), section 3.1 (warp specialisation); Dao et al. 2023, "Flash-Decoding for long-context
+inference".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.pallas import compat
+from ejkernel.kernels.pallas.common.units import unit as natural_unit
+from ejkernel.kernels.pallas.gpu.common.convert import convert_rows
+from ejkernel.kernels.pallas.gpu.common.lane_softmax import (
+    lane_sums,
+    raise_maxima,
+    sum_over_lanes,
+    to_16_bit,
+)
+from ejkernel.kernels.pallas.gpu.common.masks import hide_outside
+from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, ROW, read
+from ejkernel.kernels.pallas.gpu.common.rows import clear_rows, scale_rows
+from ejkernel.kernels.pallas.gpu.common.tma import tiled
+from ejkernel.kernels.pallas.gpu.common.vector_rows import load_rows, store_rows
+from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
+from ejkernel.kernels.pallas.gpu.serving.mla_split import find_unit
+from ejkernel.types.attention.problem import LOG2E
+from ejkernel.types.masks.structure import Band
+from ejkernel.types.serving.problem import LatentProblem
+from ejkernel.types.serving.split import CutSequence
+
+F32 = jnp.float32
+LATENT, ROPE = 512, 64
+ROWS = 64  # query rows of a program
+STEP_SHIFT = 6
+STEP = 1 << STEP_SHIFT  # tokens of a step
+HALVES = 2  # of the value columns, one for each value warpgroup
+HALF = LATENT // HALVES
+COLUMNS = 128  # of one matmul of values
+HELD = ((0, 0, 256), (1, 256, 192))  # (half, first column, columns) of queries in registers
+Q_TAIL = LATENT - 64  # first column of the queries in shared memory
+ALPHA, SHARE = range(2)  # rows of ``row_factors``
+SLACK = 8.0
+SCORES = HALVES  # number of the score warpgroup, after the value warpgroups
+REGISTERS = {"values": 160, "scores": 184}  # of a thread
+STAGES = 3  # steps of 16-bit values in shared memory
+EIGHT_BIT_STAGES = 2  # the same where the cache has 8 bits
+EIGHT_BIT_STAGED = 2  # steps whose 8-bit rows are in shared memory
+
+
+def scale_of(k_scale: Any, sequence: Any) -> jax.Array | None:
+    """Returns the scale of a sequence's cache rows from ``k_scale [1 or b]``; None: 1."""
+    if k_scale is None:
+        return None
+    return k_scale[sequence if k_scale.shape[0] > 1 else 0]
+
+
+def logit_unit(c: float, scale: jax.Array | None) -> Any:
+    """Returns the absolute base-2 logit of a dot product of 1 with such rows."""
+    if scale is None:
+        return c
+    return jnp.maximum(jnp.abs(scale) * c, jnp.finfo(jnp.float32).tiny)
+
+
+def _rows_of(value: float) -> jax.Array:
+    return plgpu.layout_cast(jnp.full((ROWS,), value, F32), ROW)
+
+
+class Step(NamedTuple):
+    """A step of a unit: its sequence, its number in the sequence, and the sequence's length."""
+
+    sequence: Any
+    j: Any
+    length: Any
+
+    @property
+    def steps(self) -> Any:
+        """Steps of the sequence."""
+        return lax.shift_right_logical(self.length + (STEP - 1), STEP_SHIFT)
+
+    @property
+    def is_last(self) -> Any:
+        """Whether it is the sequence's last step."""
+        return self.j + 1 == self.steps
+
+    def is_complete(self, n: Any) -> Any:
+        """Returns whether the unit, whose n-th step this is, has had all of the sequence."""
+        return (n >= self.j) & self.is_last
+
+
+@dataclass(frozen=True)
+class MLADecodeKernel:
+    """The kernel of one problem.
+
+    Attributes:
+        problem: sizes and dtypes. Each new token has ``heads`` query rows, a multiple of 64.
+        cores: multiprocessors.
+    """
+
+    problem: LatentProblem
+    cores: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a sequence."""
+        return self.problem.tokens * self.problem.heads
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of matmuls."""
+        return self.problem.query_dtype
+
+    @property
+    def blocks(self) -> int:
+        """Programs of a unit."""
+        return self.rows // ROWS
+
+    @property
+    def units(self) -> int:
+        return max(1, self.cores // self.blocks)
+
+    @property
+    def c(self) -> float:
+        """Absolute base-2 logit of a dot product of 1."""
+        return natural_unit(self.problem) * LOG2E
+
+    @property
+    def loader(self) -> Loader:
+        p = self.problem
+        of = Loader if p.key_dtype == p.query_dtype else EightBitLoader
+        return of(self)
+
+    # ---- the range of a unit ----------------------------------------------------------------
+
+    def place(self) -> tuple[jax.Array, jax.Array]:
+        """Returns (unit, block of query rows) of this program."""
+        program = lax.axis_index("program")
+        return lax.div(program, self.blocks), lax.rem(program, self.blocks)
+
+    def first_step(self, r: Any) -> Step:
+        sequence = r.unit.sequence
+        return Step(sequence, r.unit.step, self.length(r, sequence))
+
+    def partial(self, r: Any, at: Step, n: Any) -> jax.Array:
+        """Returns the number of what this program accumulates of a sequence until step n."""
+        inside = self.place()[0] * 2 + (at.sequence != r.unit.sequence).astype(jnp.int32)
+        return jnp.where(at.is_complete(n), 2 * self.units + at.sequence, inside)
+
+    def length(self, r: Any, sequence: Any) -> jax.Array:
+        return jnp.clip(r.lengths[sequence], 0, self.problem.capacity)
+
+    def next_step(self, r: Any, at: Step) -> Step:
+        """Returns the step after ``at``; behind the last sequence, any."""
+        batch = self.problem.batch
+
+        def is_empty(sequence: Any) -> Any:
+            return (r.lengths[sequence] <= 0) & (sequence + 1 < batch)
+
+        def next_sequence() -> Any:
+            after = jnp.minimum(at.sequence + 1, batch - 1)
+            after = lax.while_loop(is_empty, lambda s: s + 1, after)
+            return after, jnp.int32(0), self.length(r, after)
+
+        same = (at.sequence, at.j + 1, at.length)
+        return Step(*lax.cond(at.is_last, next_sequence, lambda: same))
+
+    def for_each_step(self, r: Any, body: Callable[..., Any], carry: Any) -> Any:
+        """Runs ``carry = body(carry, n, step, is_last_of_partial)`` for every step."""
+        count = r.unit.steps
+
+        def step(n: Any, state: Any) -> Any:
+            at, carry = state
+            carry = body(carry, n, at, at.is_last | (n + 1 == count))
+            return self.next_step(r, at), carry
+
+        return lax.fori_loop(0, count, step, (self.first_step(r), carry))[1]
+
+    # ---- scores -----------------------------------------------------------------------------
+
+    def load_queries(self, r: Any, sequence: Any) -> tuple[Any, ...]:
+        """Returns the columns of this program's queries in registers; starts to copy the others."""
+        rows = pl.ds(self.place()[1] * ROWS, ROWS)
+        tail = pl.ds(Q_TAIL, LATENT + ROPE - Q_TAIL)
+        plgpu.copy_gmem_to_smem(r.q.at[sequence, rows, tail], r.q_tail, r.q_ready)
+        return tuple(load_rows(r.q.at[sequence, rows, pl.ds(first, n)]) for _, first, n in HELD)
+
+    def compute_scores(self, r: Any) -> None:
+        plgpu.set_max_registers(REGISTERS["scores"], action="increase")
+        p, loader = self.problem, self.loader
+        block = self.place()[1]
+        token = lax.div(block * ROWS, self.rows // p.tokens)
+        count = r.unit.steps
+
+        def publish(n: Any, probs: Any, alpha: Any, m: Any, total: Any, is_last: Any) -> None:
+            """Writes the probabilities of step n, and after the last the share of the values."""
+            pl.when(n > 0)(lambda: plgpu.barrier_wait(r.p_free))
+            r.p[...] = probs
+            r.row_factors[ALPHA] = alpha
+
+            @pl.when(is_last)
+            def divide() -> None:
+                row_sum = sum_over_lanes(total)
+                r.row_factors[SHARE] = 1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum)
+
+            plgpu.commit_smem()
+
+        def multiply(s_acc: Any, held: Any, n: Any, has_probs: Any, before: list) -> Any:
+            slot = lax.rem(n, loader.stages)
+            plgpu.barrier_wait(r.ready.at[slot])
+            for x, (half, _, columns) in zip(held, HELD, strict=True):
+                plgpu.wgmma(s_acc, x, r.main.at[slot, half, :, pl.ds(0, columns)].T)
+            tail = r.main.at[slot, HALVES - 1, :, pl.ds(HALF - 64, 64)]
+            plgpu.wgmma(s_acc, r.q_tail.at[:, pl.ds(0, 64)], tail.T)
+            loader.wait_rope(r)
+            plgpu.wgmma(s_acc, r.q_tail.at[:, pl.ds(64, ROPE)], r.rope.T)
+            pl.when(has_probs)(lambda: publish(n - 1, *before, jnp.bool_(False)))
+            plgpu.wgmma_wait(1)  # the values of the step before start behind all but one matmul
+            pl.when(has_probs)(lambda: plgpu.barrier_arrive(r.p_ready))
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+        def step(carry: Any, n: Any, at: Step, is_last: Any) -> Any:
+            is_new, held, *state = carry
+            slot = lax.rem(n, loader.stages)
+            # read before the matmul, used after it
+            boxes = loader.boxes(r, self.next_step(r, at))
+            scale = scale_of(r.k_scale, at.sequence)
+
+            @pl.when(is_new & (n > 0))
+            def publish_last() -> None:  # accumulated and written while queries are loaded
+                publish(n - 1, *state, jnp.bool_(True))
+                plgpu.barrier_arrive(r.p_ready)
+
+            held = lax.cond(is_new, lambda: self.load_queries(r, at.sequence), lambda: held)
+            pl.when(is_new)(lambda: plgpu.barrier_wait(r.q_ready))
+            s = pl.run_scoped(
+                lambda acc: multiply(acc, held, n, jnp.logical_not(is_new), state),
+                plgpu.ACC((ROWS, STEP), F32),
+            )
+            _, _, m, total = state
+            m = lax.cond(is_new, lambda: _rows_of(-jnp.inf), lambda: m)
+            total = lax.cond(is_new, lambda: _rows_of(0.0), lambda: total)
+            pl.when(n + 1 < count)(lambda: loader.load_rope(r, boxes))
+            c = logit_unit(self.c, scale)
+            s = -s if p.scale < 0.0 else s
+            s = s if scale is None else s * jnp.where(scale < 0, -1.0, 1.0)
+            left = at.length - (p.tokens - 1 - token) - at.j * STEP
+
+            def hide() -> jax.Array:
+                return hide_outside(s, Band(), 0, columns_left=left)
+
+            s = lax.cond(left < STEP, hide, lambda: s)
+            top = raise_maxima(m, s, SLACK / c)
+            # a token before the last may see nothing of a partial result
+            shift = top if p.tokens == 1 else jnp.where(top == -jnp.inf, 0.0, top)
+            alpha = jnp.exp2((m - shift) * c)
+            probs = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * c)
+            total = lane_sums(probs, total, alpha)
+            probs = to_16_bit(probs, self.dtype)
+            left = at.length - at.j * STEP
+            pl.when(left < STEP)(lambda: _clear_values(r.main.at[slot], left))
+
+            @pl.when(is_last)
+            def store_sums() -> None:
+                here = (self.partial(r, at, n), pl.ds(block * ROWS, ROWS))
+                compat.store_registers(r.m.at[here], top)
+                compat.store_registers(r.total.at[here], sum_over_lanes(total))
+
+            return is_last, held, probs, alpha, top, total
+
+        @pl.when(block == 0)
+        def store_cut() -> None:  # for the merge
+            for i, x in enumerate(r.unit.cut):
+                r.cuts[self.place()[0], i] = x
+
+        @pl.when(count > 0)
+        def compute() -> None:
+            loader.load_rope(r, loader.boxes(r, self.first_step(r)))
+            zeros = tuple(
+                plgpu.layout_cast(jnp.zeros((ROWS, columns), self.dtype), LAYOUT)
+                for _, _, columns in (*HELD, (0, 0, STEP))
+            )
+            state = (zeros[-1], _rows_of(0.0), _rows_of(-jnp.inf), _rows_of(0.0))
+            carry = (jnp.bool_(True), zeros[:-1], *state)
+            _, _, *state = self.for_each_step(r, step, carry)
+            publish(count - 1, *state, jnp.bool_(True))
+            plgpu.barrier_arrive(r.p_ready)
+
+    # ---- values -----------------------------------------------------------------------------
+
+    def accumulate_values(self, r: Any) -> None:
+        plgpu.set_max_registers(REGISTERS["values"], action="decrease")
+        loader = self.loader
+        half = lax.axis_index("wg")
+        rows = pl.ds(self.place()[1] * ROWS, ROWS)
+        count = r.unit.steps
+
+        def store(at: Step, n: Any, *values: Any) -> None:
+            sequence, complete, partial = at.sequence, at.is_complete(n), self.partial(r, at, n)
+            share = read(r.row_factors.at[SHARE], ROW, optimized=False)
+            scale = scale_of(r.k_scale, sequence)
+            share = share if scale is None else share * scale
+            for i, x in enumerate(values):
+                columns = pl.ds(half * HALF + i * COLUMNS, COLUMNS)
+
+                @pl.when(complete)
+                def store_output(x: Any = x, columns: Any = columns) -> None:
+                    store_rows(r.o.at[sequence, rows, columns], x, share)
+
+                @pl.when(jnp.logical_not(complete))
+                def store_partial(x: Any = x, columns: Any = columns) -> None:
+                    store_rows(r.partial_o.at[partial, rows, columns], x)
+
+            plgpu.commit_smem()  # all warps have read what is overwritten from here on
+
+        def accumulate(*accs: Any) -> None:
+            def step(ahead: Step, n: Any, at: Step, is_last: Any) -> Any:
+                slot = lax.rem(n, loader.stages)
+                values = r.main.at[slot, half]
+                boxes = loader.boxes_before_wait(r, ahead)
+                plgpu.barrier_wait(r.ready.at[slot])
+                plgpu.barrier_wait(r.p_ready)
+                alpha = read(r.row_factors.at[ALPHA], ROW, optimized=False)
+                for acc in accs:
+                    acc[...] = scale_rows(acc[...], alpha, clear=True)
+                for i, acc in enumerate(accs):
+                    columns = pl.ds(i * COLUMNS, COLUMNS)
+                    plgpu.wgmma(acc, r.p, values.at[:, columns])
+                loader.during_matmuls(r, n, half, count)
+                # one value before and in the branch: two would be in registers together
+                loaded = [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accs]
+                loader.after_matmuls(r, n, boxes, half, count)
+                pl.when(is_last)(lambda: store(at, n, *loaded))
+                for acc, x in zip(accs, loaded, strict=True):
+                    acc[...] = x
+                plgpu.barrier_arrive(r.p_free)
+                loader.after_step(r, n, ahead, half, count)
+                return self.next_step(r, ahead)
+
+            self.for_each_step(r, step, loader.load_first(r, half, count))
+
+        pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, COLUMNS), F32)] * (HALF // COLUMNS))
+
+    # ---- launch -----------------------------------------------------------------------------
+
+    def scratch(self) -> dict[str, Any]:
+        """Returns shared memory and barriers by name."""
+        loaded = self.loader.scratch()
+        return {
+            "main": loaded.pop("main"),
+            "rope": loaded.pop("rope"),
+            "q_tail": tiled((ROWS, LATENT + ROPE - Q_TAIL), self.dtype),
+            "p": tiled((ROWS, STEP), self.dtype),
+            "row_factors": plgpu.SMEM((SHARE + 1, ROWS), F32),  # an array takes 1 KB at least
+            "q_ready": plgpu.Barrier(),
+            "ready": loaded.pop("ready"),
+            "rope_ready": loaded.pop("rope_ready"),
+            "p_ready": plgpu.Barrier(),
+            "p_free": plgpu.Barrier(num_arrivals=HALVES),
+            **loaded,
+        }
+
+    def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the results by name.
+
+        o has the outputs of complete sequences; the others are unset. Partial results are float32:
+        partial_o ``[partials, rows, 512]``, m and total ``[partials + b, rows]``. Those that no
+        program has are unset. cuts ``[units, 4]`` are the ``CutSequence`` of every unit.
+        """
+        batch, partials = self.problem.batch, 2 * self.units
+        sums = jax.ShapeDtypeStruct((partials + batch, self.rows), F32)
+        cuts = (self.units, len(CutSequence._fields))
+        return {
+            "o": jax.ShapeDtypeStruct((batch, self.rows, LATENT), self.dtype),
+            "partial_o": jax.ShapeDtypeStruct((partials, self.rows, LATENT), F32),
+            "m": sums,
+            "total": sums,
+            "cuts": jax.ShapeDtypeStruct(cuts, jnp.int32),
+        }
+
+    def __call__(
+        self, q: jax.Array, cache: jax.Array, tables: jax.Array, lengths: jax.Array,
+        k_scale: jax.Array | None = None,
+    ) -> tuple[jax.Array, ...]:  # fmt: skip
+        """Returns the arrays of ``outputs``.
+
+        q ``[b, rows, 576]``, cache ``[pages, page, 576]``, tables ``[b, columns]``, lengths
+        ``[b]``, k_scale float32 ``[1 or b]``: the scale of the cache.
+        """
+        inputs = {"q": q, "cache": cache, "tables": tables, "lengths": lengths}
+        if k_scale is not None:
+            inputs["k_scale"] = k_scale
+        outputs = self.outputs()
+
+        def body(*refs: Any, **scratch: Any) -> None:
+            named = {"k_scale": None} | dict(zip((*inputs, *outputs), refs, strict=True))
+            r = SimpleNamespace(**named, **self.loader.named(scratch))
+            unit, capacity = self.place()[0], self.problem.capacity
+            r.unit = find_unit(r.lengths, unit, units=self.units, step=STEP, capacity=capacity)
+            wg = lax.axis_index("wg")
+            pl.when(wg == SCORES)(lambda: self.compute_scores(r))
+            pl.when(wg < HALVES)(lambda: self.accumulate_values(r))
+
+        kernel = plgpu.kernel(
+            body,
+            out_type=tuple(outputs.values()),
+            scratch_types=self.scratch(),
+            grid=(self.units * self.blocks,),
+            grid_names=("program",),
+            num_threads=HALVES + 1,
+            thread_name="wg",
+            kernel_name="mla_decode",
+            compiler_params=OWN_BARRIERS,
+        )
+        return kernel(*inputs.values())
+
+
+def _clear_values(values: Any, left: Any) -> None:
+    """Zeroes the rows of a step from the ``left``-th on, whatever they were."""
+    for i in range(HALVES):
+        clear_rows(values.at[i], 0, left)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Brings steps of a 16-bit cache to shared memory.
+
+    The value warpgroups call ``load_first``, and in every step ``boxes_before_wait``,
+    ``during_matmuls``, ``after_matmuls`` and ``after_step``, in this order.
+    """
+
+    kernel: MLADecodeKernel
+
+    stages = STAGES
+
+    @property
+    def box_tokens(self) -> int:
+        """Tokens of one copy."""
+        return min(self.kernel.problem.page_size, STEP)
+
+    def boxes(self, r: Any, at: Step) -> list[tuple[int, Any, Any]]:
+        """Returns (first token in the step, page, first token in the page) of every copy."""
+        p, found = self.kernel.problem, []
+        page_size = p.page_size
+        for token in range(0, STEP, self.box_tokens):
+            column = jnp.minimum(lax.div(at.j * STEP + token, page_size), p.max_pages - 1)
+            page = jnp.clip(r.tables[at.sequence, column], 0, p.pages - 1)
+            first = 0 if page_size <= STEP else lax.rem(at.j, page_size // STEP) * STEP
+            found.append((token, page, first))
+        return found
+
+    def load(self, r: Any, boxes: list, columns: Any, target: Any, ready: Any) -> None:
+        for token, page, first in boxes:
+            source = r.cache.at[page, pl.ds(first, self.box_tokens), columns]
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(token, self.box_tokens)], ready)
+
+    def load_rope(self, r: Any, boxes: list) -> None:
+        self.load(r, boxes, pl.ds(LATENT, ROPE), r.rope, r.rope_ready)
+
+    def wait_rope(self, r: Any) -> None:
+        plgpu.barrier_wait(r.rope_ready)
+
+    def load_half(self, r: Any, boxes: list, n: Any, half: Any) -> None:
+        """Starts to copy half of the columns of step n's values."""
+        slot, columns = lax.rem(n, self.stages), pl.ds(half * HALF, HALF)
+        self.load(r, boxes, columns, r.main.at[slot, half], r.ready.at[slot])
+
+    def load_first(self, r: Any, half: Any, count: Any) -> Step:
+        """Starts to copy the first steps; returns the first step that is not started."""
+        ahead = self.kernel.first_step(r)
+        for n in range(self.stages):
+
+            @pl.when(n < count)
+            def load(n: int = n, at: Any = ahead) -> None:
+                self.load_half(r, self.boxes(r, at), jnp.int32(n), half)
+
+            ahead = self.kernel.next_step(r, ahead)
+        return ahead
+
+    def boxes_before_wait(self, r: Any, ahead: Step) -> Any:
+        return self.boxes(r, ahead)
+
+    def during_matmuls(self, r: Any, n: Any, half: Any, count: Any) -> None:
+        """Does nothing: the buffer of step n is being read."""
+
+    def after_matmuls(self, r: Any, n: Any, boxes: Any, half: Any, count: Any) -> None:
+        """Starts the next copy to the buffer of step n, which is free."""
+        n = n + self.stages
+        pl.when(n < count)(lambda: self.load_half(r, boxes, n, half))
+
+    def after_step(self, r: Any, n: Any, ahead: Step, half: Any, count: Any) -> None:
+        """Does nothing more."""
+
+    def named(self, scratch: dict[str, Any]) -> dict[str, Any]:
+        """Returns shared memory by the names of what lies there."""
+        return scratch
+
+    def scratch(self) -> dict[str, Any]:
+        dtype, boxes = self.kernel.dtype, STEP // self.box_tokens
+        return {
+            "main": tiled((self.stages, HALVES, STEP, HALF), dtype),
+            "rope": tiled((STEP, ROPE), dtype),
+            "ready": plgpu.Barrier(num_arrivals=HALVES * boxes, num_barriers=self.stages),
+            "rope_ready": plgpu.Barrier(num_arrivals=boxes),
+        }
+
+
+@dataclass(frozen=True)
+class EightBitLoader(Loader):
+    """Brings steps of an 8-bit cache to shared memory, and converts them to 16 bits there."""
+
+    stages = EIGHT_BIT_STAGES
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.kernel.problem.key_dtype
+
+    def load_rope(self, r: Any, boxes: list) -> None:
+        self.load(r, boxes, pl.ds(LATENT, ROPE), r.rope_bytes.at[1], r.rope_ready)
+
+    def wait_rope(self, r: Any) -> None:
+        super().wait_rope(r)
+        convert_rows(r.rope_bytes.at[1], r.rope, self.cache_dtype)
+        plgpu.commit_smem()
+
+    def load_half(self, r: Any, boxes: list, n: Any, half: Any) -> None:
+        staged = lax.rem(n, EIGHT_BIT_STAGED)
+        target = r.main_bytes.at[staged, half]
+        landed = r.landed.at[half * EIGHT_BIT_STAGED + staged]
+        self.load(r, boxes, pl.ds(half * HALF, HALF), target, landed)
+
+    def convert_part(self, r: Any, n: Any, half: Any, part: int) -> None:
+        """Converts the columns that one of the matmuls of values reads in step n."""
+        staged, slot = lax.rem(n, EIGHT_BIT_STAGED), lax.rem(n, self.stages)
+        columns = pl.ds(part * COLUMNS, COLUMNS)
+        source = r.main_bytes.at[staged, half, :, columns]
+        convert_rows(source, r.main.at[slot, half, :, columns], self.cache_dtype)
+
+    def convert_first(self, r: Any, n: Any, half: Any) -> None:
+        landed = half * EIGHT_BIT_STAGED + lax.rem(n, EIGHT_BIT_STAGED)
+        plgpu.barrier_wait(r.landed.at[landed])
+        self.convert_part(r, n, half, 0)
+
+    def convert_others(self, r: Any, n: Any, half: Any) -> None:
+        for part in range(1, HALF // COLUMNS):
+            self.convert_part(r, n, half, part)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(r.ready.at[lax.rem(n, self.stages)])
+
+    def load_first(self, r: Any, half: Any, count: Any) -> Step:
+        ahead = super().load_first(r, half, count)
+        for n in (jnp.int32(n) for n in range(self.stages)):
+            pl.when(n < count)(lambda n=n: self.convert_first(r, n, half))
+            self.after_step(r, n - self.stages, ahead, half, count)
+            ahead = self.kernel.next_step(r, ahead)
+        return ahead
+
+    def boxes_before_wait(self, r: Any, ahead: Step) -> Any:
+        """Returns nothing: copies start after the step, and have two steps to arrive."""
+
+    def during_matmuls(self, r: Any, n: Any, half: Any, count: Any) -> None:
+        """Converts the first columns of a later step, whose buffer the first matmul has read."""
+        n = n + self.stages
+
+        @pl.when(n < count)
+        def convert() -> None:
+            plgpu.wgmma_wait(HALF // COLUMNS - 1)
+            self.convert_first(r, n, half)
+
+    def after_matmuls(self, r: Any, n: Any, boxes: Any, half: Any, count: Any) -> None:
+        """Does nothing: the other columns are converted after the step."""
+
+    def after_step(self, r: Any, n: Any, ahead: Step, half: Any, count: Any) -> None:
+        """Converts the other columns of the later step, and starts the next copy."""
+        n = n + self.stages
+        pl.when(n < count)(lambda: self.convert_others(r, n, half))
+        following = n + EIGHT_BIT_STAGED
+        load = lambda: self.load_half(r, self.boxes(r, ahead), following, half)  # noqa: E731
+        pl.when(following < count)(load)
+
+    def named(self, scratch: dict[str, Any]) -> dict[str, Any]:
+        rope, rope_bytes = scratch["rope"]
+        return scratch | {"rope": rope, "rope_bytes": rope_bytes}
+
+    def scratch(self) -> dict[str, Any]:
+        scratch, boxes = super().scratch(), STEP // self.box_tokens
+        dtype = jnp.dtype(self.cache_dtype)
+        return scratch | {
+            "main_bytes": plgpu.SMEM((EIGHT_BIT_STAGED, HALVES, STEP, HALF), dtype),
+            "rope": plgpu.RefUnion(scratch["rope"], plgpu.SMEM((2, STEP, ROPE), dtype)),
+            "landed": plgpu.Barrier(num_arrivals=boxes, num_barriers=EIGHT_BIT_STAGED * HALVES),
+            "ready": plgpu.Barrier(num_arrivals=HALVES, num_barriers=self.stages),
+        }

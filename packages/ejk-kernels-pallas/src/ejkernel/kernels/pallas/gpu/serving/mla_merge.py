@@ -1,0 +1,178 @@
+"""Merge of latent decoding on Hopper: one output from the partial results of a sequence.
+
+    m = max_i m_i,  w_i = exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i l_i
+
+Work split: all units but the last that a sequence is cut into share its rows, and add the partial
+results of a row in their order. A load takes as long as hundreds of additions, so several are in
+flight before the first addition: two partial results of four rows, or eight of one row where there
+are many. Outputs of complete sequences are in place already; sequences without tokens get zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
+from ejkernel.kernels.pallas.gpu.serving.mla_decode import ROWS, logit_unit, scale_of
+from ejkernel.types.serving.split import CutSequence, partial_number
+
+F32 = jnp.float32
+THREADS = 128  # of a program
+PROGRAMS = 8  # for 64 rows of a unit
+FEW, MANY = 2, 8  # partial results whose loads are in flight together
+ROWS_OF_FEW = 4  # rows whose loads are in flight together, of few partial results
+
+
+def merge(
+    c: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array, cuts: jax.Array,
+    lengths: jax.Array, k_scale: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Returns ``o [b, rows, d]``, in place, with the rows of all sequences.
+
+    The arrays are those of ``MLADecodeKernel.outputs``; c is the absolute base-2 logit of a dot
+    product of 1.
+    """
+    b, rows, d = o.shape
+    units, programs = len(cuts), PROGRAMS * rows // ROWS
+    layout = plgpu.Layout.WG_STRIDED((d,), d // THREADS)
+
+    def count_from(start: Any, stride: Any, end: int) -> Any:
+        """Returns how many numbers below ``end`` are ``start`` or some strides after it."""
+        return lax.div(jnp.maximum(end - start, 0) + stride - 1, stride)
+
+    def body(
+        out: Any, partial_o: Any, m: Any, total: Any, cuts: Any, lengths: Any, k_scale: Any = None
+    ) -> None:
+        unit, program = lax.axis_index("unit"), lax.axis_index("program")
+        cut = CutSequence(*(cuts[unit, i] for i in range(len(CutSequence._fields))))
+        scale = scale_of(k_scale, cut.sequence)
+        factor = logit_unit(c, scale)
+
+        def add_partials(together: int, rows: list) -> None:
+            def add_some(i: Any, carry: Any) -> Any:
+                numbers = [i * together + n for n in range(together)]
+                partials = [
+                    (partial_number(cut.first_partial, jnp.minimum(n, cut.partials - 1)),
+                     n < cut.partials)
+                    for n in numbers
+                ]  # fmt: skip
+                # all loads before the first use of any
+                loaded = [
+                    [
+                        (m[partial, row], total[partial, row], partial_o[partial, row, :])
+                        for partial, _ in partials
+                    ]
+                    for row in rows
+                ]
+                exists = [inside for _, inside in partials]
+                return [add(*x, exists) for x in zip(carry, loaded, strict=True)]
+
+            def add(state: Any, loaded: list, exists: list) -> Any:
+                before, norm, acc = state
+                top = before
+                for high, _, _ in loaded:  # beyond the last it is the last once more
+                    top = jnp.maximum(top, high)
+                shift = jnp.where(top == -jnp.inf, 0.0, top)
+                alpha = jnp.exp2((before - shift) * factor)
+                norm, acc = norm * alpha, acc * alpha
+                for (high, share, x), inside in zip(loaded, exists, strict=True):
+                    weight = jnp.where(inside, jnp.exp2((high - shift) * factor), 0.0)
+                    norm += weight * share
+                    acc += weight * x
+                return top, norm, acc
+
+            zeros = plgpu.layout_cast(jnp.zeros((d,), F32), layout)
+            carry = [(jnp.float32(-jnp.inf), jnp.float32(0.0), zeros) for _ in rows]
+            rounds = lax.div(cut.partials + (together - 1), together)
+            carry = lax.fori_loop(0, rounds, add_some, carry)
+            for row, (_, norm, acc) in zip(rows, carry, strict=True):
+                acc = acc * ((1.0 if scale is None else scale) / jnp.where(norm == 0.0, 1.0, norm))
+                out[cut.sequence, row, :] = acc.astype(out.dtype)
+
+        def add_rows(together: int, row_count: int) -> None:
+            start = cut.units_before * programs + program
+            stride = (cut.partials - 1) * programs
+
+            def some_rows(i: Any, carry: Any) -> Any:
+                row = (start + i * stride) * row_count
+                add_partials(together, [row + n for n in range(row_count)])
+                return carry
+
+            rounds = count_from(start, stride, rows // row_count)
+            lax.fori_loop(0, rounds, some_rows, jnp.int32(0))
+
+        has_few = (cut.partials > 0) & (cut.partials < MANY)
+        pl.when(has_few)(lambda: add_rows(FEW, ROWS_OF_FEW))
+        pl.when(cut.partials >= MANY)(lambda: add_rows(MANY, 1))
+
+        def clear(i: Any, carry: Any) -> Any:
+            sequence = jnp.minimum(unit + i * units, b - 1)
+
+            @pl.when(lengths[sequence] <= 0)
+            def clear_rows() -> None:
+                def clear_row(i: Any, carry: Any) -> Any:
+                    zeros = plgpu.layout_cast(jnp.zeros((d,), out.dtype), layout)
+                    out[sequence, program + i * programs, :] = zeros
+                    return carry
+
+                rounds = count_from(program, programs, rows)
+                lax.fori_loop(0, rounds, clear_row, jnp.int32(0))
+
+            return carry
+
+        lax.fori_loop(0, -(-b // units), clear, jnp.int32(0))
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=(),
+        grid=(units, programs),
+        grid_names=("unit", "program"),
+        num_threads=1,
+        thread_name="wg",
+        kernel_name="mla_decode_merge",
+        compiler_params=OWN_BARRIERS,
+    )
+    inputs = (partial_o, m, total, cuts, lengths, *(() if k_scale is None else (k_scale,)))
+    # the kernel itself: it is mapped further out, and no version maps references
+    run = pl.run_state(lambda place: kernel.fun(place, *inputs))
+    return run(o)
+
+
+def merge_lse(
+    c: float, m: jax.Array, total: jax.Array, cuts: jax.Array, lengths: jax.Array,
+    k_scale: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Returns the log-sum-exp of every row, float32 ``[b, rows]``; -inf of rows without keys.
+
+    The arguments are those of ``merge``.
+    """
+    factor: Any = c if k_scale is None else logit_unit(c, k_scale)[:, None]
+    owner = partial_owners(cuts, lengths)
+    mine = (owner == jnp.arange(len(lengths))[:, None])[..., None]
+    top = jnp.max(jnp.where(mine, m, -jnp.inf), axis=1)
+    shift = jnp.where(top == -jnp.inf, 0.0, top)
+    each = factor if k_scale is None else factor[..., None]
+    weight = jnp.exp2((m - shift[:, None]) * each)
+    whole = jnp.sum(jnp.where(mine, weight * total, 0.0), axis=1)
+    return jnp.where(whole > 0.0, (shift * factor + jnp.log2(whole)) * jnp.log(2.0), -jnp.inf)
+
+
+def partial_owners(cuts: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Returns the sequence of every partial result, int32 ``[2 * units + b]``; -1: of none."""
+    cut, unit = CutSequence(*cuts.T), jnp.arange(len(cuts))
+    goes_on = cut.partials > 0
+    number = partial_number(cut.first_partial, cut.units_before)
+    owners = jnp.where(goes_on, cut.sequence, -1)
+    # the first sequence of a unit is the one that goes on behind the unit before
+    of_first = jnp.where(goes_on & (number == 2 * unit), owners, jnp.roll(owners, 1))
+    of_last = jnp.where(number == 2 * unit + 1, owners, -1)
+    sequence = jnp.arange(len(lengths))
+    is_cut = jnp.any(owners == sequence[:, None], axis=1)
+    complete = jnp.where((lengths > 0) & ~is_cut, sequence, -1)
+    return jnp.concatenate([jnp.stack([of_first, of_last], axis=1).reshape(-1), complete])

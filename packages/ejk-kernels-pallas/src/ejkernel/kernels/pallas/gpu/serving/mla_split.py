@@ -1,0 +1,193 @@
+"""The split schedule of latent decoding inside a kernel: each program finds its unit by itself.
+
+The schedule, its reasons and its reference are ``types.serving.split``. Every warp computes it from
+the lengths: a lane has a few sequences in a row, and lanes combine what they found. So there is no
+table, and no launch before the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from ejkernel.kernels.pallas.gpu.common.registers import (
+    SCALAR,
+    arith,
+    asm,
+    compare,
+    constant,
+    i32,
+    indices,
+    memref,
+    scf,
+    splat,
+    thread,
+)
+from ejkernel.types.serving.split import (
+    EVENNESS,
+    MIN_STEPS,
+    OVERHEAD_SHARE,
+    SEQUENCE_OVERHEAD,
+    CutSequence,
+    SplitUnit,
+)
+
+LANES = 32
+
+
+def _over_warp(how: str, x: Any) -> Any:
+    """Returns a reduction of ``x`` of all lanes: add or max."""
+    return asm(f"redux.sync.{how}.s32 $0, $1, 0xffffffff;", "=r,r", i32(), x)
+
+
+def _sum_to_lane(x: Any) -> Any:
+    """Returns the sum of ``x`` of all lanes up to this one."""
+    for distance in (1, 2, 4, 8, 16):
+        text = (
+            "{ .reg .pred p; .reg .b32 t; "
+            f"shfl.sync.up.b32 t|p, $1, {distance}, 0, 0xffffffff; "
+            "@!p mov.b32 t, 0; add.s32 $0, $1, t; }"
+        )
+        x = asm(text, "=r,r", i32(), x)
+    return x
+
+
+def _for(count: int, carry: list[Any], body: Callable[..., list[Any]]) -> list[Any]:
+    """Builds a loop of ``count`` rounds of ``carry = body(i, *carry)``; returns the last carry."""
+    loop = scf.ForOp(constant(0), constant(count), constant(1), carry)
+    with ir.InsertionPoint(loop.body):
+        scf.yield_(body(loop.induction_variable, *loop.inner_iter_args))
+    return list(loop.results)
+
+
+def find_unit(lengths: Any, unit: jax.Array, *, units: int, step: int, capacity: int) -> SplitUnit:
+    """Returns the work range of a unit, int32, as ``split_schedule`` has it.
+
+    ``cut`` is arbitrary where its ``partials`` are 0, and so is the sequence of a unit without
+    steps.
+    """
+    b = lengths.shape[0]
+    lane_count, unit_count = -(-b // LANES), -(-b // units)  # sequences of a lane, of a unit
+    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+    results = len(SplitUnit._fields) - 1 + len(CutSequence._fields)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(scalar,) * results)
+    def apply(_: Any, lengths: Any, unit: Any) -> tuple[Any, ...]:
+        unit = unit.registers.item()
+        lane = arith.andi(thread(), constant(LANES - 1))
+
+        def steps_of(i: Any) -> Any:
+            x = memref.load(lengths, indices(arith.minsi(i, constant(b - 1))))
+            x = arith.minsi(arith.maxsi(x, constant(0)), constant(capacity))
+            x = arith.divui(arith.addi(x, constant(step - 1)), constant(step))
+            return arith.select(compare("slt", i, constant(b)), x, constant(0))
+
+        def if_less(a: Any, b: Any, x: Any) -> Any:
+            return arith.select(compare("slt", a, b), x, constant(0))
+
+        top = arith.muli(lane, constant(lane_count))  # this lane's first sequence
+        complete_from = arith.muli(unit, constant(unit_count))
+        complete_to = arith.addi(complete_from, constant(unit_count))
+
+        def count(t: Any, total: Any, filled: Any, before: Any, inside: Any) -> list[Any]:
+            i = arith.addi(top, t)
+            x = steps_of(i)
+            to_end = if_less(i, complete_to, x)
+            to_start = if_less(i, complete_from, x)
+            return [
+                arith.addi(total, x),
+                arith.addi(filled, if_less(constant(0), x, constant(1))),
+                arith.addi(before, to_start),
+                arith.addi(inside, arith.subi(to_end, to_start)),
+            ]
+
+        lane_steps, filled, before, inside = _for(lane_count, [constant(0)] * 4, count)
+        all_steps, before, inside = (_over_warp("add", x) for x in (lane_steps, before, inside))
+        overhead = arith.divui(all_steps, constant(OVERHEAD_SHARE * units))
+        overhead = arith.minsi(overhead, constant(SEQUENCE_OVERHEAD))
+
+        def cost(x: Any) -> Any:
+            return if_less(constant(0), x, arith.addi(x, overhead))
+
+        lane_cost = arith.addi(lane_steps, arith.muli(filled, overhead))
+        all_cost = _over_warp("add", lane_cost)
+        start = arith.subi(_sum_to_lane(lane_steps), lane_steps)
+        cost_start = arith.subi(_sum_to_lane(lane_cost), lane_cost)
+
+        def longer(n: Any, longest: Any) -> list[Any]:
+            first = arith.addi(lane, arith.muli(n, constant(LANES)))
+            first = arith.muli(first, constant(unit_count))
+            (x,) = _for(
+                unit_count,
+                [constant(0)],
+                lambda t, x: [arith.addi(x, cost(steps_of(arith.addi(first, t))))],
+            )
+            return [arith.maxsi(longest, x)]
+
+        # units past the last have no sequences
+        (longest,) = _for(-(-units // LANES), [constant(0)], longer)
+        longest = _over_warp("max", longest)
+        even = arith.divui(arith.addi(all_cost, constant(units - 1)), constant(units))
+        even = arith.maxsi(even, constant(MIN_STEPS))
+        up, down = EVENNESS
+        complete = compare(
+            "sle", arith.muli(longest, constant(down)), arith.muli(even, constant(up))
+        )
+        cut_from = arith.muli(unit, even)
+        cut_to = arith.addi(cut_from, even)
+
+        def within(t: Any, at: Any, first: Any, to: Any, *found: Any) -> list[Any]:
+            """Counts steps before both bounds; finds the sequence around the second bound."""
+            i = arith.addi(top, t)
+            x = steps_of(i)
+            begin, end = arith.addi(at, overhead), arith.addi(at, cost(x))
+            to_bounds = [
+                arith.minsi(arith.maxsi(arith.subi(bound, begin), constant(0)), x)
+                for bound in (cut_from, cut_to)
+            ]
+            over = arith.andi(compare("slt", begin, cut_to), compare("sgt", end, cut_to))
+            here = (i, at, end)
+            chosen = [arith.select(over, n, f) for n, f in zip(here, found, strict=True)]
+            return [end, arith.addi(first, to_bounds[0]), arith.addi(to, to_bounds[1]), *chosen]
+
+        _, first, to, *cut = _for(lane_count, [cost_start, *[constant(0)] * 5], within)
+        first, to = (_over_warp("add", x) for x in (first, to))
+        sequence, at, end = (_over_warp("max", x) for x in cut)
+        bound = arith.select(complete, before, first)
+        taken = arith.select(complete, inside, arith.subi(to, first))
+
+        def ended_before(t: Any, end: Any, ended: Any, last: Any) -> list[Any]:
+            i = arith.addi(top, t)
+            end = arith.addi(end, steps_of(i))
+            over = arith.andi(compare("sle", end, bound), compare("slt", i, constant(b)))
+            ended = arith.addi(ended, arith.extui(i32(), over))
+            return [end, ended, arith.select(over, arith.maxsi(last, end), last)]
+
+        _, ended, last = _for(lane_count, [start, constant(0), constant(0)], ended_before)
+        first = arith.minsi(_over_warp("add", ended), constant(b - 1))
+        step_in_first = arith.subi(bound, _over_warp("max", last))
+        # the unit of the cut sequence's first step, and whether another sequence begins that unit
+        began = arith.divui(arith.addi(at, overhead), even)
+        later = arith.extui(i32(), compare("sgt", at, arith.muli(began, even)))
+        ending = arith.divui(arith.subi(end, constant(1)), even)
+        none = arith.ori(complete, compare("eq", end, constant(0)))
+        partials = arith.addi(arith.subi(ending, began), constant(1))
+        found = (
+            first,
+            step_in_first,
+            taken,
+            sequence,
+            arith.addi(arith.muli(began, constant(2)), later),
+            arith.select(none, constant(0), partials),
+            arith.subi(unit, began),
+        )
+        return tuple(map(splat, found))
+
+    *work_range, sequence, first_partial, partials, units_before = apply(lengths, unit)
+    cut = CutSequence(sequence, first_partial, partials, units_before)
+    return SplitUnit(*work_range, cut)

@@ -1,0 +1,413 @@
+"""Kernels under plain ``jit`` over sharded arrays: each device runs them on its part.
+
+Programs of Triton kernels are compiled for their collectives and the shapes of their launches; an
+interpreted kernel cannot run in a partitioned program, so its values come from the same regions
+under ``shard_map``. How regions behave under JAX's transformations is shown with XLA's kernels,
+partitioned in the same way.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ejkernel.modules as modules
+from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.modules._table import operation_class
+from ejkernel.ops import call_kernel, partition, partitioned
+from ejkernel.types import MaskInfo
+from ejkernel.types.calls.signature import axes_of
+from ejktest import calls
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+
+SMALL = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+ROLES = {
+    "batch": {"batch": "x"},
+    "heads": dict.fromkeys(("heads", "kv_heads", "combined_kv_heads"), "x"),
+    "rows": {"rows": "x"},
+    "columns": dict.fromkeys(("columns", "channels", "channels_0"), "x"),
+}
+COLLECTIVES = re.compile(
+    r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter)(-start)?\("
+)
+
+
+@pytest.fixture(autouse=True)
+def untuned(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Head dims that Triton's kernels take, and columns for two devices."""
+    sizes = {"v_dim": 8, "columns": 8, "inner": 8, "cache_dim": 24, "q_dim": 16, "rope_dim": 8}
+    monkeypatch.setattr(calls, "SIZES", calls.SIZES | sizes)
+    return monkeypatch
+
+
+def call_of(operation, **sizes):
+    c = calls.call(operation, length=16, **sizes)
+    static = {**c.static, "latent_dim": 16} if operation == "mla_decode" else c.static
+    return calls.Call(operation, c.arrays, static, c.gradients)
+
+
+@pytest.fixture
+def xla(monkeypatch):
+    """XLA's kernels, partitioned as those of the other backends are."""
+    monkeypatch.setattr(XlaKernel, "partitioned", True)
+
+
+def mesh_of(shape, *names):
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def specs_of(c, spread):
+    """The spec of each array of a call, by the mesh axes of the words of its axes."""
+    spec, found = operation_class(c.operation).spec, {}
+    arguments = {**spec.boundary.defaults, **c.arguments}
+    for p in spec.boundary.parameters:
+        if p.name in c.arrays:
+            x = c.arrays[p.name]
+            words = axes_of(p, x, spec.argument_axes(arguments))
+            axes = (spread.get(w.lstrip("#")) for w in words)
+            found[p.name] = P(*(a if n > 1 else None for a, n in zip(axes, x.shape, strict=True)))
+    return found
+
+
+def pulled(c, platform):
+    """Outputs and gradients of a call, of its arrays."""
+    function = getattr(modules, c.operation)
+
+    def differentiate(arrays):
+        smooth = {name: arrays[name] for name in c.gradients}
+        call = lambda g: function(**{**arrays, **g}, **c.static, platform=platform)  # noqa: E731
+        out, pull = jax.vjp(call, smooth)
+        return out, pull(jax.tree.map(jnp.sin, out))[0]
+
+    return differentiate
+
+
+def collectives(compiled):
+    return dict(collections.Counter(m[1] for m in COLLECTIVES.finditer(compiled.as_text())))
+
+
+def assert_same(found, expected, tolerance=2e-5):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
+
+
+# ---- every operation ----------------------------------------------------------------------------
+
+SUMMED = {
+    ("flash_attention", "batch"): 2,  # the gradients of a bias and of sinks that rows share
+    ("scaled_dot_product_attention", "batch"): 1,  # of a bias
+    ("page_attention", "batch"): 2,  # of the pages of keys and of values
+    ("mla_attention", "batch"): 2,  # of the weights
+    ("mla_attention", "heads"): 2,  # of the latent rows, and of the rotary part
+    ("mla_decode", "batch"): 1,  # of the pages
+    ("mla_decode", "heads"): 1,
+    ("recurrent_attention", "batch"): 1,  # of a decay for each head
+    ("gla_attention", "batch"): 1,
+    ("grouped_matmul", "rows"): 1,  # of the matrices
+    ("grouped_matmul", "columns"): 1,  # of the rows
+    ("causal_conv1d", "batch"): 2,  # of the weights and of the bias
+}
+"""All-reduces of a call and its gradients: one for each gradient that devices share."""
+
+
+OPERATIONS = sorted(set(calls.CALLS) - {"attention", "gated_delta_rule"})
+"""Operations with a Triton kernel."""
+
+
+def roles_of(operation):
+    parameters = operation_class(operation).spec.boundary.parameters
+    forms = (axes for p in parameters for _, axes in p.forms)
+    words = {word.lstrip("#*") for axes in forms for word in axes.split()}
+    return [role for role, spread in ROLES.items() if words & spread.keys()]
+
+
+CASES = [(n, role) for n in OPERATIONS for role in roles_of(n)]
+
+
+@pytest.mark.parametrize(("operation", "role"), CASES)
+def test_a_sharded_call_communicates_shared_gradients_alone(operation, role, sizes):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    sizes.setenv("EJKERNEL_INTERPRET", "1")
+    sizes.setattr(partition, "interpreting", lambda: False)  # compiled, never run
+    c = call_of(operation, batch=4, heads=8, kv_heads=4)
+    specs, mesh = specs_of(c, ROLES[role]), mesh_of((2,), "x")
+    arrays = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[name]))
+        for name, x in c.arrays.items()
+    }
+    compiled = jax.jit(pulled(c, "triton")).lower(arrays).compile(compiler_options=SMALL)
+    count = collectives(compiled)
+    assert set(count) <= {"all-reduce"}, count
+    # XLA joins sums of different arrays
+    assert bool(count) == ((operation, role) in SUMMED)
+    assert count.get("all-reduce", 0) <= SUMMED.get((operation, role), 0)
+    out, gradients = compiled.output_shardings
+    assert all("x" in s.spec for s in jax.tree.leaves(out)[:1])
+    for name, sharding in gradients.items():
+        assert sharding.is_equivalent_to(arrays[name].sharding, len(arrays[name].shape)), name
+
+
+def on_shards(mesh, spread):
+    """``run_region`` under ``shard_map``, with words sharded as ``spread`` says."""
+
+    def run(function, arrays, operands, results, rule, *, summed=False):
+        types = jax.eval_shape(partial(function, None), *arrays)
+        region = partition.Region(function, rule, tuple(operands), tuple(results(types)), summed)
+        entries = [(words, [spread.get(word, ()) for word in words]) for words in operands]
+        layout = rule.layout(dict(mesh.shape), entries)
+
+        def specs(axes, values):
+            return tuple(layout.spec(w, x.shape) for w, x in zip(axes, values, strict=True))
+
+        in_specs, out_specs = specs(operands, arrays), specs(region.results, types)
+        assert all(set(spec) == {None} for spec in in_specs) or layout.spread
+        mapped = jax.shard_map(
+            partial(region.on_device, layout), mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+            check_vma=False,
+        )  # fmt: skip
+        return mapped(*arrays)
+
+    return run
+
+
+QUICK = {"flash_attention", "lightning_attention", "mean_pooling", "grouped_matmul"}
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in OPERATIONS],
+)
+def test_the_parts_of_a_triton_call_make_the_call(operation, sizes):
+    """Outputs, saved arrays, shared gradients, decays and dropout by global heads."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    sizes.setenv("EJKERNEL_INTERPRET", "1")
+    c = call_of(operation)
+    if operation == "flash_attention":
+        static = {**c.static, "dropout_prob": 0.3, "dropout_seed": 7}
+        c = calls.Call(operation, c.arrays, static, c.gradients)
+    run = pulled(c, "triton")
+    expected = jax.jit(pulled(c, "xla"))(c.arrays)
+    spread = {
+        **dict.fromkeys(("heads", "kv_heads", "combined_kv_heads"), ("tp",)),
+        **dict.fromkeys(("columns", "channels", "channels_0"), ("tp",)),
+        **dict.fromkeys(("batch", "rows"), ("dp",)),
+    }
+    regions = []
+    here = on_shards(mesh_of((2, 2), "dp", "tp"), spread)
+    sizes.setattr(partitioned, "run_region", lambda *a, **k: regions.append(a) or here(*a, **k))
+    sizes.setattr(call_kernel, "may_be_sharded", lambda _: not partition.inside_region())
+    found = jax.jit(run)(c.arrays)
+    assert regions
+    assert_same(found, expected)
+
+
+# ---- JAX's transformations, through the compiler's partitioner ----------------------------------
+
+DP, BSHD = P("dp"), P("dp", None, "tp")
+
+
+def qkv(heads=8, kv_heads=4):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(4, 16, heads, 8)] + [(4, 16, kv_heads, 8)] * 2
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+
+def attend(q, k, v, **options):
+    return modules.flash_attention(q, k, v, causal=True, platform="xla", **options)
+
+
+def both(function):
+    """The output and the gradients of all arguments."""
+
+    def differentiate(*arrays):
+        out, pull = jax.vjp(function, *arrays)
+        return out, pull(jnp.sin(out))
+
+    return differentiate
+
+
+def partitioned_program(function, arrays, specs, mesh=None):
+    """Compiled for arrays that lie as the specs say; its answer is that of unsharded arrays."""
+    mesh = mesh_of((2, 4), "dp", "tp") if mesh is None else mesh
+    places = [NamedSharding(mesh, spec) for spec in specs]
+    placed = [jax.device_put(x, place) for x, place in zip(arrays, places, strict=True)]
+    expected = jax.jit(function)(*arrays)
+    lowered = jax.jit(function).lower(*placed)
+    assert "CustomSPMDPartitioning" in lowered.as_text()
+    compiled = lowered.compile()
+    assert_same(compiled(*placed), expected, 1e-4)
+    return compiled
+
+
+def test_mapped_calls_stay_sharded(xla):
+    q, k, v = (jnp.stack([x, x + 1]) for x in qkv())
+    one = jax.vmap(both(attend), in_axes=(0, 1, None))
+    arrays = q, k.swapaxes(0, 1), v[0]
+    specs = P(None, *BSHD), P("dp", None, None, "tp"), BSHD
+    assert collectives(partitioned_program(one, arrays, specs)) == {}
+    rows = jax.vmap(lambda q, k, v: attend(q[None], k[None], v[None])[0])
+    compiled = partitioned_program(both(rows), qkv(), (BSHD,) * 3)
+    assert collectives(compiled) == {}
+    assert compiled.output_shardings[0].spec == BSHD
+
+
+def test_layers_of_a_scan_under_checkpoint_run_the_forward_pass_once(xla):
+    names = jax.checkpoint_policies.save_only_these_names("ejkernel_out", "ejkernel_lse")
+
+    @partial(jax.checkpoint, policy=names)
+    def layer(x, w):
+        return x + attend(x @ w, (x @ w)[:, :, ::2], x[:, :, ::2]), None
+
+    gradients = jax.grad(lambda x, w: jnp.sin(jax.lax.scan(layer, x, w)[0]).sum(), (0, 1))
+    arrays = qkv()[0], jax.random.normal(jax.random.key(3), (3, 8, 8)) / 9
+    compiled = partitioned_program(gradients, arrays, (BSHD, P()))
+    assert set(collectives(compiled)) == {"all-reduce"}  # of the weights
+    places = (NamedSharding(mesh_of((2, 4), "dp", "tp"), spec) for spec in (BSHD, P()))
+    placed = map(jax.device_put, arrays, places)
+    assert str(jax.make_jaxpr(gradients)(*placed)).count("ejkernel_region[") == 2
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_key_heads_fewer_than_devices_are_replicated(kv_heads, xla):
+    compiled = partitioned_program(both(attend), qkv(8, kv_heads), (BSHD, DP, DP))
+    # gradients of keys and values are summed over the query heads of all devices
+    assert set(collectives(compiled)) == {"all-reduce"}
+
+
+def test_query_heads_over_more_mesh_axes_than_key_heads(xla):
+    mesh = mesh_of((4, 2), "a", "b")
+    keys = P(None, None, "a")
+    specs = (P(None, None, ("a", "b")), keys, keys)
+    compiled = partitioned_program(both(attend), qkv(), specs, mesh)
+    assert set(collectives(compiled)) == {"all-reduce"}
+
+
+def test_projections_that_split_a_mesh_axis_between_heads_and_channels(xla):
+    def model(x, wq, wk):
+        q, k = ((x @ w).reshape(*x.shape[:2], -1, 8) for w in (wq, wk))
+        return attend(q, k, k).reshape(*x.shape[:2], -1)
+
+    rng = np.random.default_rng(0)
+    shapes = (4, 16, 32), (32, 64), (32, 16)  # two key heads for four devices
+    arrays = [jnp.asarray(rng.standard_normal(s) / 6, jnp.float32) for s in shapes]
+    columns = P(None, "tp")
+    compiled = partitioned_program(model, arrays, (DP, columns, columns))
+    assert set(collectives(compiled)) == {"all-gather"}  # of the keys
+
+
+@pytest.mark.parametrize("minor", [False, True])
+def test_inside_a_shard_map_over_other_axes(minor, xla):
+    mesh = mesh_of((4, 2), "tp", "dp") if minor else mesh_of((2, 4), "dp", "tp")
+
+    def outer(*arrays):
+        mapped = jax.shard_map(
+            both(attend), mesh=mesh, in_specs=DP, out_specs=DP, axis_names={"dp"}
+        )
+        return mapped(*arrays)
+
+    compiled = partitioned_program(outer, qkv(8, 2), (BSHD, DP, DP), mesh)
+    assert set(collectives(compiled)) == {"all-reduce"}
+
+
+def test_options_follow_global_rows_and_heads(xla):
+    ids = np.asarray([[0] * 9 + [1] * 7, [3] * 16] * 2, np.int32)
+    visible = np.random.default_rng(0).random((1, 8, 16, 16)) < 0.8
+    bias = jnp.linspace(-1, 1, 8 * 256).reshape(1, 8, 16, 16)
+    sinks = jnp.linspace(-1, 1, 16).reshape(8, 2)
+
+    def differentiate(q, k, v, bias, sinks, ids):
+        def call(q, k, v, bias, sinks):
+            return attend(
+                q, k, v, bias=bias, softmax_aux=sinks, attention_mask=visible, dropout_prob=0.3,
+                mask_info=MaskInfo.from_segments(ids), dropout_seed=jnp.int32(7),
+            )  # fmt: skip
+
+        return both(call)(q, k, v, bias, sinks)
+
+    arrays = (*qkv(), bias, sinks, ids)
+    specs = (BSHD, BSHD, BSHD, P(None, "tp"), P("tp"), DP)
+    compiled = partitioned_program(differentiate, arrays, specs)
+    assert set(collectives(compiled)) == {"all-reduce"}
+
+
+@pytest.mark.parametrize("operation", ["page_attention", "blocksparse_attention"])
+def test_loops_end_on_each_device_and_have_second_derivatives(operation):
+    """Loops of XLA kernels whose length depends on the data; forward mode of the gradients."""
+    c = calls.call(operation, batch=4, length=16, heads=8, kv_heads=4)
+    function, names = getattr(modules, operation), list(c.arrays)
+    spread = {"batch": "dp", "heads": "tp", "kv_heads": "tp"}
+
+    def second(*arrays):
+        arrays = dict(zip(names, arrays, strict=True))
+        smooth = {name: arrays[name] for name in c.gradients}
+
+        def loss(smooth):
+            return jnp.sin(function(**{**arrays, **smooth}, **c.static, platform="xla")).sum()
+
+        return jax.jvp(jax.grad(loss), (smooth,), (smooth,))
+
+    specs = specs_of(c, spread)
+    mesh = mesh_of((2, 2), "dp", "tp")
+    ordered = [c.arrays[name] for name in names], [specs[name] for name in names]
+    compiled = partitioned_program(second, *ordered, mesh)
+    assert set(collectives(compiled)) <= {"all-reduce"}  # of pages, which rows share
+    assert ("all-reduce" in collectives(compiled)) == (operation == "page_attention")
+
+
+def test_settings_of_jax_hold_while_the_compiler_partitions(xla):
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
+        arrays = [jnp.asarray(np.asarray(x, np.float64)) for x in qkv()]
+        compiled = partitioned_program(both(attend), arrays, (BSHD,) * 3)
+        assert collectives(compiled) == {}
+
+
+def test_a_sharded_sequence_is_gathered(xla):
+    compiled = partitioned_program(attend, qkv(), (P(None, "tp"),) * 3)
+    assert set(collectives(compiled)) == {"all-gather"}
+
+
+def test_a_donated_cache_is_written_in_place(xla):
+    c = calls.call("ragged_page_attention_v3")
+    mesh, specs = mesh_of((2,), "x"), specs_of(c, ROLES["heads"])
+    arrays = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[name]))
+        for name, x in c.arrays.items()
+    }
+    cache = arrays.pop("kv_cache")
+
+    def step(cache, arrays):
+        return modules.ragged_page_attention_v3(kv_cache=cache, **arrays, platform="xla")
+
+    compiled = jax.jit(step, donate_argnums=0).lower(cache, arrays).compile()
+    assert collectives(compiled) == {}
+    assert re.search(r"input_output_alias=\{ \{1\}: \(\d+", compiled.as_text())
+
+
+def test_nothing_changes_where_no_array_can_be_sharded(xla):
+    """One device, a shard_map over the full mesh, exported programs, TPUs: no region is left."""
+    arrays, mesh = qkv(), mesh_of((2, 4), "dp", "tp")
+    assert "ejkernel_region" not in str(jax.make_jaxpr(both(attend))(*arrays))
+    placed = [jax.device_put(x, NamedSharding(mesh, BSHD)) for x in arrays]
+    mapped = jax.shard_map(both(attend), mesh=mesh, in_specs=BSHD, out_specs=BSHD)
+    assert "ejkernel_region" not in str(jax.make_jaxpr(mapped)(*placed))
+    one = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    alone = [jax.device_put(x, NamedSharding(one, P("x"))) for x in arrays]
+    assert "ejkernel_region" not in str(jax.make_jaxpr(attend)(*alone))
+    exported = jax.export.export(jax.jit(attend))(*placed)
+    assert_same(jax.jit(exported.call)(*placed), attend(*arrays))
+    for_tpu = jax.jit(attend).trace(*placed).lower(lowering_platforms=("tpu",))
+    assert "CustomSPMDPartitioning" not in for_tpu.as_text()

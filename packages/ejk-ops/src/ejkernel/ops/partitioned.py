@@ -1,0 +1,216 @@
+"""A kernel whose passes the compiler may partition: each device runs them on its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
+from ejkernel.ops.partition import Words, run_region
+
+
+def run_partitioned(work: Work, arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
+    """Returns the outputs of ``work.kernel.forward`` for canonical arguments, with gradients."""
+    kernel = PartitionedKernel(work.kernel, arguments)
+    return differentiable(replace(work, kernel=kernel), same_axes(kernel.arrays_of(arguments)))
+
+
+class PartitionedKernel:
+    """The kernel of one call, each of its passes a region of the call's canonical arguments.
+
+    It is differentiated in place of the kernel, with the tiles of the unsharded call. Arrays
+    of NumPy stay constants, from which a kernel may read which blocks a mask shows.
+
+    Attributes:
+        rule: how the arrays of the call may be sharded.
+    """
+
+    def __init__(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
+        self.kernel, self.call = kernel, kernel.call
+        self.forward_again = kernel.forward_again
+        self.rule = self.call.sharding_rule(arguments)
+        self._axes: dict[str, list[tuple[str, ...]]] = self.call.array_axes(arguments)
+        leaves, self._tree = jax.tree.flatten([arguments[name] for name in self._axes])
+        # types in place of arrays: the compiler asks when the trace of the call is over
+        self._leaves = [x if isinstance(x, np.ndarray) else _type_of(x) for x in leaves]
+        self._constants = {i for i, x in enumerate(leaves) if isinstance(x, np.ndarray)}
+        self._arguments = {**arguments, **self._by_name(self._leaves)}
+        axes = [words for several in self._axes.values() for words in several]
+        shapes = [x.shape for x in leaves]
+        self._words = list(map(self.rule.words, axes, shapes))
+
+    def __repr__(self) -> str:
+        return f"partitioned {self.kernel!r}"
+
+    def arrays_of(self, arguments: Mapping[str, Any]) -> Arrays:
+        """Returns the arrays of a call except the constants, by index."""
+        leaves = jax.tree.leaves([arguments[name] for name in self._axes])
+        # zeros in front, as JAX flattens dicts in the order of their keys
+        return {f"{i:03}": x for i, x in enumerate(leaves) if i not in self._constants}
+
+    # ---- the passes -------------------------------------------------------------------------
+
+    def without_gradients(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        """The forward pass of a call that nobody differentiates."""
+        run = getattr(self.kernel, "without_gradients", self.kernel.forward)
+        return self._run_forward(lambda *call: (run(*call)[0], ()), work, arrays)
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        """The outputs, and the arrays that ``backward`` reads besides."""
+        if not self.kernel.has_backward:
+            return self._run_forward(self._forward_of_gradient, work, arrays)
+        return self._run_forward(self.kernel.forward, work, arrays)
+
+    def _forward_of_gradient(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        """Runs ``forward`` as JAX does where it differentiates it, which JAX can do again."""
+        floats, others = _split(arrays)
+        outputs, _ = jax.vjp(lambda floats: self.kernel.forward(work, floats | others)[0], floats)
+        return outputs, ()
+
+    def _run_forward(
+        self, forward: Callable[..., Any], work: Work, arrays: Arrays
+    ) -> tuple[tuple[Any, ...], Any]:
+        structures: list[Any] = []
+
+        def run_pass(shard: Any, *leaves: Any) -> tuple[Any, ...]:
+            a = self._local_arguments(shard, leaves)
+            local = self._local_work(work, shard, a)
+            outputs, saved = forward(local, self._operands(local, a))
+            flat, structure = jax.tree.flatten((tuple(outputs), saved))
+            structures.append((structure, len(outputs)))
+            return tuple(flat)
+
+        results = run_region(
+            run_pass,
+            list(arrays.values()),
+            self._words_of(arrays),
+            lambda types: self._words_of_results(types, structures[0][1]),
+            self.rule,
+        )
+        return jax.tree.unflatten(structures[0][0], results)
+
+    def backward(
+        self,
+        work: Work,
+        arrays: Arrays,
+        outputs: tuple[Any, ...],
+        saved: Any,
+        cotangents: tuple[Any, ...],
+    ) -> Mapping[str, Any]:
+        """Returns gradients of the arrays of floats; JAX makes them without a ``backward``."""
+        results, structure = jax.tree.flatten((outputs, saved))
+        smooth = [i for i, x in enumerate(arrays.values()) if _is_smooth(x)]
+        first, last = len(arrays), len(arrays) + len(results)
+
+        def run_pass(shard: Any, *inputs: Any) -> tuple[Any, ...]:
+            leaves, cotangents = inputs[:first], inputs[last:]
+            local = self._local_work(work, shard, self._local_arguments(shard, leaves))
+
+            def operands(*floats: Any) -> Arrays:
+                changed = list(leaves)
+                for i, x in zip(smooth, floats, strict=True):
+                    changed[i] = x
+                return self._operands(local, self._local_arguments(shard, changed))
+
+            def outputs(*floats: Any) -> tuple[Any, ...]:
+                return tuple(self.kernel.forward(local, operands(*floats))[0])
+
+            floats = [leaves[i] for i in smooth]
+            if not self.kernel.has_backward:
+                return jax.vjp(outputs, *floats)[1](cotangents)
+            of_floats, pull, others = jax.vjp(
+                lambda *floats: _split(operands(*floats)), *floats, has_aux=True
+            )
+            saved = jax.tree.unflatten(structure, inputs[first:last])
+            gradients = self.kernel.backward(local, of_floats | others, *saved, cotangents)
+            return pull({name: _gradient(gradients, name, x) for name, x in of_floats.items()})
+
+        words = self._words_of(arrays)
+        of_results = self._words_of_results(results, len(outputs))
+        gradients = run_region(
+            run_pass,
+            [*arrays.values(), *results, *cotangents],
+            [*words, *of_results, *of_results[: len(outputs)]],
+            lambda _: [words[i] for i in smooth],
+            self.rule,
+            summed=True,
+        )
+        return dict(zip([list(arrays)[i] for i in smooth], gradients, strict=True))
+
+    # ---- the call of one device -------------------------------------------------------------
+
+    def _local_arguments(self, shard: Any, leaves: Sequence[Any]) -> dict[str, Any]:
+        """The canonical arguments on one shard; of the unsharded call where that is None."""
+        remaining, every = iter(leaves), list(self._leaves)
+        for i, x in enumerate(every):
+            if i not in self._constants:
+                every[i] = next(remaining)
+            elif shard is not None:
+                every[i] = _part(x, self._words[i], shard)
+        a = {**self._arguments, **self._by_name(every)}
+        if shard is not None:
+            single = {name: words[0] for name, words in self._axes.items() if len(words) == 1}
+            shard.pick_key_heads(a, single)
+            self.call.to_shard(a, shard)
+        return a
+
+    def _by_name(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self._axes, jax.tree.unflatten(self._tree, leaves), strict=True))
+
+    def _local_work(self, work: Work, shard: Any, a: Mapping[str, Any]) -> Work:
+        problem = work.problem if shard is None else self.kernel.problem(a)
+        return replace(work, kernel=self.kernel, problem=problem, fallback=None)
+
+    def _operands(self, work: Work, a: Mapping[str, Any]) -> Arrays:
+        operands = self.kernel.operands(a, work.problem)
+        arrays = {name: x for name, x in operands.items() if x is not None}
+        return same_axes(self.kernel.precompute(work, arrays))
+
+    # ---- words ------------------------------------------------------------------------------
+
+    def _words_of(self, arrays: Arrays) -> list[Words]:
+        return [self._words[int(index)] for index in arrays]
+
+    def _words_of_results(self, types: Sequence[Any], outputs: int) -> list[Words]:
+        """The words of the results of the forward pass: its outputs, and the arrays it saves."""
+        forms: list[tuple[str, ...]] = []
+        for axes in self.kernel.forward_axes(self._arguments, outputs):
+            named = axes.startswith("=")
+            forms.append(self._axes[axes[1:]][0] if named else tuple(axes.split()))
+        forms += [tuple(self.kernel.saved_axes.split())] * (len(types) - outputs)
+        return [self.rule.words(form, x.shape) for form, x in zip(forms, types, strict=True)]
+
+
+def _type_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _is_smooth(x: Any) -> bool:
+    """Returns whether an array has gradients; 8-bit floats have none."""
+    return jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize > 1
+
+
+def _split(arrays: Arrays) -> tuple[Arrays, Arrays]:
+    """The arrays of floats, and all others."""
+    smooth = {n: x for n, x in arrays.items() if hasattr(x, "dtype") and _is_smooth(x)}
+    return smooth, {name: x for name, x in arrays.items() if name not in smooth}
+
+
+def _gradient(gradients: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
+    """A gradient by name in the dtype of its array, zero where there is none."""
+    gradient = gradients.get(name)
+    return jnp.zeros_like(x) if gradient is None else gradient.astype(x.dtype)
+
+
+def _part(x: Any, words: Words, shard: Any) -> Any:
+    """The part of a constant that belongs to a shard."""
+    for axis, word in enumerate(words):
+        if word and shard.parts(word) > 1:
+            size = x.shape[axis] // shard.parts(word)
+            x = jax.lax.dynamic_slice_in_dim(x, shard.index(word) * size, size, axis)
+    return x

@@ -1,0 +1,162 @@
+"""Kernels as pipelines of named stages, which may belong to several kernel packages.
+
+A stage is one step of a call (``schedule``, ``decode``, ``merge``): a function of the work and of
+the arrays so far, by name, that returns the arrays it adds. A ``StagedKernel`` runs its stages in
+order. A ``ComposedKernel`` takes the stages of another package's kernel and replaces some of them,
+so that neither package calls the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from ejkernel.ops.call_kernel import CallKernel
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.errors import KernelNotFound, KernelNotSupported
+from ejkernel.ops.execution.program_cache import PROGRAMS_LIMIT
+from ejkernel.ops.in_turn import in_turn
+from ejkernel.ops.kernel_registry import kernel_registry
+
+Stage = Callable[[Work, Arrays], Arrays]
+
+
+class StagedKernel(CallKernel):
+    """A kernel whose forward pass is a pipeline of stages.
+
+    Its ``call`` says what all stages of all packages agree on: ``stage_operands``, the arrays that
+    the first stage gets; ``stage_outputs``, the names of the arrays that the last stage leaves;
+    ``outputs_of_stages``, the outputs of the call from these; ``fold_batch``, how calls mapped by
+    ``jax.vmap`` become one.
+    """
+
+    stages: ClassVar[Mapping[str, Stage]]
+    """The stages by name, in the order in which they run."""
+
+    def stage_functions(self) -> Mapping[str, Stage]:
+        """Returns the stages that run, by name and in order."""
+        return self.stages
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        operands = self.call.stage_operands(arrays, work.problem)
+        outputs = run_stages(work, operands)
+        return self.call.outputs_of_stages(arrays, work.problem, outputs), ()
+
+
+def run_stages(work: Work, operands: Arrays) -> tuple[jax.Array, ...]:
+    """Runs the stages of ``work.kernel``; returns the arrays named by ``stage_outputs``."""
+    return _mapped_stages(work, tuple(operands))(*operands.values())
+
+
+@functools.lru_cache(maxsize=PROGRAMS_LIMIT)
+def _mapped_stages(work: Work, names: tuple[str, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    """The stages as a function of the arrays of these names, with a rule for ``jax.vmap``."""
+    kernel, call = work.kernel, work.kernel.call
+
+    def pipeline(*operands: Any) -> tuple[jax.Array, ...]:
+        arrays = dict(zip(names, operands, strict=True))
+        for stage in kernel.stage_functions().values():
+            arrays |= stage(work, arrays)
+        return tuple(arrays[name] for name in call.stage_outputs(work.problem))
+
+    mapped = custom_vmap(pipeline)
+
+    @mapped.def_vmap
+    def rule(size: int, is_batched: Any, *operands: Any) -> tuple[Any, Any]:
+        flags = [any(jax.tree.leaves(flag)) for flag in is_batched]
+        folded = call.fold_batch(
+            work.problem, size, *(dict(zip(names, x, strict=True)) for x in (operands, flags))
+        )
+        if folded is None:
+            outputs = in_turn(mapped, operands, flags)
+        else:
+            problem, arrays = folded
+            outputs = run_stages(replace(work, problem=problem), arrays)
+            outputs = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in outputs)
+        return outputs, tuple(True for _ in outputs)
+
+    return mapped
+
+
+class ComposedKernel(StagedKernel):
+    """A kernel with the stages of another backend's kernel, some of them replaced.
+
+    The other kernel, ``base``, is found through the registry. It says what a call is, supports and
+    tiles its stages, and has the gradients. An argument is read only if both kernels read it.
+    """
+
+    base_platform: ClassVar[str]
+
+    @cached_property
+    def base(self) -> Any:
+        """The kernel whose stages run where this one has none.
+
+        Raises:
+            KernelNotFound, KernelNotSupported: it is not installed, or cannot run here.
+        """
+        return kernel_registry.get(self.call.name, self.base_platform)
+
+    def stage_functions(self) -> Mapping[str, Stage]:
+        return {**self.base.stages, **self.stages}
+
+    def unavailable_reason(self) -> str | None:
+        reason = super().unavailable_reason()
+        if reason is None:
+            try:
+                reason = self.base.unavailable_reason()
+            except (KernelNotFound, KernelNotSupported) as error:
+                reason = f"some stages belong to the {self.base_platform} kernels: {error}"
+        return reason
+
+    def target(self) -> Any:
+        return self.base.target()
+
+    def unread_argument(self, a: Mapping[str, Any]) -> str | None:
+        return super().unread_argument(a) or self.base.unread_argument(a)
+
+    def problem(self, a: Mapping[str, Any]) -> Any:
+        return self.base.problem(a)
+
+    def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
+        return self.base.operands(a, problem)
+
+    def unsupported_reason(self, problem: Any, target: Any) -> str | None:
+        return self.base.unsupported_reason(problem, target)
+
+    def choose(self, problem: Any, target: Any) -> Any:
+        return self.base.choose(problem, target)
+
+    def neighbours(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
+        return self.base.neighbours(problem, target, chosen)
+
+    def apply_config(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
+        return self.base.apply_config(chosen, cfg, problem, target)
+
+
+class ReferenceGradients:
+    """A mixin for kernels that are rarely differentiated: gradients are the XLA kernel's."""
+
+    call: ClassVar[Any]
+
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
+        reference = kernel_registry.get(self.call.name, "xla")
+        run = getattr(reference, "run_canonical", reference)  # a plain function has none
+        options = work.options._asdict()
+        smooth = {
+            name: x
+            for name, x in arrays.items()
+            if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+        }
+
+        def reference_of(smooth: dict[str, Any]) -> Any:
+            return run(cfg=None, **options, **(arrays | smooth))
+
+        cotangents = cotangents if len(cotangents) > 1 else cotangents[0]
+        return jax.vjp(reference_of, smooth)[1](cotangents)[0]

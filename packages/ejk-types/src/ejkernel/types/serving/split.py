@@ -1,0 +1,109 @@
+"""Split schedule of latent decoding: equal work for every program, from context lengths alone.
+
+The steps of all sequences stand in one row, and each *unit* (the programs that share the rows of
+one query) takes one range of it. Units take the same time: a unit that begins another sequence
+behind its first has ``SEQUENCE_OVERHEAD`` steps fewer. A range may begin and end inside a sequence.
+What one unit accumulates of a cut sequence is a *partial result*; a unit has two at most, of its
+first sequence and of its last, numbered ``2 * unit`` and ``2 * unit + 1``. Sequences that lie in
+one unit are complete, and come after all partial results: ``2 * units + sequence``.
+
+Every program finds its own range, so there is no table and no launch before the kernel.
+``split_schedule`` is the reference in NumPy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+MIN_STEPS = 2  # steps of a unit: fewer cost more to merge than they save
+SEQUENCE_OVERHEAD = 4  # steps that another sequence of a unit costs besides its own, in time
+OVERHEAD_SHARE = 8  # the overhead is at most one step in eight: short units hold little else
+EVENNESS = (26, 25)  # how much longer than the mean a unit may be for sequences to stay complete
+
+
+class CutSequence(NamedTuple):
+    """The sequence that goes on behind a unit.
+
+    Attributes:
+        sequence: the sequence.
+        first_partial: number of its first partial result.
+        partials: how many partial results it has. 0: no sequence goes on.
+        units_before: how many units before this one it began.
+    """
+
+    sequence: Any
+    first_partial: Any
+    partials: Any
+    units_before: Any
+
+
+class SplitUnit(NamedTuple):
+    """The work range of a unit.
+
+    Attributes:
+        sequence: its first sequence.
+        step: the first step of that sequence in this unit.
+        steps: steps of the unit.
+        cut: the sequence that goes on behind it.
+    """
+
+    sequence: Any
+    step: Any
+    steps: Any
+    cut: CutSequence
+
+
+def partial_number(first: Any, i: Any) -> Any:
+    """Returns the number of a sequence's i-th partial result, whose first is ``first``.
+
+    Only the first may be the last of its unit; the others are the first of theirs.
+    """
+    return jnp.where(i == 0, first, (first // 2 + i) * 2)
+
+
+def split_schedule(lengths: np.ndarray, units: int, step: int) -> list[SplitUnit]:
+    """Returns the work ranges of ``units`` units over ``lengths [b]``, in steps of ``step`` tokens.
+
+    Units past the last step have none; their first sequence is any.
+    """
+    b = len(lengths)
+    steps = -(-np.maximum(lengths, 0) // step)
+    ends = np.cumsum(steps)
+    overhead = min(int(steps.sum()) // (OVERHEAD_SHARE * units), SEQUENCE_OVERHEAD)
+    costs = np.where(steps > 0, steps + overhead, 0)
+    cost_ends = np.cumsum(costs)
+    even = max(-(-int(costs.sum()) // units), MIN_STEPS)
+
+    # as many complete sequences in each unit, where that is nearly as even
+    per_unit = -(-b // units)
+    last = [min(u * per_unit, b) for u in range(units + 1)]
+    bounds = [int(steps[:i].sum()) for i in last]
+    longest = max(costs[i:j].sum() for i, j in itertools.pairwise(last))
+    is_complete = EVENNESS[1] * longest <= EVENNESS[0] * even
+    if not is_complete:
+        begins = cost_ends - costs + overhead
+        bounds = [int(np.clip(u * even - begins, 0, steps).sum()) for u in range(units + 1)]
+
+    unit_of_step = np.repeat(np.arange(units), np.diff(bounds))
+    schedule = []
+    for start, end in itertools.pairwise(bounds):
+        unit = len(schedule)
+        first = min(int((ends <= start).sum()), b - 1)
+        at = SplitUnit(first, start - int(ends[first] - steps[first]), end - start, _NO_CUT)
+        inside = int((ends < end).sum())  # the sequence of the unit's last step
+        if end > start and ends[inside] > end:
+            began = int(unit_of_step[ends[inside] - steps[inside]])
+            ending = int(unit_of_step[ends[inside] - 1])
+            # whether another sequence begins the unit in which this one began
+            later = int(ends[inside] - steps[inside] > bounds[began])
+            cut = CutSequence(inside, 2 * began + later, ending - began + 1, unit - began)
+            at = at._replace(cut=cut)
+        schedule.append(at)
+    return schedule
+
+
+_NO_CUT = CutSequence(0, 0, 0, 0)
