@@ -53,7 +53,7 @@ def matching_heads(p: PagedProblem, columns: int) -> jax.Array:
 
 
 def _kernel(p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], *refs: Any) -> None:
-    starts, ends, here, following, *blocks = refs
+    starts, ends, current, following, *blocks = refs
     q_ref, factor_ref, k_pool, v_pool, o_ref, *scratch = blocks
     k_buffer, v_buffer, semaphores, parity, mask_ref = scratch
     cache = cache_of((k_pool, v_pool), (k_buffer, v_buffer), semaphores)
@@ -73,7 +73,7 @@ def _kernel(p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], *refs: Any)
 
     @pl.when((start < end) & ((sequence == 0) | (starts[before] >= ends[before])))
     def _first_block() -> None:
-        cache.fetch(here, first, start, end, parity[0])
+        cache.fetch(current, first, start, end, parity[0])
 
     def add_block(block: Any, carry: Any) -> Any:
         m_old, total, acc = carry
@@ -81,7 +81,7 @@ def _kernel(p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], *refs: Any)
 
         @pl.when(block + 1 < stop)
         def _next_block() -> None:
-            cache.fetch(here, block + 1, start, end, 1 - slot)
+            cache.fetch(current, block + 1, start, end, 1 - slot)
 
         @pl.when((block + 1 == stop) & continues)
         def _next_sequence() -> None:
