@@ -13,7 +13,8 @@ from ejkernel.kernels.pallas.tpu.page_attention.caches import Pages
 from ejkernel.kernels.pallas.tpu.page_attention.decode import decode
 from ejkernel.kernels.pallas.tpu.page_attention.tiles import Tiles
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.stages import ReferenceGradients, Stage, StagedKernel
+from ejkernel.ops.stages import Stage, StagedKernel
+from ejkernel.ops.xla_gradients import XlaGradients
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import PagedProblem
@@ -24,7 +25,7 @@ def decode_pages(work: Work, arrays: Arrays) -> Arrays:
     return decode(work, arrays, functools.partial(Pages, work.tiles))
 
 
-class PageAttention(ReferenceGradients, PallasKernel, StagedKernel):
+class PageAttention(XlaGradients, PallasKernel, StagedKernel):
     """One new token per sequence over its paged cache, on a TPU.
 
     The query is bfloat16 or float32; caches are of these dtypes, int8, float8_e4m3fn or

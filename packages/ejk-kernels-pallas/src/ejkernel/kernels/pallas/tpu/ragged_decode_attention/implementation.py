@@ -14,7 +14,8 @@ from ejkernel.kernels.pallas.tpu.page_attention.decode import decode
 from ejkernel.kernels.pallas.tpu.page_attention.tiles import BLOCK_BYTES, MAX_COLUMNS, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.params import config_field
-from ejkernel.ops.stages import ReferenceGradients, Stage, StagedKernel
+from ejkernel.ops.stages import Stage, StagedKernel
+from ejkernel.ops.xla_gradients import XlaGradients
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import PagedProblem
@@ -26,7 +27,7 @@ def decode_rows(work: Work, arrays: Arrays) -> Arrays:
     return decode(work, arrays, functools.partial(Rows, work.tiles, p.page_size, p.kv_heads))
 
 
-class RaggedDecodeAttention(ReferenceGradients, PallasKernel, StagedKernel):
+class RaggedDecodeAttention(XlaGradients, PallasKernel, StagedKernel):
     """One new token per sequence over a slice of its contiguous cache, on a TPU.
 
     bfloat16 and float32; head dims are multiples of 128, and tokens times kv heads one of 16. Two
