@@ -98,7 +98,7 @@ def test_fewer_than_three_steps_in_memory_would_wait_for_each_other() -> None:
         Weights(64, 128, 256, 1, 1, 1, "bfloat16", 1, stages=2)
 
 
-class TestBesideTriton:
+class TestHybridKernel:
     """What needs the kernels for every GPU too."""
 
     @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
+from ejkernel.kernels.pallas.gpu.common.hybrid import HybridKernel
 from ejkernel.kernels.pallas.gpu.common.tma import GROUP
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import ACROSS, DOWN, PIECE, ROWS, Weights
 from ejkernel.ops.core.invocation import BoundCall
@@ -70,7 +70,7 @@ class WeightGradient:
         return vary(gradient, axes)
 
 
-class GroupedMatmul(BesideTriton):
+class GroupedMatmul(HybridKernel):
     """Consecutive runs of rows, each times its own matrix, on a Hopper GPU; see the operation of
     this name.
 
@@ -87,7 +87,7 @@ class GroupedMatmul(BesideTriton):
     reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision"}
 
     def unsupported_reason(self, problem: Any, target: Any) -> str | None:
-        p, reason = problem, self.rest.unsupported_reason(problem, target)
+        p, reason = problem, self.triton_kernel.unsupported_reason(problem, target)
         if reason is not None:
             return reason
         if p.stored:
@@ -112,7 +112,8 @@ class GroupedMatmul(BesideTriton):
         return 110 if large and kernel.tiles >= gradient.cores else 90
 
     def choose(self, problem: Any, target: Any) -> Any:
-        return replace(self.rest.choose(problem, target), whole=WeightGradient(target.cores))
+        tiles = self.triton_kernel.choose(problem, target)
+        return replace(tiles, whole=WeightGradient(target.cores))
 
     def fields(self, chosen: Any) -> dict[str, Any]:
         return chosen.fwd.fields
