@@ -211,7 +211,7 @@ def watch(run: Any, planted: str | None = None) -> tuple[Any, Any]:
 def unexplained(seen: Any) -> set[str]:
     """Returns the findings, except equal writes of several warpgroups."""
     others = {x for x in seen.races if not any(name in x for name in ALIKE)}
-    return others | seen.own | seen.problems
+    return others | seen.same_thread | seen.problems
 
 
 def noticed(run: Any, sites: dict[str, str]) -> set[str]:

@@ -72,7 +72,12 @@ def test_a_new_part_has_no_findings(tmp_path, monkeypatch):
     assert words.main([]) == 1
 
 
-def test_findings_of_a_folder_are_listed(tmp_path, capsys):
-    (tmp_path / "module.py").write_text("rest = 1")
-    assert words.main([str(tmp_path)]) == 0
-    assert "module.py:1: name rest" in capsys.readouterr().out
+@pytest.mark.parametrize("argument", ["tools", "tools/module.py"])
+def test_findings_of_a_path_are_listed(argument, tmp_path, monkeypatch, capsys):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "module.py").write_text("rest = 1")
+    (tmp_path / "tools" / "results.md").write_text("whoever")
+    monkeypatch.setattr(words, "ROOT", tmp_path)
+    assert words.main([str(tmp_path / argument)]) == 0
+    out = capsys.readouterr().out
+    assert "module.py:1: name rest" in out and "results.md" not in out

@@ -79,7 +79,7 @@ def test_lists_from_tiles(rows: int, n: int) -> None:
     tiles = rng.integers(0, 4, (2, rows, n)) * (rng.random((2, rows, n)) < rng.random((2, rows, 1)))
     tiles[tiles == lists.EVERY] = 0
     tiles = tiles.astype(np.int8)
-    walks = [list_kernel.Walk(jnp.asarray(x[None, None]), i == 0) for i, x in enumerate(tiles)]
+    walks = [list_kernel.TileBits(jnp.asarray(x[None, None]), i == 0) for i, x in enumerate(tiles)]
     made = list_kernel.make_lists(*walks)
     expected = tile_lists.of_queries(tiles[0]), tile_lists.of_keys(tiles[1])
     for (found, lengths), want, column in zip(made, expected, (1, 0), strict=True):

@@ -98,7 +98,7 @@ def test_fewer_than_three_steps_in_memory_would_wait_for_each_other() -> None:
         Weights(64, 128, 256, 1, 1, 1, "bfloat16", 1, stages=2)
 
 
-class TestBesideTriton:
+class TestHybridKernel:
     """What needs the kernels for every GPU too."""
 
     @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ class TestBesideTriton:
     @interpreted
     @pytest.mark.usefixtures("parts_in_the_language")
     def test_calls_side_by_side_with_transposed_matrices(self) -> None:
-        from ejkernel.kernels.pallas.gpu.grouped_matmul.implementation import WholeGradient
+        from ejkernel.kernels.pallas.gpu.grouped_matmul.implementation import WeightGradient
         from ejkernel.kernels.triton.grouped_matmul.tiles import Problem
 
         rows, inner, columns, offsets = 32, 256, 128, np.asarray([0, 1])
@@ -157,7 +157,7 @@ class TestBesideTriton:
         lanes = np.concatenate([sizes, rows - sizes.sum(1, keepdims=True)], axis=1)
         given = (*(jnp.asarray(x.reshape(2 * rows, -1)) for x in (lhs, dout)), lanes.reshape(-1))
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            found = jax.jit(WholeGradient(2), static_argnums=0)(p, *given, offsets)
+            found = jax.jit(WeightGradient(2), static_argnums=0)(p, *given, offsets)
         none = np.zeros((1, columns, inner))
         for i in range(2):
             call = lhs[i], none, sizes[i], offsets[i]

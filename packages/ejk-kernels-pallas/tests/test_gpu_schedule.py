@@ -19,7 +19,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
     falling_heads,
-    walk_tables,
+    visit_tables,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import flash_kernel
 from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import known_order
@@ -113,7 +113,7 @@ def backward_plan(q_len, kv_len, batch, heads, band, cores=8):
     circular = band.empty
     ranges = structural_ranges([band], q_len, kv_len, tiles.block_q, tiles.block_kv)[1]
     ranges = ranges.table(np)[None, None]
-    walked, visitors, _ = walk_tables(ranges, -(-q_len // tiles.block_q))
+    walked, visitors, _ = visit_tables(ranges, -(-q_len // tiles.block_q))
     falling = 0 if circular else falling_heads(walked, batch * heads, cores)
     plan = Plan(p, tiles, circular, cores, falling)
     return plan, walked[0, 0], visitors[0, 0]
@@ -125,7 +125,7 @@ def backward_plan(q_len, kv_len, batch, heads, band, cores=8):
 def test_programs_wait_only_for_programs_before_them(band, q_len, kv_len, batch, heads):
     plan, walked, visitors = backward_plan(q_len, kv_len, batch, heads, band)
     items = np.arange(batch * heads * plan.n_kv)
-    row, block, late = (np.broadcast_to(np.asarray(x), items.shape) for x in plan.place(items))
+    row, block, late = (np.broadcast_to(np.asarray(x), items.shape) for x in plan.locate(items))
     launched = {(int(r), int(k)): n for n, (r, k) in enumerate(zip(row, block, strict=True))}
     assert len(launched) == len(items)
     for (r, k), n in launched.items():  # heads that share k and v add to dk and dv in their order
@@ -143,7 +143,7 @@ def test_programs_wait_only_for_programs_before_them(band, q_len, kv_len, batch,
 def makespan(plan, walked, visitors, cores):
     """Visits until the last program ends; a visit takes 1 and waits for that before its turn."""
     items = np.arange(plan.problem.batch * plan.problem.heads * plan.n_kv)
-    rows, blocks, late = (np.broadcast_to(np.asarray(x), items.shape) for x in plan.place(items))
+    rows, blocks, late = (np.broadcast_to(np.asarray(x), items.shape) for x in plan.locate(items))
     free, done = [0.0] * cores, {}
     for row, k, down in zip(rows, blocks, late, strict=True):
         core = int(np.argmin(free))

@@ -12,7 +12,9 @@ import pytest
 
 from ejkernel.kernels.triton.flash_attention.dkv_kernel import DkvLaunch
 from ejkernel.kernels.triton.flash_attention.implementation import flash_attention
-from ejkernel.kernels.triton.native_sparse_attention import lists, plans, select, tiles
+from ejkernel.kernels.triton.native_sparse_attention import launch as launches
+from ejkernel.kernels.triton.native_sparse_attention import lists, select, tiles
+from ejkernel.kernels.triton.native_sparse_attention.dkv_kernel import SelectedDkv
 from ejkernel.kernels.triton.native_sparse_attention.implementation import native_sparse_attention
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
@@ -71,7 +73,7 @@ def test_selection_and_all_branches():
 @pytest.mark.parametrize(("group", "size", "tile"), [(2, SIZE, None), (1, 20, 16)])
 def test_given_blocks_with_counts_duplicates_and_strangers(group, size, tile, monkeypatch):
     """A block of more keys than a tile has two of them; lists that are cut into pieces."""
-    monkeypatch.setattr(plans, "piece_length", lambda p: 16)
+    monkeypatch.setattr(launches, "piece_length", lambda p: 16)
     args, slots = inputs(group, gates=0), 5
     indices = RNG.integers(-2, S // size + 3, (1, S, HK, slots)).astype(np.int32)
     indices[0, :, :, 2] = indices[0, :, :, 0]
@@ -93,14 +95,14 @@ def test_given_blocks_with_counts_duplicates_and_strangers(group, size, tile, mo
     compare(ours, theirs, args)
 
 
-def test_gradients_of_products_are_kept_for_queries():
+def test_ds_is_stored_for_queries():
     """Of one key head after the other; blocks of 20 keys are cut by tiles of 16."""
     size, slots = 20, 4
     q, k, v, do = (x.astype(jnp.bfloat16) for x in [*inputs(2, gates=0), normal(1, S, 2 * HK, DV)])
     indices = RNG.integers(-1, 2, (1, S, HK, slots)).astype(np.int32)
     p = Problem(1, S, 2 * HK, HK, D, DV, size, 2, slots, D**-0.5, "bfloat16", False)
-    assert p.keeps_ds and p.at_once == 1 < HK
-    assert not replace(p, slots=5).keeps_ds and not replace(p, dtype="float32").keeps_ds
+    assert p.stores_ds and p.at_once == 1 < HK
+    assert not replace(p, slots=5).stores_ds and not replace(p, dtype="float32").stores_ds
 
     def run(*x):
         options = {"block_size": size, "cfg": {"kv_tile": 16}}
@@ -114,14 +116,16 @@ def test_gradients_of_products_are_kept_for_queries():
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 64])
 @pytest.mark.parametrize(("dim", "size", "slots"), [(128, 64, 16), (64, 32, 9), (256, 128, 16)])
-def test_what_is_kept_takes_four_arrays_of_queries_at_most(kv_heads, dim, size, slots):
+def test_stored_ds_takes_four_arrays_of_queries_at_most(kv_heads, dim, size, slots):
     length, h = 1000, 64 * kv_heads
     p = Problem(2, length, h, kv_heads, dim, 64, size, 16, slots, 1.0, "bfloat16", False)
-    launch = plans.SelectedPlan(p, tiles.Tiles(16, 4, 1), "pieces", some=p.at_once, last=p.at_once)
-    kept = sum(x.size for x in launch.outputs()[2:])
-    assert kept <= 4 * 2 * length * p.heads * dim
-    assert p.keeps_ds == (kept > 0) == (kv_heads > 1)
-    assert p.at_once == kv_heads or kept > 2 * 2 * length * p.heads * dim  # no more turns than that
+    launch = SelectedDkv(p, tiles.Tiles(16, 4, 1), p.at_once, p.at_once)
+    ds = launch.outputs()["ds"]
+    stored = 0 if ds is None else ds.size
+    assert stored <= 4 * 2 * length * p.heads * dim
+    assert p.stores_ds == (stored > 0) == (kv_heads > 1)
+    # and no more launches than that
+    assert p.at_once == kv_heads or stored > 2 * 2 * length * p.heads * dim
 
 
 def test_without_gradients_one_launch_adds_the_branches():
@@ -143,9 +147,10 @@ def test_without_gradients_one_launch_adds_the_branches():
         np.testing.assert_array_equal(alone, together)
         assert not np.asarray(alone, np.float32)[:, 12:].any()
     text = str(jax.make_jaxpr(run)(q, k, v))
-    assert "kind='total', added=('o_swa',)" in text
+    assert "for_gradients=False" in text and "'o_swa'" in text and "'o_cmp'" not in text
     text = str(jax.make_jaxpr(lambda *x: jax.vjp(run, *x)[0])(q, k, v))
-    assert "kind='forward', added=('o_swa',)" in text and "kind='total'" not in text
+    assert "for_gradients=True" in text and "'o_swa'" in text
+    assert "for_gradients=False" not in text
 
 
 def test_every_block_is_causal_attention():
@@ -243,8 +248,8 @@ def test_ties_go_to_the_lower_block_across_tiles(dtype, most, monkeypatch):
 
     Ranked by a kernel, or some tokens of two rows at a time by XLA (``most`` 0).
     """
-    monkeypatch.setattr(select, "MOST", most)
-    monkeypatch.setattr(select, "SCORES", 70 * 60)
+    monkeypatch.setattr(select, "MAX_RANKED", most)
+    monkeypatch.setattr(select, "MAX_SCORES", 70 * 60)
     s, size, slots = 140, 2, 4
     same, _ = ranked(jnp.ones((1, s, 2, 16)), jnp.ones((1, s, 1, 16)), size, slots)
     for t in range(s):
@@ -282,8 +287,8 @@ def test_groups_of_more_heads_than_rows(monkeypatch):
     """The scores of a group are added part by part: the same blocks as with all heads at once."""
     q, k = normal(1, 24, 6, 16), normal(1, 24, 1, 16)
     whole, _ = ranked(q, k, 2, 4)
-    chosen = select.Tiles(2, 16, 4, 1, 3)
-    monkeypatch.setattr(select, "choose", lambda p, target: chosen)
+    chosen = tiles.SelectTiles(2, 16, 4, 1, 3)
+    monkeypatch.setattr(select, "choose_select_tiles", lambda p, target: chosen)
     np.testing.assert_array_equal(ranked(q, k, 2, 4)[0], whole)
 
 
@@ -345,12 +350,12 @@ def test_gradients_pass_over_the_branches_once():
 @pytest.mark.parametrize("largest", [2**31, 0])
 def test_tokens_of_every_block(rows, largest, monkeypatch):
     """Rows sorted one by one or together, one number or two: places of a block rise."""
-    monkeypatch.setattr(lists, "ROWS", rows)
+    monkeypatch.setattr(lists, "MAX_SINGLE_ROWS", rows)
     monkeypatch.setattr(lists, "INT32", largest)
     blocks, slots = find_blocks(40, 4), 3
     chosen = np.argsort(RNG.random((2, 40, 3, blocks.count)), -1)[..., :slots]
     chosen[:, ::3, :, 1:] = -1
-    places, bounds = lists.transposed(jnp.asarray(chosen, jnp.int32), blocks)
+    places, bounds = lists.transpose_lists(jnp.asarray(chosen, jnp.int32), blocks)
     for b, hk in np.ndindex(2, 3):
         for block in range(blocks.count):
             t, slot = np.nonzero(chosen[b, :, hk] == block)

@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.kernels.triton.native_sparse_attention import plans, select, tiles
+from ejkernel.kernels.triton.native_sparse_attention import tiles
+from ejkernel.kernels.triton.native_sparse_attention.branches import OTHERS
+from ejkernel.kernels.triton.native_sparse_attention.dkv_kernel import SelectedDkv, SumPieces
+from ejkernel.kernels.triton.native_sparse_attention.dq_kernel import DqFromDs, SelectedDq
+from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import SelectedForward
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
+from ejkernel.kernels.triton.native_sparse_attention.select_kernel import ScoreBlocks
 from ejkernel.kernels.triton.resources import Resources, launch_source, measure
 from ejkernel.kernels.triton.targets import Target, cuda_target, rocm_target
 
@@ -52,29 +57,39 @@ def operands(p: Problem, dkv: tiles.Tiles) -> dict[str, jax.ShapeDtypeStruct]:
         "bounds": ((*key, p.blocks + 1), "int32"),
         **dict.fromkeys(("o_cmp", "o_swa"), ((*row, p.heads, p.value_dim), p.dtype)),
         **dict.fromkeys(
-            ("base", "rest", "delta", "g_cmp", "g_slc", "g_swa"), ((*row, p.heads), "float32")
+            ("base", "log_sum", "delta", "g_cmp", "g_slc", "g_swa"), ((*row, p.heads), "float32")
         ),
         **dict.fromkeys(("starts", "firsts", "completes", "owns"), (row, "int32")),
         **dict.fromkeys(("first_tokens", "last_tokens"), ((p.batch, p.blocks), "int32")),
     }
     avals = {n: jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for n, (shape, kind) in found.items()}
-    parts = plans.SelectedPlan(p, dkv, "pieces").outputs()
-    return avals | dict(zip(("dk_parts", "dv_parts", "ds"), parts, strict=False))
+    return avals | SelectedDkv(p, dkv, p.kv_heads, p.kv_heads).outputs()
 
 
 def used(shape: str, kind: str, target: Target) -> Resources:
     p = problem(shape)
     chosen = tiles.choose(p, target)
-    if kind in ("ranks", "scores"):
-        plan: Any = select.SelectPlan(p, select.choose(p, target), kind)
-    else:
-        passes = {"forward": chosen.fwd, "total": chosen.fwd, "dq": chosen.dq}
-        tile = passes.get(kind.split()[0], chosen.dkv)
-        added = plans.OTHERS if kind in ("forward added", "total") else ()
-        plan = plans.SelectedPlan(p, tile, kind.removesuffix(" added"), added)
-    given = operands(p, chosen.dkv)
-    found = measure(launch_source(plan, [given[n] for n in plan.names], target), target)
-    print(f"{shape} {kind} {target.name}: {plan.tiles}: {found}")
+    heads = p.kv_heads, p.kv_heads
+    launch: Any = {
+        "forward": SelectedForward(p, chosen.fwd, True),
+        "forward added": SelectedForward(p, chosen.fwd, True),
+        "total": SelectedForward(p, chosen.fwd, False),
+        "dq": SelectedDq(p, chosen.dq),
+        "dq of ds": DqFromDs(p, chosen.dq, *heads),
+        "pieces": SelectedDkv(p, chosen.dkv, *heads),
+        "sums": SumPieces(p, chosen.dkv, *heads),
+        "ranks": ScoreBlocks(p, tiles.choose_select_tiles(p, target), True),
+        "scores": ScoreBlocks(p, tiles.choose_select_tiles(p, target), False),
+    }[kind]
+    given = {name: x for name, x in operands(p, chosen.dkv).items() if name in launch.batching}
+    if not p.packed:
+        packed = ("starts", "first_tokens", "last_tokens", "firsts", "completes", "owns")
+        given = {name: x for name, x in given.items() if name not in packed}
+    if kind == "forward":
+        given = {name: x for name, x in given.items() if name not in OTHERS}
+    launch = launch.with_operands(given)
+    found = measure(launch_source(launch, list(given.values()), target), target)
+    print(f"{shape} {kind} {target.name}: {launch.tiles}: {found}")
     assert found.shared <= target.shared_limit
     return found
 
@@ -99,7 +114,7 @@ def test_programs_of_a_multiprocessor(kind, programs):
 @pytest.mark.parametrize("chip", TARGETS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiles_everywhere(shape, chip):
-    kinds = (*KINDS, "dq of ds") if problem(shape).keeps_ds else KINDS
+    kinds = (*KINDS, "dq of ds") if problem(shape).stores_ds else KINDS
     assert {kind: used(shape, kind, TARGETS[chip]).spills for kind in kinds} == dict.fromkeys(
         kinds, 0
     )

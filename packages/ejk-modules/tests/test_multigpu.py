@@ -52,7 +52,7 @@ def same(found, wanted):
 @pytest.mark.parametrize("platform", ["triton", "pallas", "xla"])
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_attention_over_batch_or_heads(axis, platform):
-    """Arrays that lie on both GPUs, by ``mesh=`` and inside a shard_map."""
+    """Arrays that lie on both GPUs, by ``mesh=``, inside a shard_map and under plain ``jit``."""
     arrays, mesh = drawn(), mesh_of(axis)
     spec = P("dp") if axis == "dp" else P(None, None, "tp")
     plain = lambda q, k, v: modules.flash_attention(q, k, v, causal=True, platform=platform)  # noqa: E731
@@ -65,10 +65,52 @@ def test_attention_over_batch_or_heads(axis, platform):
         )
 
     by_shard_map = jax.shard_map(plain, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    for call in (on_mesh, by_shard_map):
+    for call in (on_mesh, by_shard_map, plain):
         found = pulled(call)(*spread)
         assert {shard.device for shard in found[0].addressable_shards} == set(GPUS[:2])
         same(found, wanted)
+
+
+@pytest.mark.parametrize("platform", ["triton", "pallas"])
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_plain_jit_gathers_nothing(axis, platform):
+    mesh, spec = mesh_of(axis), P("dp") if axis == "dp" else P(None, None, "tp")
+    spread = [jax.device_put(x, NamedSharding(mesh, spec)) for x in drawn()]
+    attend = lambda q, k, v: modules.flash_attention(q, k, v, causal=True, platform=platform)  # noqa: E731
+    text = pulled(attend).lower(*spread).compile().as_text()
+    assert "all-gather" not in text
+    assert "all-reduce" not in text
+
+
+def test_plain_jit_of_a_server_and_of_matrices():
+    """Heads of a paged cache, and columns of grouped matrices, on two GPUs."""
+    rng, mesh = np.random.default_rng(1), mesh_of("tp")
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    lengths = jnp.asarray([700, 3, 512, 64], jnp.int32)
+    pages = jnp.asarray(rng.permutation(64).reshape(4, 16), jnp.int32)
+    heads = P(None, None, "tp")
+
+    def decode(q, k, v):
+        return modules.page_attention(q, k, v, lengths, pages)
+
+    def multiply(lhs, rhs):
+        sizes = jnp.asarray([100, 0, 300, 17, 128, 256, 200, 23], jnp.int32)
+        return modules.grouped_matmul(lhs, rhs, sizes)
+
+    cache = normal(64, 64, 4, 128), normal(64, 64, 4, 128)
+    for call, arrays, specs in (
+        (decode, (normal(4, 1, 32, 128), *cache), (heads,) * 3),
+        (multiply, (normal(1024, 256), normal(8, 256, 512)), (P(), heads)),
+    ):
+        wanted = jax.jit(call)(*arrays)
+        pairs = zip(arrays, specs, strict=True)
+        spread = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+        compiled = jax.jit(call).lower(*spread).compile()
+        assert "all-gather" not in compiled.as_text()
+        same([compiled(*spread)], [wanted])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

@@ -75,8 +75,8 @@ def multiply_add(k: Any, names: Any, x: Any, factors: Any, terms: Any) -> Any:
     return (x.astype(jnp.float32) * factors) + terms
 
 
-@standin("warps.thread_anew")
-def thread_anew(k: Any, names: Any) -> Any:
+@standin("warps.read_thread")
+def read_thread(k: Any, names: Any) -> Any:
     return jnp.int32(k.warpgroup) * 128
 
 

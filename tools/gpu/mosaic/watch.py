@@ -21,7 +21,7 @@ class Watch:
         planted: the site whose order is taken away.
         sites: places in the sources that order something, and what they are.
         races: pairs of places whose accesses, by two threads, are in no known order.
-        own: pairs of one thread: past a proxy, or before a copy or a wgmma is done.
+        same_thread: pairs of one thread: past a proxy, or before a copy or a wgmma is done.
         problems: accumulators that were touched before their wgmma was done.
     """
 
@@ -29,7 +29,7 @@ class Watch:
     sites: dict[str, str] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
     races: set[str] = field(default_factory=set)
-    own: set[str] = field(default_factory=set)
+    same_thread: set[str] = field(default_factory=set)
     problems: set[str] = field(default_factory=set)
 
 
@@ -92,7 +92,7 @@ class Races:
                             f"{'written' if w else 'read'} at {place_of(i)}"
                             for w, i in ((wrote, its_info), (writes, info))
                         )
-                        problems = now().own if who == thread else now().races
+                        problems = now().same_thread if who == thread else now().races
                         problems.add(" and ".join(pair))
                     elif writes and group == its_group and within(its_part, part):
                         continue  # an access in no order with it is in none with this one, either

@@ -344,6 +344,30 @@ def test_options_follow_global_rows_and_heads(xla):
     assert set(collectives(compiled)) == {"all-reduce"}
 
 
+@pytest.mark.parametrize("operation", ["page_attention", "blocksparse_attention"])
+def test_loops_end_on_each_device_and_have_second_derivatives(operation):
+    """Loops of XLA kernels whose length depends on the data; forward mode of the gradients."""
+    c = calls.call(operation, batch=4, length=16, heads=8, kv_heads=4)
+    function, names = getattr(modules, operation), list(c.arrays)
+    spread = {"batch": "dp", "heads": "tp", "kv_heads": "tp"}
+
+    def second(*arrays):
+        arrays = dict(zip(names, arrays, strict=True))
+        smooth = {name: arrays[name] for name in c.gradients}
+
+        def loss(smooth):
+            return jnp.sin(function(**{**arrays, **smooth}, **c.static, platform="xla")).sum()
+
+        return jax.jvp(jax.grad(loss), (smooth,), (smooth,))
+
+    specs = specs_of(c, spread)
+    mesh = mesh_of((2, 2), "dp", "tp")
+    ordered = [c.arrays[name] for name in names], [specs[name] for name in names]
+    compiled = partitioned_program(second, *ordered, mesh)
+    assert set(collectives(compiled)) <= {"all-reduce"}  # of pages, which rows share
+    assert ("all-reduce" in collectives(compiled)) == (operation == "page_attention")
+
+
 def test_settings_of_jax_hold_while_the_compiler_partitions(xla):
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
         arrays = [jnp.asarray(np.asarray(x, np.float64)) for x in qkv()]
@@ -374,7 +398,7 @@ def test_a_donated_cache_is_written_in_place(xla):
 
 
 def test_nothing_changes_where_no_array_can_be_sharded(xla):
-    """One device, a shard_map over the whole mesh, and exported programs: no region is left."""
+    """One device, a shard_map over the full mesh, exported programs, TPUs: no region is left."""
     arrays, mesh = qkv(), mesh_of((2, 4), "dp", "tp")
     assert "ejkernel_region" not in str(jax.make_jaxpr(both(attend))(*arrays))
     placed = [jax.device_put(x, NamedSharding(mesh, BSHD)) for x in arrays]
@@ -385,3 +409,5 @@ def test_nothing_changes_where_no_array_can_be_sharded(xla):
     assert "ejkernel_region" not in str(jax.make_jaxpr(attend)(*alone))
     exported = jax.export.export(jax.jit(attend))(*placed)
     assert_same(jax.jit(exported.call)(*placed), attend(*arrays))
+    for_tpu = jax.jit(attend).trace(*placed).lower(lowering_platforms=("tpu",))
+    assert "CustomSPMDPartitioning" not in for_tpu.as_text()

@@ -15,10 +15,10 @@ from ejkernel.modules._specs import (
     check_divisible,
     explicit_mesh,
     mesh_axes,
-    own_spec,
     read_specs,
     read_types,
     spread_key_heads,
+    typed_spec,
 )
 from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
 from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
@@ -49,13 +49,13 @@ def distribute(
     *,
     ring_axis: str | None = None,
 ) -> Any:
-    """Run bound arguments on every shard of a mesh; the result equals the whole call.
+    """Run bound arguments on every shard of a mesh; the result equals the undistributed call.
 
-    ``placement``: the mesh, in_specs and out_specs. Without them, the arguments' own types say
-    both; axes of the mesh that are not explicit are then left to the compiler, and the outputs lie
-    as the arguments do.
-    ``ring_axis`` is the mesh axis that an operation which talks between devices shards its
-    sequence over.
+    ``placement``: the mesh, in_specs and out_specs. Without them, the types of the arguments
+    have both; axes of the mesh that are not explicit are then left to the compiler, and the
+    outputs are sharded as the arguments are.
+    ``ring_axis``: the mesh axis over which an operation that communicates between devices shards
+    its sequence.
 
     Raises:
         ValueError: mesh without specs or specs without mesh, or specs that do not fit.
@@ -84,8 +84,8 @@ def distribute(
     )
     if ring_axis is not None:
         layout.spread.update(q_len=(ring_axis,), kv_len=(ring_axis,))
-    own = read_types(layout, _typed_arrays(a, arguments)) if typed else None
-    if own is None:
+    typed_layout = read_types(layout, _typed_arrays(a, arguments)) if typed else None
+    if typed_layout is None:
         read_specs(layout, arguments, in_specs)
     pick = spread_key_heads(layout, sizes, whole_groups=op.spec.whole_groups)
     check_divisible(layout, arguments)
@@ -94,10 +94,10 @@ def distribute(
     key_heads = {x.name: x.words for x in arguments if x.shape is not None} if pick else {}
     outputs = op.spec.output_axes(a)
     natural = tuple(layout.spec(_output_words(axes, by_name)) for axes in outputs)
-    if own is None:
-        wanted = _wanted(op, mesh, out_specs, natural)
+    if typed_layout is None:
+        out_layout = _requested_specs(op, mesh, out_specs, natural)
     else:
-        wanted = tuple(_own_output(own, axes, by_name, a) for axes in outputs)
+        out_layout = tuple(_typed_output(typed_layout, axes, by_name, a) for axes in outputs)
 
     arrays, specs, rebuild = _split(a, by_name, layout)
 
@@ -112,17 +112,17 @@ def distribute(
     if explicit_axes(mesh):
         arrays = [_placed_tree(x, mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
     local_specs = (tuple(specs), natural[0] if single else natural)
-    if own is None:
+    if typed_layout is None:
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=local_specs[0], out_specs=local_specs[1], check_vma=False
         )
     else:
         mapped = over_explicit_axes(body, mesh, *local_specs)
     result = mapped(*arrays)
-    if wanted == natural:
+    if out_layout == natural:
         return result
     results = [result] if single else result
-    moved = [_place(x, mesh, spec) for x, spec in zip(results, wanted, strict=True)]
+    moved = [_move(x, mesh, spec) for x, spec in zip(results, out_layout, strict=True)]
     return moved[0] if single else tuple(moved)
 
 
@@ -147,37 +147,37 @@ def _spreadable(arguments: Sequence[Argument]) -> frozenset[str]:
 def _output_words(axes: str, arguments: Mapping[str, Argument]) -> tuple[str, ...]:
     if axes.startswith("="):
         return arguments[axes[1:]].words
-    found: list[str] = []
+    words: list[str] = []
     for word in axes.split():
         several = [w for a in arguments.values() for w in a.words if bare(w) == word[1:]]
-        found += dict.fromkeys(several) if word.startswith("*") else [word]
-    return tuple(found)
+        words += dict.fromkeys(several) if word.startswith("*") else [word]
+    return tuple(words)
 
 
-def _own_output(
-    own: Layout, axes: str, arguments: Mapping[str, Argument], a: Arguments
+def _typed_output(
+    layout: Layout, axes: str, arguments: Mapping[str, Argument], a: Arguments
 ) -> PartitionSpec:
-    """Where an output lies that follows the arguments: a renewed one, or the words' first."""
+    """Returns the spec of an output from the arguments: an updated one's, or its words'."""
     if axes.startswith("="):
-        return own_spec(own, arguments[axes[1:]], a[axes[1:]])
-    return own.spec(_output_words(axes, arguments))
+        return typed_spec(layout, arguments[axes[1:]], a[axes[1:]])
+    return layout.spec(_output_words(axes, arguments))
 
 
 def _typed_arrays(a: Arguments, arguments: Sequence[Argument]) -> list[tuple[Argument, Any]]:
-    """Every array of the call, those of masks included, with the words of its axes."""
-    found = [(argument, a[argument.name]) for argument in arguments if argument.shape is not None]
+    """Returns every array of the call, arrays of masks included, with the words of its axes."""
+    arrays = [(argument, a[argument.name]) for argument in arguments if argument.shape is not None]
     for name, value in a.items():
         if isinstance(value, MaskInfo):
             leaves = jax.tree_util.tree_leaves(value)
             for leaf, x in zip(leaf_names(name, value), leaves, strict=True):
-                found.append((Argument(leaf, mask_axes(x), x.shape), x))
-    return found
+                arrays.append((Argument(leaf, mask_axes(x), x.shape), x))
+    return arrays
 
 
 def _split(
     a: Arguments, by_name: Mapping[str, Argument], layout: Layout
 ) -> tuple[list[Any], list[PartitionSpec], Callable[[Sequence[Any]], Arguments]]:
-    """Arrays of the call, their specs, and how to put local arrays in their places."""
+    """Returns the arrays of the call, their specs, and a function that replaces the arrays."""
     names, arrays, specs = [], [], []
     for name, value in a.items():
         argument = by_name.get(name)
@@ -199,29 +199,29 @@ def _split(
     return arrays, specs, rebuild
 
 
-def _wanted(
+def _requested_specs(
     op: DistributedOperation, mesh: Any, out_specs: Any, natural: tuple[PartitionSpec, ...]
 ) -> tuple[PartitionSpec, ...]:
-    """The output specs asked for, in the same normal form as the natural ones."""
+    """Returns the requested output specs, in the normal form of the natural ones."""
     if out_specs is None:
         return natural
-    given = (out_specs,) if isinstance(out_specs, PartitionSpec) else tuple(out_specs)
+    requested = (out_specs,) if isinstance(out_specs, PartitionSpec) else tuple(out_specs)
     if isinstance(out_specs, PartitionSpec):
-        given = (*given, *natural[1:])
-    if len(given) != len(natural):
+        requested = (*requested, *natural[1:])
+    if len(requested) != len(natural):
         raise ValueError(
-            f"out_specs: given {len(given)} specs, expected {len(natural)} for the outputs of "
+            f"out_specs: given {len(requested)} specs, expected {len(natural)} for the outputs of "
             f"{op.spec.name}"
         )
-    wanted = []
-    for i, (spec, own) in enumerate(zip(given, natural, strict=True)):
+    specs = []
+    for i, (spec, natural_spec) in enumerate(zip(requested, natural, strict=True)):
         if spec is None:
-            wanted.append(own)
+            specs.append(natural_spec)
             continue
-        if not isinstance(spec, PartitionSpec) or len(spec) > len(own):
+        if not isinstance(spec, PartitionSpec) or len(spec) > len(natural_spec):
             raise ValueError(
-                f"out_specs[{i}]: given {spec!r}, expected a PartitionSpec of at most {len(own)} "
-                "entries"
+                f"out_specs[{i}]: given {spec!r}, expected a PartitionSpec of at most "
+                f"{len(natural_spec)} entries"
             )
         unknown = [x for entry in spec for x in mesh_axes(entry) if x not in mesh.shape]
         if unknown:
@@ -229,13 +229,13 @@ def _wanted(
                 f"out_specs[{i}]: mesh axis {unknown[0]!r} is unknown, the mesh has: "
                 f"{', '.join(mesh.shape)}"
             )
-        entries = [mesh_axes(entry) for entry in spec] + [()] * (len(own) - len(spec))
-        wanted.append(PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries)))
-    return tuple(wanted)
+        entries = [mesh_axes(entry) for entry in spec] + [()] * (len(natural_spec) - len(spec))
+        specs.append(PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries)))
+    return tuple(specs)
 
 
-def _place(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """The same values laid out by another spec; axes that do not divide stay as they are."""
+def _move(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    """Moves values to another spec; ValueError for an axis that does not divide."""
     for size, entry in zip(x.shape, spec, strict=False):
         parts = math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
         if size % parts:

@@ -78,8 +78,8 @@ def spread(layout: Layout, where: str, word: str, axes: MeshAxes) -> None:
         return
     unknown = [a for a in axes if a not in layout.mesh_sizes]
     if unknown:
-        known = ", ".join(layout.mesh_sizes)
-        raise ValueError(f"{where}: mesh axis {unknown[0]!r} is unknown, the mesh has: {known}")
+        names = ", ".join(layout.mesh_sizes)
+        raise ValueError(f"{where}: mesh axis {unknown[0]!r} is unknown, the mesh has: {names}")
     in_order = meaning(word).in_order
     if in_order and layout.spread.get(word) == axes:
         return
@@ -110,7 +110,7 @@ def _of_heads(word: str) -> bool:
 
 
 def spread_key_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool) -> bool:
-    """Spread key heads like query heads. True: key heads stay whole and each shard picks its own.
+    """Spreads key heads like query heads. True: every shard keeps all key heads and picks its own.
 
     Raises:
         ValueError: query and key heads spread differently.
@@ -187,8 +187,8 @@ def read_types(layout: Layout, arrays: Iterable[tuple[Argument, Any]]) -> Layout
     Raises:
         ValueError: as ``read_specs``, naming the array.
     """
-    own = replace(layout, spread=dict(layout.spread))
-    seen = set(own.spread)
+    typed_layout = replace(layout, spread=dict(layout.spread))
+    seen = set(typed_layout.spread)
     for argument, x in arrays:
         for word, axes in zip(argument.words, _axes(layout, x), strict=False):
             word = word.lstrip("#")
@@ -196,12 +196,12 @@ def read_types(layout: Layout, arrays: Iterable[tuple[Argument, Any]]) -> Layout
                 axes = tuple(axis for axis in axes if layout.mesh_sizes[axis] > 1)
             spread(layout, argument.name, word, axes)
             if word not in seen and axes:
-                own.spread[word] = axes
+                typed_layout.spread[word] = axes
             seen.add(word)
-    return own
+    return typed_layout
 
 
-def own_spec(layout: Layout, argument: Argument, x: Any) -> Any:
+def typed_spec(layout: Layout, argument: Argument, x: Any) -> Any:
     """The spec in the type of ``x``, without what may not be spread."""
     alone = replace(layout, spread={})
     read_types(alone, [(argument, x)])

@@ -31,7 +31,7 @@ def typed_sharding(x: Any) -> NamedSharding | None:
 
 
 def placed(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """The same values laid out over ``mesh`` by ``spec``."""
+    """Returns the values sharded over ``mesh`` by ``spec``."""
     if not explicit_axes(mesh):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
     now = typed_sharding(x)

@@ -79,12 +79,12 @@ def needs_devices(primitive: Any) -> None:
 def is_partitioned(context: Any) -> bool:
     """Returns whether the compiler partitions the program that is being lowered.
 
-    Not where it is for one device, inside a ``shard_map`` over the whole mesh, nor where it has no
-    one mesh or is exported, as the devices are then unknown.
+    False for one device, for TPUs, inside a ``shard_map`` over the full mesh, for arrays on several
+    meshes, and for export, as the devices are then unknown.
     """
     module = context.module_context
-    if module.lowering_parameters.for_export:
-        return False
+    if module.lowering_parameters.for_export or "tpu" in module.platforms:
+        return False  # libtpu has no custom partitioning
     where = module.axis_context
     if isinstance(where, sharding_impls.SPMDAxisContext):
         return set(where.manual_axes) != set(where.mesh.axis_names)

@@ -112,10 +112,10 @@ class KernelRegistry(Registrations):
 
         Arguments as for ``get``. Only packages that may be needed are loaded, and no kernel.
         """
-        forced, wanted_backend = parse_platform(platform), parse_backend(backend)
+        forced, hardware = parse_platform(platform), parse_backend(backend)
         target = target_device(device)
         self.load_for(forced, target)
-        return self._survey(normalized(algorithm), forced, wanted_backend, _bound(inv), target)
+        return self._survey(normalized(algorithm), forced, hardware, _bound(inv), target)
 
     def load_for(self, forced: Platform | None, target: TargetDevice) -> None:
         """Load the packages that may serve calls on a device, or one platform's."""

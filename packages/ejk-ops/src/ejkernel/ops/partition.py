@@ -4,8 +4,8 @@ A compiler that partitions a program knows nothing about a kernel and gathers it
 device. Here a *region* of a program, one pass of a kernel, says the words of the axes of its
 operands and results. A rule (``ShardingRule`` of ejk-types, or anything with its methods) turns
 them into a Shardy rule, by which shardings propagate through the region, and into the layout in
-which each device runs the region on its part. On one device, inside a ``shard_map`` over the whole
-mesh and in exported programs the region is inlined, and nothing of it remains.
+which each device runs the region on its part. On one device, on TPUs, inside a ``shard_map`` over
+the full mesh and in exported programs the region is inlined, and nothing of it remains.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from ejkernel.ops import compat
@@ -84,6 +84,29 @@ class Region:
         rule = replace(self.rule, sizes={**self.rule.sizes, word: size})
         results = tuple((word if size > 1 else "", *words) for words in self.results)
         return replace(self, function=map_function, rule=rule, operands=operands, results=results)
+
+    def pushed_forward(self, smooth: Sequence[int], results: Sequence[int]) -> Region:
+        """Returns the region of the tangents of some results, from tangents of some operands.
+
+        The operands of this region come first, then the tangents.
+        """
+        function, count = self.function, len(self.operands)
+
+        def push_forward(shard: Any, *arrays: Any) -> tuple[Any, ...]:
+            primals = arrays[:count]
+
+            def call(*floats: Any) -> tuple[Any, ...]:
+                changed = list(primals)
+                for i, x in zip(smooth, floats, strict=True):
+                    changed[i] = x
+                values = function(shard, *changed)
+                return tuple(values[i] for i in results)
+
+            return jax.jvp(call, tuple(primals[i] for i in smooth), tuple(arrays[count:]))[1]
+
+        operands = (*self.operands, *(self.operands[i] for i in smooth))
+        words = tuple(self.results[i] for i in results)
+        return replace(self, function=push_forward, operands=operands, results=words)
 
     # ---- the compiler's questions -----------------------------------------------------------
 
@@ -276,6 +299,23 @@ def _batch(arrays: Any, dims: Any, *, region: Region, jaxpr: Any) -> Any:
 
 
 batching.primitive_batchers[_region] = _batch
+
+
+def _jvp(primals: Any, tangents: Any, *, region: Region, jaxpr: Any) -> Any:
+    """Forward mode alone: reverse mode is the business of the kernel's ``custom_vjp``."""
+    results = _region.bind(*primals, region=region, jaxpr=jaxpr)
+    smooth = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+    floats = [i for i, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    pushed = _bind(
+        region.pushed_forward(smooth, floats), [*primals, *(tangents[i] for i in smooth)]
+    )
+    of_results = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    for i, tangent in zip(floats, pushed, strict=True):
+        of_results[i] = tangent
+    return results, of_results
+
+
+ad.primitive_jvps[_region] = _jvp
 
 
 def _lower(context: Any, *operands: Any, region: Region, jaxpr: Any) -> Any:

@@ -30,10 +30,9 @@ class PartitionedKernel:
         rule: how the arrays of the call may be sharded.
     """
 
-    forward_again = False
-
     def __init__(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
         self.kernel, self.call = kernel, kernel.call
+        self.forward_again = kernel.forward_again
         self.rule = self.call.sharding_rule(arguments)
         self._axes: dict[str, list[tuple[str, ...]]] = self.call.array_axes(arguments)
         leaves, self._tree = jax.tree.flatten([arguments[name] for name in self._axes])
@@ -64,8 +63,14 @@ class PartitionedKernel:
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The outputs, and the arrays that ``backward`` reads besides."""
         if not self.kernel.has_backward:
-            return self.without_gradients(work, arrays)
+            return self._run_forward(self._forward_of_gradient, work, arrays)
         return self._run_forward(self.kernel.forward, work, arrays)
+
+    def _forward_of_gradient(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        """Runs ``forward`` as JAX does where it differentiates it, which JAX can do again."""
+        floats, others = _split(arrays)
+        outputs, _ = jax.vjp(lambda floats: self.kernel.forward(work, floats | others)[0], floats)
+        return outputs, ()
 
     def _run_forward(
         self, forward: Callable[..., Any], work: Work, arrays: Arrays

@@ -1,4 +1,4 @@
-"""What differs between the versions of JAX these kernels run with."""
+"""Differences between the versions of JAX these kernels run with."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _untracked_call() -> Any:
         del call
         like = operands[0]
 
-        def one(x: jax.ShapeDtypeStruct) -> Any:
+        def aval_of(x: jax.ShapeDtypeStruct) -> Any:
             spec = jax.sharding.PartitionSpec(*(None,) * len(x.shape))
             sharding = jax.sharding.NamedSharding(like.sharding.mesh, spec)
             return like.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=sharding)
 
-        return [one(x) for x in out_types]
+        return [aval_of(x) for x in out_types]
 
     def lower(ctx: Any, *operands: Any, call: Callable, out_types: tuple) -> Any:
         del out_types
@@ -59,18 +59,18 @@ def untracked(
     Since JAX 0.11 Pallas refuses such operands where single warps do different work.
     """
 
-    def run(*operands: jax.Array) -> Any:
+    def call_untracked(*operands: jax.Array) -> Any:
         axes = varying_axes(*operands)
         if not axes:
             return call(*operands)
         return _untracked_call().bind(*vary(operands, axes), call=call, out_types=out_types)
 
-    return run
+    return call_untracked
 
 
 @functools.cache
 def mosaic_gpu_problem() -> str | None:
-    """Why the installed JAX cannot build Mosaic GPU kernels, None when it can."""
+    """Returns why the installed JAX cannot build Mosaic GPU kernels, None when it can."""
     try:
         from jax.experimental.pallas import mosaic_gpu as plgpu
     except ImportError as error:
@@ -83,18 +83,18 @@ def mosaic_gpu_problem() -> str | None:
 
 
 def load_registers(ref: Any, *, layout: Any, optimized: bool) -> jax.Array:
-    """Mosaic GPU's ``load`` of a whole reference; before JAX 0.11 it asks for an index too."""
+    """Mosaic GPU's ``load`` of a full reference; before JAX 0.11 it needs an index too."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     load: Any = plgpu.load
     index = inspect.signature(load).parameters.get("idx")
-    asked = index is not None and index.default is inspect.Parameter.empty
-    return load(ref, *([()] if asked else []), layout=layout, optimized=optimized)
+    needs_index = index is not None and index.default is inspect.Parameter.empty
+    return load(ref, *([()] if needs_index else []), layout=layout, optimized=optimized)
 
 
 def store_registers(ref: Any, x: jax.Array) -> None:
     """``x`` to a reference in device memory, each thread its own elements; since JAX 0.12 that must
-    be asked for where threads together do not write whole sectors."""
+    be requested where threads together do not write whole sectors."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     store: Any = getattr(plgpu, "store", None)

@@ -1,4 +1,4 @@
-"""What all Pallas kernels have in common: the chip they are made for, or why there is none."""
+"""Base of all Pallas kernels: the chip they are made for, or the reason why there is none."""
 
 from __future__ import annotations
 

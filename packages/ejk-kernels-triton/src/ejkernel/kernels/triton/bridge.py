@@ -21,7 +21,6 @@ import functools
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -41,7 +40,7 @@ from ejkernel.kernels.triton.bound_launch import (
 )
 from ejkernel.kernels.triton.compiled import CONSTANT, Code, Place, Source, compile_kernel
 from ejkernel.kernels.triton.interpret import run_interpreted
-from ejkernel.kernels.triton.launch import Launch, shapes_of
+from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.plan import Plan
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.ops.execution.program_cache import bounded_jit
@@ -72,10 +71,7 @@ def call(launch: Launch, /, **operands: jax.Array | None) -> dict[str, jax.Array
         TypeError: the launch does not declare an operand.
     """
     arrays = {name: x for name, x in operands.items() if x is not None}
-    unknown = arrays.keys() - launch.batching.keys()
-    if unknown:
-        raise TypeError(f"{type(launch).__name__}: no operand is named {sorted(unknown)}")
-    launch = replace(launch, operands=shapes_of(arrays))
+    launch = launch.with_operands(arrays)
     names = [name for name, kind in launch.outputs().items() if kind is not None]
     return dict(zip(names, _primitive.bind(*arrays.values(), launch=launch), strict=True))
 
@@ -110,7 +106,7 @@ def _batch(arrays, dims, *, launch):
     front = [
         a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(arrays, dims, strict=True)
     ]
-    if launch.is_sequential(batched):
+    if launch.is_sequential(size, batched):
         run = functools.partial(_primitive.bind, launch=launch)
         results = in_turn(run, front, batched)
         return results, [0] * len(results)

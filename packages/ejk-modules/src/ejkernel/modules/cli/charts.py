@@ -33,12 +33,12 @@ def bound_chart(rows: Sequence[Row], title: str = "") -> str:
     for axis, mode in zip(axes, modes, strict=False):
         for i, name in enumerate(contenders):
             ours = name == "ejkernel"
-            own_rows = [r for r in rows if (r["mode"], r["contender"]) == (mode, name)]
-            percents = [min(max(r["percent_of_limit"], 0.0), MAX_PERCENT) for r in own_rows]
-            positions = [cases.index(r["case"]) for r in own_rows]
+            contender_rows = [r for r in rows if (r["mode"], r["contender"]) == (mode, name)]
+            percents = [min(max(r["percent_of_limit"], 0.0), MAX_PERCENT) for r in contender_rows]
+            positions = [cases.index(r["case"]) for r in contender_rows]
             axis.scatter(percents, positions, 45 if ours else 25, f"C{i}", label=printable(name),
                          zorder=4 if ours else 3)  # fmt: skip
-            for r, line in zip(own_rows, positions, strict=True):
+            for r, line in zip(contender_rows, positions, strict=True):
                 if ours:
                     _write_at_end(axis, line, time_text(r["ms"]))
         axis.axvline(100.0, color="gray", linestyle="--")

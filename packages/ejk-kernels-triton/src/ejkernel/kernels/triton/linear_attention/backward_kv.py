@@ -43,9 +43,9 @@ ACROSS, DOWN = tl.constexpr(tiles.ACROSS), tl.constexpr(tiles.DOWN)
 def backward_kv(
     inputs, dstarts, starts, final, cu, dkey, dvalue, state_dot, leaving, z_read, z_reading
 ):
-    """Writes the gradients inputs keys and values inputs one segment and head.
+    """Writes the gradients of keys and values of one segment and head.
 
-    For the gate's gradient, None without: X at the end inputs the segment (``state_dot``), b
+    For the gate's gradient, None without: X at the end of the segment (``state_dot``), b
     (``leaving``), and Z summed over the rows that read a row (``z_read``) and over the rows that a
     row reads (``z_reading``). Sums across warps are left to the reader, in ACROSS and DOWN parts.
     """
@@ -174,7 +174,7 @@ def backward_kv(
             tl.store(z_reading + at_parts, z, mask=chunk_row[None, :] < written)
         p = p * decays
 
-        # matmuls inputs their own: one accumulator would tie the layouts inputs two
+        # matmuls of their own: one accumulator would tie the layouts of two
         dv += tl.dot(s.to(DTYPE), do, input_precision=PRECISION) * inputs.scale
         store_rows(dvalue, dv, row, written, head, heads, 0, columns, CHUNK, COLUMNS, MAPS)
         dk = tl.dot(v, tl.trans(dstate_operand), input_precision=PRECISION) * row_decay[:, None]

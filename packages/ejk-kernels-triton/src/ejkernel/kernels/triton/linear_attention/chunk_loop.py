@@ -518,7 +518,7 @@ class ChunkLoop(LinearLaunch):
             return super().bind(target)
         from ejkernel.kernels.triton.linear_attention.chunk_loop_sm90 import ChunkLoopSm90
 
-        launch = ChunkLoopSm90(self.problem, self.tiles, self.spec, operands=self.operands)
+        launch = ChunkLoopSm90(self, operands=self.operands)
         return replace(launch.bind(target), stand_in=super().bind(target))
 
     def has_sm90_kernel(self, target: Target) -> bool:

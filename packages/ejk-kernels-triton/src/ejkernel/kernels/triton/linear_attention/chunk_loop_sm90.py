@@ -20,10 +20,12 @@ In Gluon, whose names changed until Triton 3.9 (``compat.has_gluon``). No interp
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.language import tl
-from ejkernel.kernels.triton.linear_attention.chunk_loop import ChunkLoop
+from ejkernel.kernels.triton.launch import BATCHED, Launch
+from ejkernel.kernels.triton.linear_attention.launch import GATE_SUMS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -256,16 +258,26 @@ def chunk_loop_sm90(
         gl.barrier()
 
 
-class ChunkLoopSm90(ChunkLoop):
-    """Launch of ``chunk_loop_sm90`` in the place of ``chunk_loop``."""
+@dataclass(frozen=True)
+class ChunkLoopSm90(Launch):
+    """Launch of ``chunk_loop_sm90`` in the place of ``general``, a launch of ``chunk_loop``."""
 
     kernel = chunk_loop_sm90
+    batching: ClassVar = dict.fromkeys((*GATE_SUMS, "starts"), BATCHED)
+
+    general: Launch
+
+    def outputs(self):
+        return self.general.outputs()
+
+    def grid(self, target):
+        return self.general.grid(target)
 
     def options(self, target):
         return {"num_warps": 4, "num_stages": 1}
 
     def arguments(self, target):
-        general = super().arguments(target)
+        general = self.general.arguments(target)
         s, tile = general["sizes"], general["tile"]
         names = ("query", "key", "value", "scale_in", "scale_out")
         return {
@@ -277,9 +289,3 @@ class ChunkLoopSm90(ChunkLoop):
             **{n: getattr(tile, n) for n in ("SWAPPED", "LATER", "CHUNK", "SEGMENT")},
             **{n: getattr(tile, n) for n in ("DIM", "COLUMNS")},
         }  # fmt: skip
-
-    def has_sm90_kernel(self, target):
-        return False
-
-    def interpreter_arguments(self, target):
-        return {}

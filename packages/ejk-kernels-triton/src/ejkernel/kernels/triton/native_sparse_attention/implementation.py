@@ -1,8 +1,8 @@
 """Native sparse attention in Triton: three branches, gated and added.
 
 The compressed and the sliding branch are flash attention, over block means and over a window. The
-selected branch has kernels of its own, whose forward pass adds all three under their gates. Means
-and the gradients of gates are XLA's.
+selected branch has kernels of its own, whose forward pass adds all three with their gates. XLA
+computes the means and the gradients of gates.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
 from ejkernel.kernels.triton.native_sparse_attention import tiles
 from ejkernel.kernels.triton.native_sparse_attention.branches import compressed, sliding
-from ejkernel.kernels.triton.native_sparse_attention.lists import ended
+from ejkernel.kernels.triton.native_sparse_attention.lists import sort_lists
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.native_sparse_attention.select import select
-from ejkernel.kernels.triton.native_sparse_attention.selected import attend
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work, compiled
 from ejkernel.types import calls
@@ -39,7 +38,7 @@ class NativeSparseAttention(TritonKernel):
     """Causal attention over compressed, selected and near keys, on a GPU.
 
     float16, bfloat16 and float32, promoted to one dtype, with head dims that are multiples of 8 up
-    to 256; sums are float32. Nothing is summed by atomics: two runs give the same bits. Memory is
+    to 256; accumulation is float32. There are no atomics: two calls give the same bits. Memory is
     linear in the length. ``cfg``, of the selected branch: kv_tile; num_warps and num_stages of the
     forward pass and of the gradient of queries; q_tile, the rows (tokens times query heads) of a
     step of the gradients of keys and values. Differentiable once.
@@ -59,7 +58,7 @@ class NativeSparseAttention(TritonKernel):
         "softmax_scale",
     }
     outputs = staticmethod(compiled)
-    has_backward = False  # its steps have gradients of their own
+    has_backward = False  # its steps have their own gradients
 
     def unsupported_reason(self, problem: Any, target: Target) -> str | None:
         dims = {"query": problem.query.shape[3], "value": problem.value.shape[3]}
@@ -77,6 +76,8 @@ class NativeSparseAttention(TritonKernel):
         return chosen.apply_config(cfg, selected_problem(problem), target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        from ejkernel.kernels.triton.native_sparse_attention.selected import attend
+
         p, cu = work.problem, arrays.get("cu_seqlens")
         dtype = jnp.dtype(_dtype(p))
         q, k, v = (arrays[name].astype(dtype) for name in ("query", "key", "value"))
@@ -84,10 +85,10 @@ class NativeSparseAttention(TritonKernel):
         if q.size == 0 or dv == 0 or (cu is not None and cu.shape[0] < 2):
             return (jnp.zeros((b, s, h, dv), p.query.dtype),), ()
         blocks = find_blocks(s, p.block_size, cu)
-        held = (blocks.sequence >= 0)[None] if blocks.packed else None
-        q, k, v = cleared(held, q, k, v)
+        valid = (blocks.sequence >= 0)[None] if blocks.packed else None
+        q, k, v = cleared(valid, q, k, v)
         others = {
-            name: cleared(held, arrays[name].astype(jnp.float32))[0]
+            name: cleared(valid, arrays[name].astype(jnp.float32))[0]
             for name in ("g_cmp", "g_slc", "g_swa")
             if name in arrays
         }
@@ -99,7 +100,7 @@ class NativeSparseAttention(TritonKernel):
             others |= sliding(p, q, k, v, cu)
         selected = {"q": q, "k": k, "v": v, "chosen": chosen, "places": blocks}
         out = attend(inner, selected | others)
-        return (cleared(held, out)[0].astype(p.query.dtype),), ()
+        return (cleared(valid, out)[0].astype(p.query.dtype),), ()
 
 
 def _dtype(p: Any) -> str:
@@ -107,12 +108,12 @@ def _dtype(p: Any) -> str:
 
 
 def _chosen(p: Any, work: Work, arrays: Arrays, q: Any, k: Any, blocks: Blocks) -> jax.Array:
-    """Every token's blocks ``[b, s, hk, slots]``, each once, -1 behind them."""
+    """Returns every token's blocks ``[b, s, hk, slots]``, each once, -1 after them."""
     counts = arrays.get("block_counts", p.block_counts)
     if p.block_indices is not None:
         if not isinstance(counts, int) and p.max_block_count is not None:
             counts = jnp.minimum(counts, p.max_block_count)
-        return name_lse(ended(clean_indices(arrays["block_indices"], counts, blocks)))
+        return name_lse(sort_lists(clean_indices(arrays["block_indices"], counts, blocks)))
     chosen = select(work.problem, work.target, q, k, blocks, _sorts(p))
     if not isinstance(counts, int):
         slot = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
@@ -121,26 +122,26 @@ def _chosen(p: Any, work: Work, arrays: Arrays, q: Any, k: Any, blocks: Blocks) 
 
 
 def _sorts(p: Any) -> bool:
-    """Whether the order of the chosen blocks matters: some tokens take fewer than others."""
+    """Returns whether the order of the chosen blocks matters: tokens take different numbers."""
     return not isinstance(p.block_counts, int)
 
 
-def longest(p: Any) -> int:
-    """Blocks that a sequence may have."""
+def max_blocks(p: Any) -> int:
+    """Returns the largest number of blocks of a sequence."""
     return -(-p.query.shape[1] // p.block_size)
 
 
 def selected_problem(p: Any) -> Problem:
-    """The selected branch's problem, of the problem of a call."""
+    """Returns the problem of the selected branch of a call."""
     (b, s, h, d), hk, dv = p.query.shape, p.key.shape[2], p.value.shape[3]
     sequences = 0 if p.cu_seqlens is None else p.cu_seqlens.shape[0] - 1
     if p.block_indices is not None:
         slots = p.block_indices.shape[3]
     else:
         bound = p.block_counts if isinstance(p.block_counts, int) else p.max_block_count
-        slots = max(1, longest(p) if bound is None else min(bound, longest(p)))
+        slots = max(1, max_blocks(p) if bound is None else min(bound, max_blocks(p)))
     return Problem(
-        b, s, h, hk, d, dv, p.block_size, longest(p) + sequences, slots,
+        b, s, h, hk, d, dv, p.block_size, max_blocks(p) + sequences, slots,
         float(p.softmax_scale), _dtype(p), p.cu_seqlens is not None,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The blocks that tokens select, and the tokens that select a block."""
+"""Lists of the blocks that tokens select, and of the tokens that select a block."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from ejkernel.types.masks.token_blocks import Blocks
 
 INT32 = 2**31
 
-ROWS = 16
-"""Rows that are sorted one by one: XLA sorts a single row by digits, in a quarter of the time."""
+MAX_SINGLE_ROWS = 16
+"""Rows that are sorted one by one: XLA has a radix sort for a single row, four times as fast."""
 
 
-def ended(chosen: jax.Array) -> jax.Array:
-    """Lists ``[b, s, hk, slots]`` with what is no block, -1, behind all blocks."""
+def sort_lists(chosen: jax.Array) -> jax.Array:
+    """Returns lists ``[b, s, hk, slots]`` with -1, no block, after all blocks."""
     return jnp.flip(jnp.sort(chosen, axis=-1), axis=-1)
 
 
 def last_tokens(blocks: Blocks) -> jax.Array:
-    """One past the last token of every block ``[n]``; unused blocks have none."""
+    """Returns one past the last token of every block ``[n]``; unused blocks have 0."""
     length, count = blocks.sequence.shape[0], blocks.count
-    number = jnp.where(blocks.sequence >= 0, number_of(blocks), count)
+    number = jnp.where(blocks.sequence >= 0, block_index(blocks), count)
     token = jnp.arange(length, dtype=jnp.int32)
     ends = jnp.zeros((count,), jnp.int32)
     return ends.at[number].max(token + 1, mode="drop")
 
 
-def number_of(blocks: Blocks) -> jax.Array:
-    """Of every token ``[s]`` the number of its block among those of all sequences."""
+def block_index(blocks: Blocks) -> jax.Array:
+    """Returns the index of every token's block ``[s]`` among the blocks of all sequences."""
     return blocks.first_block + blocks.position // blocks.size
 
 
-def transposed(chosen: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
-    """(places ``[b, hk, s * slots]`` by the block that is there, bounds ``[b, hk, n + 1]``).
+def transpose_lists(chosen: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+    """Returns the places ``[b, hk, s * slots]`` of all entries by their block, and the bounds.
 
-    The place of slot i of token t is t * n + i, n the power of two that holds all slots. Places of
-    a block rise; entries behind the last bound are none. ``chosen [b, s, hk, slots]``, each block
-    once in a list, -1 = none.
+    Bounds are ``[b, hk, n + 1]``. The place of slot i of token t is t * n + i, n the power of two
+    that holds all slots. Places of a block rise; entries after the last bound have no block.
+    ``chosen [b, s, hk, slots]`` has each block once in a list, -1 = none.
     """
     b, s, hk, slots = chosen.shape
     number = blocks.first_block[None, :, None, None] + chosen
     number = jnp.where(chosen >= 0, number, blocks.count)
     number = jnp.moveaxis(number, 2, 1).reshape(b, hk, s * slots)
-    each = power_of_two(slots)
-    place = (jnp.arange(s)[:, None] * each + jnp.arange(slots)[None]).astype(jnp.int32).reshape(-1)
-    place = jnp.broadcast_to(place, number.shape)
-    if (blocks.count + 1) * s * each < INT32:  # one number sorts faster than two
-        number, place = jnp.divmod(*_sorted(number * (s * each) + place), s * each)
+    stride = power_of_two(slots)
+    place = (jnp.arange(s)[:, None] * stride + jnp.arange(slots)[None]).astype(jnp.int32)
+    place = jnp.broadcast_to(place.reshape(-1), number.shape)
+    if (blocks.count + 1) * s * stride < INT32:  # one key sorts faster than two
+        number, place = jnp.divmod(*_sort(number * (s * stride) + place), s * stride)
     else:
-        number, place = _sorted(number, place)
-    each = jnp.arange(blocks.count + 1, dtype=jnp.int32)
-    find = jax.vmap(jax.vmap(lambda x: jnp.searchsorted(x, each, method="scan_unrolled")))
+        number, place = _sort(number, place)
+    block = jnp.arange(blocks.count + 1, dtype=jnp.int32)
+    find = jax.vmap(jax.vmap(lambda x: jnp.searchsorted(x, block, method="scan_unrolled")))
     return place, find(number).astype(jnp.int32)
 
 
-def _sorted(*arrays: jax.Array) -> list[jax.Array]:
-    """Arrays ``[b, hk, n]`` in the order of the first, equal numbers in the one they had."""
+def _sort(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns arrays ``[b, hk, n]`` sorted by the first, stably."""
     shape = arrays[0].shape
-    if shape[0] * shape[1] > ROWS:
+    if shape[0] * shape[1] > MAX_SINGLE_ROWS:
         return list(jax.lax.sort(arrays, num_keys=1))
     flat = [x.reshape(-1, shape[2]) for x in arrays]
     rows = [jax.lax.sort([x[i] for x in flat], num_keys=1) for i in range(flat[0].shape[0])]

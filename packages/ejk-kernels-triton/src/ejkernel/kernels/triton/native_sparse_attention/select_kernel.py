@@ -1,31 +1,32 @@
-"""Which blocks every token looks at.
+"""The blocks that every token looks at.
 
 Math, per token t, key head and block c complete by then, k_c the mean of the block's keys, over the
 query heads h of the group:
 
     x_htc = scale * q_ht . k_c;  score_tc = sum_h exp(x_htc - lse_ht)
 
-The own block comes first, then the blocks of the largest scores, ties to the lower number.
+The own block comes first, then the blocks of the largest scores, ties to the lower index.
 
-Products are those of float32: a query is brought to the range of float16 by a power of two, a mean
-by one for all of its head, and each is one number of float16 (a query of 16 bits) or the sum of two
-(22 bits and a sign between them: float32 but for its last bit, where a mean is not less than 2^-17
-of the largest). Their products are exact, and sums are float32.
+Dot products are exact in float32: a query is scaled to the range of float16 by a power of two, a
+mean by one for all of its head, and each is one float16 value (a query of 16 bits) or the sum of
+two (22 bits and a sign between them: float32 but for its last bit, where a mean is not less than
+2^-17 of the largest). Products of two such values are exact, and accumulation is float32.
 
-Order: blocks of equal means have equal terms, products and scores, so the lower number goes first.
-Other scores are float32's, as XLA's are, and two that differ by less than their rounding may change
-places. A mean below 2^-17 of the largest M of its head loses bits, 2^-39 M at most: its logits are
-off by 2^-39 scale |q|_1 M, less than the rounding of exp while no logit of the head can pass 2^15.
-Beyond, blocks far smaller than the largest may change places among themselves, by that much.
+Order: blocks of equal means have equal terms, dot products and scores, so the lower index goes
+first. Other scores are in float32, as XLA's are, and two that differ by less than their rounding
+may change places. A mean below 2^-17 of the largest M of its head loses bits, 2^-39 M at most: its
+logits are off by 2^-39 scale |q|_1 M, less than the rounding of exp while no logit of the head
+exceeds 2^15. Beyond, blocks far smaller than the largest may change places among themselves, by
+that much.
 
-Work split: as many programs as run at once, each for every so many-th of the tiles of tokens, the
-longest first. A tile's rows are the query heads of the group of its tokens, so that the sum over
-heads is one over rows, and queries are read once. A tile is walked twice, for lse, then for the
-scores, which go to a piece of memory of the program's own. From there a warp reads those of a token
-back and takes the best, one after the other: every lane has the best of its own blocks, one
-instruction finds the largest of a warp, and what replaces it is read again.
+Work split: as many programs as run at once, each for every n-th of the tiles of tokens, the longest
+first. A tile's rows are the query heads of the group of its tokens, so that the sum over heads is a
+sum over rows, and queries are loaded once. The loop over a tile's blocks runs twice, for lse, then
+for the scores, which go to the program's own memory. From there a warp loads the scores of a token
+and takes the best, one after the other: every lane has the best of its own blocks, one instruction
+finds the largest of a warp, and its successor is loaded again.
 
-Bound: 8 * T * blocks * d FLOPs per head over the visible half (twice two products). At T 32k, 64
+Bound: 8 * T * blocks * d FLOPs per head over the visible half (two matmuls twice). At T 32k, 64
 heads, D128, blocks of 64: 0.55 TFLOP, and 4 GB of means from L2: both 1.1 ms or less. Takes
 1.75 ms on an H200.
 
@@ -34,23 +35,28 @@ Source: Yuan et al., "Native Sparse Attention" (2025), section 3.3.2.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from ejkernel.kernels.triton.bound_launch import TensorMap
 from ejkernel.kernels.triton.common.softmax import fused_softmax
 from ejkernel.kernels.triton.language import tl, triton
-from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
-    load_group,
-)
+from ejkernel.kernels.triton.launch import BATCHED, Launch, power_of_two, struct
+from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import load_group
+from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
+from ejkernel.kernels.triton.native_sparse_attention.tiles import SelectTiles, query_term_count
 
 EMPTY = tl.constexpr(-8388608)  # the bits of -inf; as an integer, below those of every score
 EXPONENT = tl.constexpr(0x7F800000)  # the bits of a power of two
-# of slopes: hidden products at -inf stay so, and logits that are no more than 0 are finite
+# bounds of slopes: hidden scores at -inf stay so, and logits of at most 0 are finite
 SMALLEST = tl.constexpr(2.0**-90)
 LARGEST = tl.constexpr(2.0**80)
-LANES = tl.constexpr(32)  # of the warp that ranks a token's blocks
+LANES = tl.constexpr(32)  # threads of the warp that ranks a token's blocks
 
 
 @triton.jit
 def visible_means(firsts, completes, token, t, real, size, blocks):
-    """Per token the range of complete blocks of its sequence, among those of all sequences."""
+    """Returns the range of complete blocks of every token's sequence, among all blocks."""
     if firsts is None:
         low = t * 0
         high = (t + 1) // size
@@ -62,7 +68,7 @@ def visible_means(firsts, completes, token, t, real, size, blocks):
 
 @triton.jit
 def own_blocks(owns, token, t, real, size):
-    """The number of every token's own block in its sequence; -1 for tokens of none."""
+    """Returns every token's own block in its sequence; -1 for tokens of no sequence."""
     own = t // size
     if owns is not None:
         own = tl.load(owns + token + t, mask=real, other=-1)
@@ -71,8 +77,10 @@ def own_blocks(owns, token, t, real, size):
 
 @triton.jit
 def query_terms(q, sign, slope):
-    """(high, low, slope, power): float16 rows whose sum is a power of two times q, and the slope of
-    their products in base 2, with the power of two below it."""
+    """Returns two float16 rows whose sum is a power of two times q, and two slopes.
+
+    These are the slope of their scores in base 2, and the power of two below it.
+    """
     x = q.to(tl.float32)
     bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum(bits >> 23, 15), 254)  # rows are brought to [2^14, 2^15)
@@ -88,11 +96,11 @@ def query_terms(q, sign, slope):
 
 
 @triton.jit
-def through_memory(
+def store_and_load(
     queries, high, low,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUERY_TERMS: tl.constexpr,
 ):  # fmt: skip
-    """The same two tiles, out of a piece of memory of the program's own."""
+    """Returns the same two tiles, stored to this program's memory and loaded again."""
     row = tl.program_id(0).to(tl.int64) * (QUERY_TERMS * ROWS) + tl.arange(0, ROWS)
     pointers = queries + row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(pointers, high)
@@ -107,25 +115,26 @@ def through_memory(
 
 
 @triton.jit
-def exact_products(
-    q_high, q_low, terms, of_head, first, D: tl.constexpr, COLUMNS: tl.constexpr,
-    KEYS: tl.constexpr, QUERY_TERMS: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
-    """Products of queries and the means of the blocks ``first`` .. ``first + KEYS`` of a head.
+def exact_scores(q_high, q_low, terms, head_row, first, tile):
+    """Returns scores of queries and the means of KEYS blocks of a head, from block ``first``.
 
-    ``of_head``: its first row of ``terms``.
-    Both terms of a mean are rows of one product, neighbours, whose sums one thread holds. There are
-    rows for KEYS blocks more than there are blocks.
+    ``head_row``: the head's first row of ``terms``. Both terms of a mean are neighbouring rows of
+    one matmul, whose accumulators one thread holds. There are rows for KEYS blocks more than there
+    are blocks.
     """
-    if MAPPED:
-        rows = terms.load([(of_head + 2 * first).to(tl.int32), 0])
+    KEYS: tl.constexpr = tile.KEYS
+    if tile.MAPPED:
+        rows = terms.load([(head_row + 2 * first).to(tl.int32), 0])
     else:
-        row = of_head + 2 * first + tl.arange(0, 2 * KEYS)
-        column = tl.arange(0, COLUMNS)[None, :]
-        pointers = terms + row[:, None] * D + column
-        rows = tl.load(pointers) if COLUMNS == D else tl.load(pointers, mask=column < D, other=0.0)
+        row = head_row + 2 * first + tl.arange(0, 2 * KEYS)
+        column = tl.arange(0, tile.COLUMNS)[None, :]
+        pointers = terms + row[:, None] * tile.D + column
+        if tile.COLUMNS == tile.D:
+            rows = tl.load(pointers)
+        else:
+            rows = tl.load(pointers, mask=column < tile.D, other=0.0)
     s = tl.zeros([q_high.shape[0], 2 * KEYS], tl.float32)
-    if QUERY_TERMS == 2:  # what is small comes first
+    if tile.QUERY_TERMS == 2:  # the small terms first
         s = tl.dot(q_low, tl.trans(rows), s)
     s = tl.dot(q_high, tl.trans(rows), s)
     high, low = tl.split(tl.reshape(s, [q_high.shape[0], KEYS, 2]))
@@ -134,59 +143,62 @@ def exact_products(
 
 @triton.jit
 def load_scores(at, number, low, high, own):
-    """Scores as integers, which order as they do; EMPTY of the own block and what is not seen."""
-    seen = (number >= low) & (number < high) & (number != low + own)
-    x = tl.load(at + number, mask=seen, other=float("-inf"))
+    """Loads scores as integers of the same order; EMPTY for own and invisible blocks."""
+    visible = (number >= low) & (number < high) & (number != low + own)
+    x = tl.load(at + number, mask=visible, other=float("-inf"))
     return tl.where(x == x, x, float("inf")).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def rank_blocks(
-    scores, chosen, firsts, completes, owns, token, first_token, last_token, row, size, blocks,
-    PER: tl.constexpr, SLABS: tl.constexpr, COUNT: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
-    """Lists of tokens from ``first_token`` on, one a warp, by their ``scores [PER, blocks]``."""
+    scores, chosen, firsts, completes, owns, token, first_token, last_token, row, size, blocks, tile
+):
+    """Writes the lists of PER tokens, one a warp, by their ``scores [PER, blocks]``."""
+    PER: tl.constexpr = tile.PER
+    SLABS: tl.constexpr = tile.SLABS
+    COUNT: tl.constexpr = tile.COUNT
+    LISTED: tl.constexpr = tile.LISTED
     t = first_token + tl.arange(0, PER)
     real = t < last_token
     low, high = visible_means(firsts, completes, token, t, real, size, blocks)
     own = own_blocks(owns, token, t, real, size)
     at = scores + tl.arange(0, PER).to(tl.int64)[:, None] * blocks
     lane = tl.arange(0, LANES)[None, :]
-    slot = tl.arange(0, KEPT)[:, None, None] * LANES + lane[None, :, :]
+    slot = tl.arange(0, LISTED)[:, None, None] * LANES + lane[None, :, :]
     begin = tl.min(low, 0)
     end = tl.max(high, 0)
     low, high, own = low[:, None], high[:, None], own[:, None]
-    # every lane's best of what is left of its blocks, every 32nd, and its number
+    # every lane's best of its remaining blocks, every 32nd, and the block's index
     best = tl.full([PER, LANES], EMPTY, tl.int32)
     number = tl.full([PER, LANES], -1, tl.int32)
     for step in tl.range(0, end - begin, SLABS * LANES, num_stages=1):
-        each = begin + step + tl.arange(0, SLABS)[:, None, None] * LANES + lane[None, :, :]
-        x = load_scores(at, each, low, high, own)
+        block = begin + step + tl.arange(0, SLABS)[:, None, None] * LANES + lane[None, :, :]
+        x = load_scores(at, block, low, high, own)
         most = tl.max(x, 0)
-        first = tl.min(tl.where(x == most[None, :, :], each, blocks), 0)
+        first = tl.min(tl.where(x == most[None, :, :], block, blocks), 0)
         number = tl.where(most > best, first, number)
         best = tl.maximum(most, best)
-    top = tl.full([KEPT, PER, LANES], EMPTY, tl.int32)
-    which = tl.full([KEPT, PER, LANES], -1, tl.int32)
+    top = tl.full([LISTED, PER, LANES], EMPTY, tl.int32)
+    which = tl.full([LISTED, PER, LANES], -1, tl.int32)
     for i in tl.range(0, COUNT):
         most = tl.max(best, 1)[:, None]
         found = tl.min(tl.where(best == most, number, blocks), 1)[:, None]
         top = tl.where(slot == i, most[None, :, :], top)
         which = tl.where(slot == i, found[None, :, :], which)
-        # of that lane, what is left comes behind it: all lanes look for its best
-        owner = (found - begin) % LANES
+        # the remaining blocks of that lane come after it: all lanes look for its best
+        owner_lane = (found - begin) % LANES
         new_best = tl.full([PER, LANES], EMPTY, tl.int32)
         new_number = tl.full([PER, LANES], -1, tl.int32)
         for step in tl.range(0, end - begin, LANES * LANES, num_stages=1):
-            each = begin + step + owner + lane * LANES
-            x = load_scores(at, each, low, high, own)
-            x = tl.where((x < most) | ((x == most) & (each > found)), x, EMPTY)
-            new_number = tl.where(x > new_best, each, new_number)
+            block = begin + step + owner_lane + lane * LANES
+            x = load_scores(at, block, low, high, own)
+            x = tl.where((x < most) | ((x == most) & (block > found)), x, EMPTY)
+            new_number = tl.where(x > new_best, block, new_number)
             new_best = tl.maximum(x, new_best)
         most = tl.max(new_best, 1)[:, None]
         found = tl.min(tl.where(new_best == most, new_number, blocks), 1)[:, None]
-        best = tl.where(lane == owner, most, best)
-        number = tl.where(lane == owner, found, number)
+        best = tl.where(lane == owner_lane, most, best)
+        number = tl.where(lane == owner_lane, found, number)
     which = tl.where(top == EMPTY, -1, which - low[None, :, :])
     out = chosen + (token + t) * row
     tl.store(out[:, None], own, mask=real[:, None])
@@ -194,85 +206,96 @@ def rank_blocks(
     tl.store(out[None, :, None] + 1 + slot, which, mask=stored)
 
 
-@triton.jit
-def score_blocks(
-    q,
-    terms,
-    factors,
-    firsts,
-    completes,
-    owns,
-    chosen,
-    scores,
-    queries,
-    length,
-    heads,
-    kv_heads,
-    blocks,
-    size,
-    slots,
-    programs,
-    slope,
-    sign,
-    MAPPED: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    KEYS: tl.constexpr,
-    QUERY_TERMS: tl.constexpr,
-    PER: tl.constexpr,
-    SLABS: tl.constexpr,
-    COUNT: tl.constexpr,
-    KEPT: tl.constexpr,
-):
-    """chosen ``[b, s, hk, slots]``: the own block and the COUNT best others, numbered in their
-    sequence, best first; -1 behind them. With ``chosen`` None the scores themselves.
+class Sizes(NamedTuple):
+    """Sizes of a call; ``slots``: entries of a list, ``sign``: see ``Problem.sign``."""
 
-    ``scores [b, programs * TOKENS, blocks]`` is what a program writes its own to, or ``[b, s, hk,
-    blocks]``; some of those that a token does not see are not written. ``terms [b, hk,
-    blocks + KEYS, 2, D]`` times ``factors [b, hk]`` are the means; MAPPED: as a descriptor of rows.
+    length: int
+    heads: int
+    kv_heads: int
+    blocks: int
+    size: int
+    slots: int
+    programs: int
+    slope: float
+    sign: float | None
+
+
+class Tile(NamedTuple):
+    """Constants: MEMBERS query heads of each of TOKENS tokens and KEYS means at once.
+
+    MAPPED: means are loaded by TMA. SPLITS tiles of heads make a GROUP. QUERY_TERMS: float16 values
+    whose sum a query is. Ranking: PER tokens at once, SLABS blocks a lane in a load, COUNT blocks
+    to find, LISTED of them a lane.
+    """
+
+    MAPPED: bool
+    D: int
+    COLUMNS: int
+    GROUP: int
+    MEMBERS: int
+    SPLITS: int
+    TOKENS: int
+    KEYS: int
+    QUERY_TERMS: int
+    PER: int
+    SLABS: int
+    COUNT: int
+    LISTED: int
+
+
+@triton.jit
+def score_blocks(q, terms, factors, firsts, completes, owns, chosen, scores, queries, sizes, tile):
+    """Writes the lists of blocks of all tokens, or with ``chosen`` None the scores.
+
+    ``chosen [b, s, hk, slots]``: the own block and the COUNT best others, by index in their
+    sequence, best first; -1 after them. ``scores [b, programs * TOKENS, blocks]`` is memory of a
+    program, or the result ``[b, s, hk, blocks]``, of which some that a token does not see are not
+    written. ``terms [b, hk, blocks + KEYS, 2, D]`` times ``factors [b, hk]`` are the means.
     ``owns [b, s]``: -1 for tokens of no sequence. ``queries``: memory for a program's rows in
     float16.
     """
+    COLUMNS: tl.constexpr = tile.COLUMNS
+    MEMBERS: tl.constexpr = tile.MEMBERS
+    TOKENS: tl.constexpr = tile.TOKENS
+    KEYS: tl.constexpr = tile.KEYS
+    length, heads, kv_heads = sizes.length, sizes.heads, sizes.kv_heads
+    blocks, size, programs = sizes.blocks, sizes.size, sizes.programs
     b = tl.program_id(0) // programs
     program = tl.program_id(0) % programs
     token = b.to(tl.int64) * length
     tiles = (length + TOKENS - 1) // TOKENS
-    each = tl.arange(0, TOKENS * MEMBERS)
+    tile_row = tl.arange(0, TOKENS * MEMBERS)
     for number in tl.range(program, tiles * kv_heads, programs):
-        tile = tiles - 1 - number // kv_heads  # the longest first
+        token_tile = tiles - 1 - number // kv_heads  # the longest first
         hk = number % kv_heads
-        t = tile * TOKENS + tl.arange(0, TOKENS)
-        row_t = tile * TOKENS + each // MEMBERS
+        t = token_tile * TOKENS + tl.arange(0, TOKENS)
+        row_t = token_tile * TOKENS + tile_row // MEMBERS
         low, high = visible_means(firsts, completes, token, t, t < length, size, blocks)
         row_low, row_high = visible_means(
             firsts, completes, token, row_t, row_t < length, size, blocks
         )
         begin = tl.min(low, 0)
         end = tl.max(high, 0)
-        # blocks that every token sees
+        # the range of blocks that every token sees
         inner = tl.max(tl.where(t < length, low, 0), 0)
         outer = tl.min(tl.where(t < length, high, blocks), 0)
-        of_head = (b.to(tl.int64) * kv_heads + hk) * (blocks + KEYS) * 2
+        head_row = (b.to(tl.int64) * kv_heads + hk) * (blocks + KEYS) * 2
         factor = tl.load(factors + b * kv_heads + hk)
         if chosen is None:
             row = (token + t) * kv_heads + hk
         else:
             row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-        for split in tl.range(0, SPLITS):
-            member = split * MEMBERS + each % MEMBERS
-            real = (member < GROUP) & (row_t < length)
+        for split in tl.range(0, tile.SPLITS):
+            member = split * MEMBERS + tile_row % MEMBERS
+            real = (member < tile.GROUP) & (row_t < length)
             q_tile = load_group(
-                q, (token + row_t) * heads, real, hk * GROUP + member, D, COLUMNS
+                q, (token + row_t) * heads, real, hk * tile.GROUP + member, tile.D, COLUMNS
             )  # fmt: skip
-            q_high, q_low, row_slope, power = query_terms(q_tile, sign, slope * factor)
-            # an operand that was in memory stays in shared memory, another would be brought to
+            q_high, q_low, row_slope, power = query_terms(q_tile, sizes.sign, sizes.slope * factor)
+            # an operand that was loaded stays in shared memory, another would be copied to
             # registers again in every step
-            q_high, q_low = through_memory(
-                queries, q_high, q_low, TOKENS * MEMBERS, COLUMNS, QUERY_TERMS
+            q_high, q_low = store_and_load(
+                queries, q_high, q_low, TOKENS * MEMBERS, COLUMNS, tile.QUERY_TERMS
             )
             large = 1073741824.0 / power  # as in fused_softmax
             m = tl.full([TOKENS * MEMBERS], float("-inf"), tl.float32)
@@ -280,46 +303,107 @@ def score_blocks(
             e = tl.zeros([TOKENS * MEMBERS], tl.float32)
             for at in tl.range(0, end - begin, KEYS):
                 first = begin + at
-                s = exact_products(
-                    q_high, q_low, terms, of_head, first, D, COLUMNS, KEYS, QUERY_TERMS, MAPPED
-                )
+                s = exact_scores(q_high, q_low, terms, head_row, first, tile)
                 if (first < inner) | (first + KEYS > outer):
                     c = first + tl.arange(0, KEYS)[None, :]
-                    seen = c < row_high[:, None]
+                    visible = c < row_high[:, None]
                     if firsts is not None:
-                        seen = seen & (c >= row_low[:, None])
-                    s = tl.where(seen, s, float("-inf"))
+                        visible = visible & (c >= row_low[:, None])
+                    s = tl.where(visible, s, float("-inf"))
                 _, m, l, e, _ = fused_softmax(  # noqa: E741
                     s, m, l, e, row_slope, power, large, True
                 )
-            # p is exp2 of the same multiply-add, over l: no rounding of a large m is left in it
+            # p is exp2 of the same multiply-add, over l: rounding of a large m cancels
             m = tl.where(l > 0.0, m, 0.0)
             row_slope = tl.where(tl.abs(m) >= large, power, row_slope)
             shift = m * row_slope
-            share = tl.where(real & (l > 0.0), 1.0 / tl.where(l > 0.0, l, 1.0), 0.0)
+            inverse = tl.where(real & (l > 0.0), 1.0 / tl.where(l > 0.0, l, 1.0), 0.0)
             for at in tl.range(0, end - begin, KEYS):
                 first = begin + at
-                s = exact_products(
-                    q_high, q_low, terms, of_head, first, D, COLUMNS, KEYS, QUERY_TERMS, MAPPED
-                )
-                p = tl.exp2(tl.fma(s, row_slope[:, None], -shift[:, None])) * share[:, None]
+                s = exact_scores(q_high, q_low, terms, head_row, first, tile)
+                p = tl.exp2(tl.fma(s, row_slope[:, None], -shift[:, None])) * inverse[:, None]
                 score = tl.sum(tl.reshape(p, [TOKENS, MEMBERS, KEYS]), 1)
                 c = first + tl.arange(0, KEYS)[None, :]
                 pointers = scores + row[:, None] * blocks + c
                 stored = (t < length)[:, None] & (c < blocks)
-                if SPLITS > 1:
+                if tile.SPLITS > 1:
                     if split > 0:
                         score += tl.load(pointers, mask=stored, other=0.0)
                 tl.store(pointers, score, mask=stored)
-            if SPLITS > 1:
+            if tile.SPLITS > 1:
                 tl.debug_barrier()
         if chosen is not None:
-            tl.debug_barrier()  # what one warp has written, another reads
-            for at in tl.range(0, TOKENS, PER):
+            tl.debug_barrier()  # one warp reads what another has written
+            for at in tl.range(0, TOKENS, tile.PER):
                 rank_blocks(
                     scores + (tl.program_id(0).to(tl.int64) * TOKENS + at) * blocks,
-                    chosen + hk * slots, firsts, completes, owns, token,
-                    tile * TOKENS + at, tl.minimum(length, tile * TOKENS + TOKENS),
-                    kv_heads * slots, size, blocks, PER, SLABS, COUNT, KEPT,
+                    chosen + hk * sizes.slots, firsts, completes, owns, token,
+                    token_tile * TOKENS + at,
+                    tl.minimum(length, token_tile * TOKENS + TOKENS),
+                    kv_heads * sizes.slots, size, blocks, tile,
                 )  # fmt: skip
             tl.debug_barrier()
+
+
+@dataclass(frozen=True)
+class ScoreBlocks(Launch):
+    """Launch of ``score_blocks``; ``ranks``: the result is ``chosen``, otherwise the scores."""
+
+    kernel = score_blocks
+    batching: ClassVar = {
+        **dict.fromkeys(("q", "terms", "factors"), BATCHED),
+        **dict.fromkeys(("firsts", "completes", "owns"), BATCHED),
+    }
+
+    problem: Problem
+    tiles: SelectTiles
+    ranks: bool
+
+    def outputs(self):
+        p, t = self.problem, self.tiles
+        lead = (p.batch, p.length, p.kv_heads)
+        rows = t.programs * query_term_count(p.dtype) * t.rows
+        memory = (p.batch, t.programs * t.tokens(p), p.blocks)
+        return {
+            "chosen": struct("int32", *lead, p.slots) if self.ranks else None,
+            "scores": struct("float32", *(memory if self.ranks else (*lead, p.blocks))),
+            "queries": struct("float16", p.batch, rows, padded(p.dim)),
+        }
+
+    def grid(self, target):
+        return (self.problem.batch * self.tiles.programs,)
+
+    def options(self, target):
+        t = self.tiles
+        bounds = {} if t.registers is None or not self.ranks else {"maxnreg": t.registers}
+        return {**super().options(target), **bounds}
+
+    def arguments(self, target):
+        p, t = self.problem, self.tiles
+        terms, mapped = self.operand("terms"), target.hopper and target.tensor_maps
+        count = p.slots - 1 if self.ranks else 1
+        if mapped and terms is not None:
+            rows = p.batch * p.kv_heads * (p.blocks + t.keys) * 2
+            terms = TensorMap(terms.index, (rows, p.dim), (2 * t.keys, padded(p.dim)))
+        return {
+            "terms": terms,
+            "sizes": Sizes(
+                p.length, p.heads, p.kv_heads, p.blocks, p.size, p.slots, t.programs, p.slope,
+                p.sign,
+            ),
+            "tile": Tile(
+                MAPPED=mapped,
+                D=p.dim,
+                COLUMNS=padded(p.dim),
+                GROUP=p.group,
+                MEMBERS=t.members(p),
+                SPLITS=-(-p.group // t.members(p)),
+                TOKENS=t.tokens(p),
+                KEYS=t.keys,
+                QUERY_TERMS=query_term_count(p.dtype),
+                PER=t.num_warps,
+                SLABS=min(16, power_of_two(-(-p.blocks // 32))),
+                COUNT=count,
+                LISTED=power_of_two(-(-count // 32)),
+            ),
+        }  # fmt: skip

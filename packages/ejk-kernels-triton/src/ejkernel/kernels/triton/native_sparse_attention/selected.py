@@ -1,4 +1,4 @@
-"""The selected branch as one differentiable step: its launches, and what is kept between them."""
+"""The selected branch as one differentiable step: its launches and residuals."""
 
 from __future__ import annotations
 
@@ -10,64 +10,74 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.triton.bridge import call_plan
-from ejkernel.kernels.triton.native_sparse_attention.gates import gate_of, pull, under_gate
-from ejkernel.kernels.triton.native_sparse_attention.lists import last_tokens, transposed
-from ejkernel.kernels.triton.native_sparse_attention.plans import OTHERS, SelectedPlan
-from ejkernel.kernels.triton.native_sparse_attention.tiles import Tiles
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.native_sparse_attention.branches import (
+    OTHERS,
+    apply_gate,
+    gate_of,
+    gated_cotangents,
+)
+from ejkernel.kernels.triton.native_sparse_attention.dkv_kernel import SelectedDkv, SumPieces
+from ejkernel.kernels.triton.native_sparse_attention.dq_kernel import DqFromDs, SelectedDq
+from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import SelectedForward
+from ejkernel.kernels.triton.native_sparse_attention.launch import SelectedLaunch
+from ejkernel.kernels.triton.native_sparse_attention.lists import last_tokens, transpose_lists
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.types.attention.softmax import name_output, name_residuals
 from ejkernel.types.masks.token_blocks import Blocks
 
 
 class _Residuals:
-    """Names of what the forward pass keeps."""
+    """Names of the residuals of the forward pass."""
 
     @staticmethod
     def name_residuals(outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
-        kept = name_residuals(*saved)
-        return (kept[:1] if outputs[0] is saved[0] else (name_output(outputs[0]),)), kept
+        named = name_residuals(*saved)
+        return (named[:1] if outputs[0] is saved[0] else (name_output(outputs[0]),)), named
 
 
 class Selected:
-    """Attention of every token over the blocks of its list, and under their gates what the other
-    branches found; all but the lists have gradients.
+    """Attention of every token over the blocks of its list, plus the other branches, all gated.
 
-    ``arrays``: q, k, v, ``chosen [b, s, hk, slots]`` with -1 behind all blocks, and ``places``, the
-    ``Blocks`` of the row; of ``OTHERS`` what is added. A branch without a gate has 1. Of what is
-    added come ``lse_cmp`` and ``lse_swa`` too, whose cotangents are -delta, which ``Branch`` wants.
+    ``arrays``: q, k, v, ``chosen [b, s, hk, slots]`` with -1 after all blocks, and ``places``, the
+    ``Blocks`` of the row; the existing ones of ``OTHERS``. A branch without a gate has 1.
+    ``lse_cmp`` and ``lse_swa`` come with their branches: their cotangents are -delta, which
+    ``Branch`` reads. All arrays but the lists have gradients.
     """
 
     call = _Residuals
     forward_again = False
 
     def without_gradients(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        others = _others(arrays)
-        if not others:
+        if not any(name in arrays for name in OTHERS):
             return self.forward(work, arrays)
-        return _launch(work, work.tiles.fwd, "total", arrays, arrays["places"], added=others), ()
+        launch = SelectedForward(work.problem, work.tiles.fwd, False)
+        tensors = arrays | _packed_operands(arrays["places"])
+        return (_launch(launch, tensors)["total"],), ()
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        others = _others(arrays)
-        found = _launch(work, work.tiles.fwd, "forward", arrays, arrays["places"], added=others)
-        return (found[3 if others else 0],), found[:3]
+        launch = SelectedForward(work.problem, work.tiles.fwd, True)
+        results = _launch(launch, arrays | _packed_operands(arrays["places"]))
+        saved = tuple(results[name] for name in ("o", "base", "log_sum"))
+        return (results.get("total", results["o"]),), saved
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         tensors = {name: arrays[name] for name in ("q", "k", "v", "chosen")}
         blocks: Blocks = arrays["places"]
-        o, base, rest = saved
-        branches = {"o_slc": o} | {name: arrays[name] for name in _others(arrays)}
-        gradients, sums = pull(branches, cotangents[0])
-        deltas = {name: under_gate(branches, name, x) for name, x in sums.items()}
+        o, base, log_sum = saved
+        branches = {"o_slc": o} | {name: arrays[name] for name in OTHERS if name in arrays}
+        gradients, dots = gated_cotangents(branches, cotangents[0])
+        deltas = {name: apply_gate(branches, name, x) for name, x in dots.items()}
         delta = deltas.pop("o_slc")
-        tensors |= {"do": gradients.pop("o_slc"), "base": base, "rest": rest, "delta": delta}
+        tensors |= {"do": gradients.pop("o_slc"), "base": base, "delta": delta}
+        tensors["log_sum"] = log_sum
         gradients |= {name.replace("o_", "lse_", 1): -x for name, x in deltas.items()}
-        gradients |= {gate_of(name): x for name, x in sums.items() if gate_of(name) in branches}
-        tensors["places"], tensors["bounds"] = transposed(arrays["chosen"], blocks)
+        gradients |= {gate_of(name): x for name, x in dots.items() if gate_of(name) in branches}
+        tensors["places"], tensors["bounds"] = transpose_lists(arrays["chosen"], blocks)
         p, found = work.problem, []
         for first in range(0, p.kv_heads, p.at_once):
-            some = min(p.at_once, p.kv_heads - first)
-            found.append(_gradients(work, tensors, blocks, {"some": some, "last": first + some}))
+            count = min(p.at_once, p.kv_heads - first)
+            found.append(_gradients(work, tensors, blocks, (count, first + count)))
             # the next heads use the memory of these
             *found[-1], tensors["places"] = lax.optimization_barrier(
                 (*found[-1], tensors["places"])
@@ -76,45 +86,45 @@ class Selected:
         return gradients | dict(zip(("q", "k", "v"), parts, strict=True))
 
 
-def _others(arrays: Arrays) -> tuple[str, ...]:
-    return tuple(name for name in OTHERS if name in arrays)
-
-
 def _gradients(
-    work: Work, tensors: Arrays, blocks: Blocks, heads: Mapping[str, int]
+    work: Work, tensors: Arrays, blocks: Blocks, heads: tuple[int, int]
 ) -> list[jax.Array]:
-    """dq, dk and dv of some key heads."""
-    parts = _launch(work, work.tiles.dkv, "pieces", tensors, blocks, **heads)
-    tensors = tensors | dict(zip(("dk_parts", "dv_parts", "ds"), parts, strict=False))
-    if work.problem.keeps_ds:
-        dq = _launch(work, work.tiles.dq, "dq of ds", tensors, blocks, **heads)
+    """Returns dq, dk and dv of some key heads: their number, and the end of their range."""
+    p, t, packed = work.problem, work.tiles, _packed_operands(blocks)
+    launch = SelectedDkv(p, t.dkv, *heads)
+    pieces = _launch(launch, tensors | packed)
+    ds = pieces.pop("ds", None)
+    if ds is None:
+        dq = _launch(SelectedDq(p, t.dq), tensors | packed)
     else:
-        dq = _launch(work, work.tiles.dq, "dq", tensors, blocks)
-    return [*dq, *_launch(work, work.tiles.dkv, "sums", tensors, blocks, **heads)]
+        dq = _launch(DqFromDs(p, t.dq, *heads), tensors | packed | {"ds": ds})
+    summed = _launch(SumPieces(p, t.dkv, *heads), tensors | packed | pieces)
+    return [dq["dq"], summed["dk"], summed["dv"]]
 
 
-def _launch(
-    work: Work, tiles: Tiles, kind: str, tensors: Arrays, blocks: Blocks, **more: Any
-) -> tuple[jax.Array, ...]:
-    plan = SelectedPlan(work.problem, tiles, kind, **more)
-    if blocks.packed:
-        token = jnp.arange(blocks.position.shape[0], dtype=jnp.int32)
-        tensors = {
-            **tensors,
-            "starts": (token - blocks.position)[None],
-            "first_tokens": blocks.block_token[None],
-            "last_tokens": last_tokens(blocks)[None],
-        }
-    return call_plan(plan, *(tensors[name] for name in plan.names))
+def _launch(launch: SelectedLaunch, tensors: Arrays) -> dict[str, jax.Array]:
+    """Launches a kernel on the operands that it declares."""
+    return call(launch, **{name: x for name, x in tensors.items() if name in launch.batching})
+
+
+def _packed_operands(blocks: Blocks) -> dict[str, jax.Array]:
+    """Returns the operands of rows that hold several sequences."""
+    if not blocks.packed:
+        return {}
+    token = jnp.arange(blocks.position.shape[0], dtype=jnp.int32)
+    return {
+        "starts": (token - blocks.position)[None],
+        "first_tokens": blocks.block_token[None],
+        "last_tokens": last_tokens(blocks)[None],
+    }
 
 
 selected = Selected()
 
 
 def attend(work: Work, arrays: Arrays) -> jax.Array:
-    """o ``[b, s, h, dv]`` in the dtype of q, k and v.
+    """Returns o ``[b, s, h, dv]`` in the dtype of q, k and v.
 
-    ``arrays`` as ``Selected`` wants them; ``work`` is that of the whole operation with the problem
-    of this branch.
+    ``arrays``: see ``Selected``; ``work``: of the full operation with the problem of this branch.
     """
     return differentiable(replace(work, kernel=selected), same_axes(arrays))[0]

@@ -1,4 +1,4 @@
-"""How the selected branch is launched: arithmetic with a reason beside each line."""
+"""Tiles of the selected branch and of selection: arithmetic, with a reason next to each line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ejkernel.ops.params import config_field
 
 @dataclass(frozen=True)
 class Tiles:
-    """One launch.
+    """The tile of one kernel.
 
     Attributes:
-        keys: of a block at once.
-        heads: of a group, at most, as rows of one product.
-        tokens: of a step of the key gradients.
+        keys: keys of a block at once.
+        heads: heads of a group, at most, that are rows of one matmul.
+        tokens: tokens of a step of the key gradients.
     """
 
     keys: int
@@ -38,18 +38,18 @@ class SparseTiles:
 
     @property
     def fields(self) -> dict[str, int]:
-        """As fields of the config."""
-        found = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
-        return found | {"q_tile": self.dkv.tokens * self.dkv.heads}
+        """Values by the names of the config's fields."""
+        fields = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
+        return fields | {"q_tile": self.dkv.tokens * self.dkv.heads}
 
     def apply_config(self, cfg: Any, problem: Problem, target: Target) -> SparseTiles:
-        """These tiles with what the config says instead of the forward pass's.
+        """Returns these tiles with the values that a config sets for the forward pass.
 
-        Its keys hold for all passes, warps and stages for the two that walk the lists of tokens;
+        Its keys hold for all passes, warps and stages for the two that loop over lists of tokens;
         ``q_tile``: rows of a step of the key gradients, tokens times query heads.
         """
-        given = {mine: config_field(cfg, theirs) for mine, theirs in FIELDS.items()}
-        new = {n: int(x) for n, x in given.items() if x not in (None, getattr(self.fwd, n))}
+        values = {mine: config_field(cfg, theirs) for mine, theirs in FIELDS.items()}
+        new = {n: int(x) for n, x in values.items() if x not in (None, getattr(self.fwd, n))}
         dkv, rows = self.dkv, config_field(cfg, "q_tile")
         if "keys" in new:
             new["keys"] = min(power_of_two(max(16, new["keys"])), padded(problem.size))
@@ -60,8 +60,8 @@ class SparseTiles:
 
 
 def choose(p: Problem, target: Target) -> SparseTiles:
-    """The tiles of a call by the arithmetic below."""
-    fwd = _walk(p, target)
+    """Returns the tiles of a call by the arithmetic below."""
+    fwd = _forward_tiles(p, target)
     dq = fwd
     older = target.platform == "cuda" and not target.hopper
     if p.itemsize == 2 and older and padded(p.dim) > 128:
@@ -69,32 +69,33 @@ def choose(p: Problem, target: Target) -> SparseTiles:
         dq = replace(fwd, num_warps=8)
     if p.itemsize == 2 and target.hopper and (fwd.keys, fwd.heads) == (64, 16):
         # keys alone leave room for a third stage
-        dq = replace(dq, num_stages=3) if p.keeps_ds else dq
+        dq = replace(dq, num_stages=3) if p.stores_ds else dq
         fwd = replace(fwd, keys=32, num_stages=3)  # 6.8 ms where 64 keys by two take 7.2
-    return SparseTiles(fwd, dq, _transposed(p, target))
+    return SparseTiles(fwd, dq, _key_tiles(p, target))
 
 
-def _columns(p: Problem) -> int:
+def columns_of(p: Problem) -> int:
+    """Returns the columns of a key and a value."""
     return padded(p.dim) + padded(p.value_dim)
 
 
 def _heads(p: Problem) -> int:
-    """Rows for which a thread has registers, beside their accumulator."""
+    """Returns the rows for which a thread has registers next to their accumulator."""
     if p.itemsize == 4:
-        return 32 if _columns(p) <= 256 else 16
-    return 64 if _columns(p) <= 384 else 32
+        return 32 if columns_of(p) <= 256 else 16
+    return 64 if columns_of(p) <= 384 else 32
 
 
-def _walk(p: Problem, target: Target) -> Tiles:
-    """Of a pass with one program a token."""
+def _forward_tiles(p: Problem, target: Target) -> Tiles:
+    """Returns the tile of a kernel with one program a token."""
     heads = min(_heads(p), padded(p.group))
     # wide rows: accumulator and operands of 16 of them take the registers of more than two warps
-    warps = max(2 if _columns(p) <= 384 else 4, heads // 16)
+    warps = max(2 if columns_of(p) <= 384 else 4, heads // 16)
     keys = min(64, padded(p.size))
     if p.itemsize == 4 or target.platform == "rocm":
-        t = Tiles(min(32 if _columns(p) <= 256 else 16, keys), warps, 1, heads=heads)
+        t = Tiles(min(32 if columns_of(p) <= 256 else 16, keys), warps, 1, heads=heads)
     else:
-        t = Tiles(min(32, keys) if _columns(p) > 256 else keys, warps, 2, heads=heads)
+        t = Tiles(min(32, keys) if columns_of(p) > 256 else keys, warps, 2, heads=heads)
     while t.keys > 16 and t.num_stages * t.keys * _bytes(p) > target.shared_limit // 3:
         t = replace(t, keys=t.keys // 2)  # three programs a multiprocessor hide each other's waits
     while (t.heads + t.num_stages * t.keys) * _bytes(p) > target.shared_limit and t.heads > 16:
@@ -103,31 +104,25 @@ def _walk(p: Problem, target: Target) -> Tiles:
 
 
 def _bytes(p: Problem) -> int:
-    """Of a row of queries and output gradients, or of keys and values."""
-    return _columns(p) * p.itemsize
+    """Returns the bytes of a row of queries and output gradients, or of keys and values."""
+    return columns_of(p) * p.itemsize
 
 
-def phases(p: Problem, t: Tiles, kind: str) -> int:
-    """2 = a token's own block, which alone needs a mask, is walked apart from the others."""
-    # two loops would spill where 64 rows of wide heads take all registers
-    return 1 if kind == "dq" and t.heads == 64 and _columns(p) > 256 else 2
-
-
-def _transposed(p: Problem, target: Target) -> Tiles:
-    """Of the key gradients: rows are the query heads of several tokens."""
-    columns = _columns(p)
+def _key_tiles(p: Problem, target: Target) -> Tiles:
+    """Returns the tile of the key gradients: rows are the query heads of several tokens."""
+    columns = columns_of(p)
     keys, rows, warps = min(64, padded(p.size)), 64, 4
     if columns > 256:
         keys, rows = min(32, keys), 32
     elif columns > 128 and target.hopper and p.group <= 8:
-        rows = 32  # addresses of more tokens take the registers of the others
+        rows = 32  # addresses of more tokens take too many registers
     if target.platform == "rocm" or p.itemsize == 4:
         rows, keys = 32, min(16 if columns > 256 else 32, keys)
     elif columns > 128 and not target.hopper:
         warps = 8  # two accumulators of 64 x 128
     stages = 1 if target.platform == "rocm" or p.itemsize == 4 else 2
-    if target.hopper and p.keeps_ds and rows == 64:
-        stages = 3  # tokens' numbers come before their queries: 5.5 ms, not 5.8
+    if target.hopper and p.stores_ds and rows == 64:
+        stages = 3  # indices of tokens are loaded before their queries: 5.5 ms, not 5.8
     # keys and values in two layouts
     while (2 * keys + stages * rows) * _bytes(p) > target.shared_limit and rows > 16:
         rows //= 2
@@ -151,9 +146,59 @@ def neighbours(p: Problem, target: Target, t: SparseTiles) -> list[SparseTiles]:
 
 
 def piece_length(p: Problem) -> int:
-    """Entries of a list that one program of the key gradients walks.
+    """Returns the entries of a list that one program of the key gradients has.
 
     Lists have as many entries on average; a block that every token selects has many more, which
     several programs share.
     """
     return max(64, min(4096, power_of_two(p.slots * p.size)))
+
+
+@dataclass(frozen=True)
+class SelectTiles:
+    """The tiles of ``score_blocks``.
+
+    Attributes:
+        rows: query heads of tokens at once.
+        keys: means at once.
+        programs: of every batch row.
+        registers: upper bound for a thread.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    registers: int | None = None
+
+    def members(self, p: Problem) -> int:
+        """Returns the heads of a group that are rows."""
+        return min(power_of_two(p.group), self.rows)
+
+    def tokens(self, p: Problem) -> int:
+        """Returns the tokens at once."""
+        return self.rows // self.members(p)
+
+
+def choose_select_tiles(p: Problem, target: Target) -> SelectTiles:
+    """Returns the tiles of ``score_blocks`` for a call."""
+    wide = padded(p.dim) > 128
+    if target.hopper:
+        # two programs a multiprocessor; addresses of more tokens take more registers
+        registers = 128 if not wide and p.group >= 8 else None
+        t = SelectTiles(128, 32 if wide else 64, 8, 2, 2 * target.cores, registers)
+    else:
+        # without a bound the compiler takes 168 registers, and spills four bytes
+        registers = 255 if wide and target.platform == "cuda" else None
+        t = SelectTiles(64, 16 if wide else 32, 4, 2, 2 * target.cores, registers)
+    if p.dtype == "float32":  # queries are two operands
+        t = replace(t, rows=64, num_warps=4 if target.hopper else 8, registers=None)
+    if target.platform == "rocm":
+        t = replace(t, num_stages=1)
+    return replace(t, programs=min(t.programs, p.kv_heads * -(-p.length // t.tokens(p))))
+
+
+def query_term_count(dtype: str) -> int:
+    """Returns the number of float16 values whose sum a query is."""
+    return 2 if dtype == "float32" else 1

@@ -32,6 +32,8 @@ class Groups(Steps):
 class SplitKernel(XlaKernel):
     """A kernel of ``Splits``: one XLA loop covers the blocks of all rows, so one split is best."""
 
+    partitioned = True  # the compiler would end the loops of all devices together
+
     def choose(self, problem: Any, target: Any) -> Splits:
         return Splits()
 

@@ -32,6 +32,7 @@ class BlockSparseAttention(BlockwiseKernel):
 
     call = calls.BlockSparseAttention
     reads = arguments.FLASH | arguments.PATTERN | arguments.DROPOUT | {"bias"}
+    partitioned = True  # the compiler would end the loops of all devices together
 
     def choose(self, problem: Any, target: Any) -> Passes:
         q = tile_of(problem.q_block_size, problem.query.shape[1])

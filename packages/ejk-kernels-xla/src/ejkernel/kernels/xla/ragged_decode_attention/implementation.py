@@ -47,6 +47,7 @@ class RaggedDecodeAttention(XlaKernel):
 
     call = calls.RaggedDecodeAttention
     reads = arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end"}
+    partitioned = True  # the compiler would end the loops of all devices together
 
     def choose(self, problem: Any, target: Any) -> Step:
         return Step()

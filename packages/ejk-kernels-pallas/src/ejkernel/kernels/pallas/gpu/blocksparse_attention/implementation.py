@@ -14,8 +14,8 @@ from ejkernel.types.calls import arguments
 class BlockSparseAttention(FlashAttention):
     """Attention over the blocks that a pattern allows, on a Hopper GPU.
 
-    The kernels are those of flash attention; they walk lists of the tiles that the pattern and the
-    mask leave, made on the device. Dtypes, head dims, masks and ``cfg`` as there; blocks of any
+    Flash attention's kernels over lists of the tiles that the pattern and the mask leave, made on
+    the device. Dtypes, head dims, masks and ``cfg`` as there; blocks of any
     multiples of 16 rows and keys, best of 128 or more: a tile that covers several blocks is
     computed if one of them is seen.
 

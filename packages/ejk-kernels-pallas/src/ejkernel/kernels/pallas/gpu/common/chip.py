@@ -15,7 +15,7 @@ BARRIERS = 512  # bytes of it that a kernel keeps for barriers and alignment
 
 @dataclass(frozen=True)
 class Chip:
-    """What tiles depend on.
+    """Properties of the GPU that tiles depend on.
 
     Attributes:
         cores: multiprocessors.
@@ -39,8 +39,8 @@ def current_chip() -> Chip:
         raise Unsupported(problem)
     device = target_device()
     if device.capability != "9.0":
-        found = f"{device.name}" + (f" ({device.capability})" if device.capability else "")
+        device_text = f"{device.name}" + (f" ({device.capability})" if device.capability else "")
         raise Unsupported(
-            f"the device is {found}; these kernels need a Hopper GPU (compute capability 9.0)"
+            f"the device is {device_text}; these kernels need a Hopper GPU (compute capability 9.0)"
         )
     return Chip(cores=device.cores or 132)

@@ -29,9 +29,9 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
 from ejkernel.types.masks.structure import Band
 
 
-def row_of(ref: Any, *numbers: Any) -> tuple[Any, ...]:
-    """Where an array ``[#b, #h, ...]`` has what it says of these rows: 0 where one serves all."""
-    return tuple(n if size > 1 else 0 for n, size in zip(numbers, ref.shape, strict=False))
+def row_of(ref: Any, *indices: Any) -> tuple[Any, ...]:
+    """Returns the indices of these rows in an array ``[#b, #h, ...]``: 0 on axes of size 1."""
+    return tuple(n if size > 1 else 0 for n, size in zip(indices, ref.shape, strict=False))
 
 
 def hide_outside(
@@ -47,11 +47,11 @@ def hide_outside(
     """``fill`` where the band or the end of the keys hides a pair.
 
     An element at (row r, column c) is the pair of query r and key c, ``transposed`` of key r and
-    query c; key minus query of the first element is ``distance``. Rows from ``rows_left`` on, or
-    columns from ``columns_left`` on, are past the end.
+    query c; key minus query of the first element is ``distance``. Rows at and after ``rows_left``,
+    or columns at and after ``columns_left``, are past the end.
 
-    Positions come from the thread index read anew, and are compared with constants: as arrays of
-    the language they would be hoisted out of the walk and hold a register for each column.
+    Positions come from the thread index, read again here, and are compared with constants: as
+    arrays of the language they would be hoisted out of the mainloop, one register per column.
     """
     checks_rows, checks_columns = rows_left is not None, columns_left is not None
     left = rows_left if checks_rows else columns_left if checks_columns else 0
@@ -77,9 +77,9 @@ def hide_outside(
                 if band.hi is not None:
                     tests.append(("sle", base, constant(band.hi - shift)))
                 if checks_rows or checks_columns:
-                    place, offset = (row, r) if checks_rows else (column, c + e)
+                    position, offset = (row, r) if checks_rows else (column, c + e)
                     end = arith.subi(left.registers.item(), constant(offset))
-                    tests.append(("slt", place, end))
+                    tests.append(("slt", position, end))
                 for test in tests:
                     value = arith.select(compare(*test), value, hidden)
                 pair = vector.insert(
@@ -99,7 +99,7 @@ def hide_unset(x: jax.Array, bits: Any, fill: float = -np.inf) -> jax.Array:
 
     @on_registers(x, LAYOUT, SCALAR)
     def apply(x: Any, bits: Any) -> Any:
-        # 8 times the warp's number
+        # 8 times the warp's index
         first = arith.andi(arith.shrui(thread(), constant(2)), constant(24))
         mine = arith.shrui(bits.registers.item(), first)
         hidden = vector.broadcast(x.registers.flat[0].type, constant(fill))

@@ -1,7 +1,7 @@
-"""Tiles in the registers of one warpgroup: how they lie there, and what the language lacks.
+"""Tiles in the registers of one warpgroup: their layout, and operations the language lacks.
 
-Functions of ``jax.Array`` are used in kernels; the others build what ``plgpu.inline_mgpu`` puts
-there, from values of the compiler.
+Functions of ``jax.Array`` are used in kernels; the others build the body of a
+``plgpu.inline_mgpu`` from values of the compiler.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def constant(n: float) -> Any:
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), n))
 
 
-def compare(how: str, a: Any, b: Any) -> Any:
-    """Of two int32, a bit: ``how`` is eq, ne, slt, sle, sgt or sge."""
-    return arith.cmpi(getattr(arith.CmpIPredicate, how), a, b)
+def compare(predicate: str, a: Any, b: Any) -> Any:
+    """Compares two int32: a bit; ``predicate`` is eq, ne, slt, sle, sgt or sge."""
+    return arith.cmpi(getattr(arith.CmpIPredicate, predicate), a, b)
 
 
-def indices(*numbers: Any) -> list[Any]:
-    return [arith.index_cast(ir.IndexType.get(), n) for n in numbers]
+def indices(*values: Any) -> list[Any]:
+    return [arith.index_cast(ir.IndexType.get(), n) for n in values]
 
 
 @contextmanager
 def when(test: Any) -> Generator[None]:
-    """What is built inside runs where ``test`` holds."""
+    """Builds its body in a branch that runs where ``test`` holds."""
     branch = scf.IfOp(test)
     with ir.InsertionPoint(branch.then_block):
         yield
@@ -66,23 +66,23 @@ def when(test: Any) -> Generator[None]:
 
 
 def splat(x: Any) -> Any:
-    """An int32 as a number of the language."""
+    """Returns an int32 as a scalar of the language."""
     return mgpu.FragmentedArray.splat(x, (), is_signed=True)
 
 
-def asm(text: str, places: str, kind: Any, *given: Any) -> Any:
-    """PTX that stays where it stands; ``kind`` of the result, None where there is none."""
+def asm(text: str, constraints: str, kind: Any, *operands: Any) -> Any:
+    """Emits PTX that is not moved; ``kind`` is the type of the result, None without one."""
     kind = ir.Type.parse("!llvm.void") if kind is None else kind
-    return llvm.inline_asm(kind, list(given), text, places, has_side_effects=True)
+    return llvm.inline_asm(kind, list(operands), text, constraints, has_side_effects=True)
 
 
 def thread() -> Any:
-    """The thread's number, read anew: two of them are not known to be equal."""
+    """Reads the thread index again: the compiler does not know that two reads are equal."""
     return asm("mov.u32 $0, %tid.x;", "=r", i32())
 
 
 def other_lane(x: Any, distance: int) -> Any:
-    """``x``, an int32 or float32, of the lane whose number differs in this bit."""
+    """``x``, an int32 or float32, of the lane whose index differs in this bit."""
     kind = "r" if x.type == i32() else "f"
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
     return asm(text, f"={kind},{kind}", x.type, x)
@@ -95,24 +95,24 @@ def packed(low: Any, high: Any, dtype: Any) -> Any:
 
 
 def element(x: Any, at: int) -> Any:
-    """One number of a register that holds several."""
-    place = ir.DenseI64ArrayAttr.get([at])
-    return vector.extract(x, dynamic_position=[], static_position=place)
+    """Returns one element of a register that holds several."""
+    position = ir.DenseI64ArrayAttr.get([at])
+    return vector.extract(x, dynamic_position=[], static_position=position)
 
 
 def like(x: Any, registers: Any) -> Any:
-    """Other registers as an array in the layout of ``x``."""
+    """Returns other registers as an array in the layout of ``x``."""
     return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
 
 def on_registers(x: jax.Array, *layouts: Any) -> Callable:
-    """Makes a function of ``x`` and others, in these layouts, one of their registers.
+    """Turns a function of registers into one of ``x`` and other arrays in these layouts.
 
-    It gives float32 numbers in the shape and layout of ``x``.
+    It returns float32 values in the shape and layout of ``x``.
     """
     kind = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layouts[0])
     made = plgpu.inline_mgpu(arg_types=layouts, return_type=kind)
-    return lambda function: made(lambda _, *given: function(*given))
+    return lambda function: made(lambda _, *arrays: function(*arrays))
 
 
 def read(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
@@ -126,7 +126,7 @@ def spread(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def thread_place() -> tuple[Any, Any]:
-    """Row and column of a thread's first element of a tile, from the thread index read anew."""
+    """Row and column of a thread's first element of a tile; reads the thread index again."""
     number = thread()
     warp = arith.andi(arith.shrui(number, constant(5)), constant(3))
     lane = arith.andi(number, constant(31))

@@ -1,4 +1,4 @@
-"""Arithmetic of a tile and numbers of its rows, in the registers of one warpgroup."""
+"""Arithmetic of a tile and of values per row, in the registers of one warpgroup."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
 
 
 def scale_rows(x: jax.Array, factors: jax.Array, *, clear: bool = False) -> jax.Array:
-    """``x * factors[:, None]`` of float32 ``x`` in the layout of products.
+    """``x * factors[:, None]`` of float32 ``x`` in the layout of matmuls.
 
-    A warp whose rows all have the factor 1 leaves them alone: one vote instead of a multiplication
-    a register. ``clear``: the factor 0 makes everything 0, NaN too.
+    A warp whose rows all have the factor 1 leaves them unchanged: one vote instead of a
+    multiplication a register. ``clear``: the factor 0 makes everything 0, NaN too.
     """
 
     @on_registers(x, LAYOUT, ROW)
     def apply(x: Any, factors: Any) -> Any:
-        one, none = constant(1.0), constant(0.0)
+        unchanged, zero = constant(1.0), constant(0.0)
         rows = [element(r, 0) for r in factors.registers.flat]
-        differ = [arith.cmpf(arith.CmpFPredicate.UNE, row, one) for row in rows]
+        differ = [arith.cmpf(arith.CmpFPredicate.UNE, row, unchanged) for row in rows]
         old = list(x.registers.flat)
         branch = scf.IfOp(any_in_warp(differ), [r.type for r in old], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             new = []
             kind = old[0].type
-            nothing = vector.broadcast(kind, none)
-            ends = [arith.cmpf(arith.CmpFPredicate.OEQ, row, none) for row in rows]
+            nothing = vector.broadcast(kind, zero)
+            ends = [arith.cmpf(arith.CmpFPredicate.OEQ, row, zero) for row in rows]
             at: Any
             for at, pair in np.ndenumerate(x.registers):
                 pair = arith.mulf(pair, vector.broadcast(kind, rows[at[4]]))
@@ -70,7 +70,7 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, clear: bool = False) -> jax.
 
 
 def only_first(x: jax.Array, count: int, other: float) -> jax.Array:
-    """Numbers of rows, ``other`` from the ``count``-th row on."""
+    """Returns the first ``count`` values per row, and ``other`` for the following rows."""
 
     @on_registers(x, ROW)
     def apply(x: Any) -> Any:
@@ -88,9 +88,9 @@ def only_first(x: jax.Array, count: int, other: float) -> jax.Array:
 
 
 def multiply_add(x: jax.Array, factors: jax.Array, terms: jax.Array) -> jax.Array:
-    """``x * factors + terms``, float32, rounded once: what no compiler fuses or parts otherwise.
+    """``x * factors + terms``, float32, rounded once: no compiler fuses or splits it differently.
 
-    x is a tile in the layout of products, or rows; the others are rows.
+    x is a tile in the layout of matmuls, or rows; the others are rows.
     """
     tile = x.ndim == 2
 
@@ -116,38 +116,38 @@ def multiply_add(x: jax.Array, factors: jax.Array, terms: jax.Array) -> jax.Arra
 
 
 def store_row_range(
-    ref: Any, x: jax.Array, place: tuple[Any, ...], first: Any, last: Any, *, heads: bool = False
+    ref: Any, x: jax.Array, origin: tuple[Any, ...], first: Any, last: Any, *, heads: bool = False
 ) -> None:
-    """Rows ``first`` .. ``last`` of tile ``x``, in the layout of products, to global memory.
+    """Stores rows ``first`` .. ``last`` of tile ``x``, in the layout of matmuls, to global memory.
 
-    ``place`` is that of the tile's first element in ``ref [batch, rows, heads, columns]``: (batch,
-    row, head, column); ``heads``: its rows are heads of one row. Each thread stores what it has:
-    for ends of tiles, not for whole ones.
+    ``origin`` is the index of the tile's first element in ``ref [batch, rows, heads, columns]``:
+    (batch, row, head, column); ``heads``: its rows are heads of one row. Each thread stores its own
+    elements: for partial tiles, not for full ones.
     """
-    scalars = tuple(jnp.int32(n) for n in (*place, first, last))
+    scalars = tuple(jnp.int32(n) for n in (*origin, first, last))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, *(SCALAR,) * len(scalars)))
     def apply(_: Any, ref: Any, x: Any, *scalars: Any) -> None:
         batch, top, head, column, first, last = (s.registers.item() for s in scalars)
 
         row, pair_column = thread_place()
-        for place, pair in np.ndenumerate(x.registers):
+        for index, pair in np.ndenumerate(x.registers):
             # as in ``hide_outside``: eight columns, and the upper or lower eight of sixteen rows
-            mine = arith.addi(row, constant(8 * place[4]))
-            c = arith.addi(arith.addi(column, pair_column), constant(8 * place[1]))
+            mine = arith.addi(row, constant(8 * index[4]))
+            c = arith.addi(arith.addi(column, pair_column), constant(8 * index[1]))
             with when(arith.andi(compare("sge", mine, first), compare("slt", mine, last))):
-                here = (top, arith.addi(head, mine)) if heads else (arith.addi(top, mine), head)
-                vector.store(pair, ref, indices(batch, *here, c))
+                row_head = (top, arith.addi(head, mine)) if heads else (arith.addi(top, mine), head)
+                vector.store(pair, ref, indices(batch, *row_head, c))
 
     apply(ref, x, *scalars)
 
 
 def clear_rows(ref: Any, first: Any, last: Any) -> None:
-    """Rows of ``ref`` before ``first`` and from ``last`` on to 0, whatever they were.
+    """Sets rows of ``ref`` before ``first``, and at and after ``last``, to 0, even if they are NaN.
 
-    ref ``[rows, columns]``, 16 bits each, lies as ``tiled`` says: a row is whole lines of 128
+    ref ``[rows, columns]``, 16 bits each, has the layout of ``tiled``: a row is full lines of 128
     bytes, however their words are permuted. Columns are a multiple of 128. The warpgroup writes
-    only what becomes 0, and reads nothing.
+    only the cleared rows, and reads nothing.
     """
     rows, columns = ref.shape
     kind = plgpu.RefType((plgpu.TilingTransform((GROUP, 64)), plgpu.SwizzleTransform(128)))
@@ -176,10 +176,10 @@ def clear_rows(ref: Any, first: Any, last: Any) -> None:
 
 
 def store_tile(ref: Any, x: jax.Array) -> None:
-    """Float32 tile ``x``, in the layout of products, to device memory.
+    """Stores float32 tile ``x``, in the layout of matmuls, to device memory.
 
-    ref: of x's shape, rows of a larger array. One address a thread and constants: where sums fill
-    the registers, an address of every element would not find room.
+    ref: of x's shape, rows of a larger array. One address a thread and constant offsets: where
+    accumulators fill the registers, an address per element would spill.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))

@@ -1,12 +1,12 @@
-"""Which tiles a multiprocessor computes, and which key blocks each tile visits.
+"""Assignment of tiles to programs, and the key blocks that each tile visits.
 
-A persistent kernel starts one program a multiprocessor and walks over tiles, (batch and head,
-query block) pairs numbered ``row * blocks + block``. Which program takes which tile is decided
-here, ahead of time, as the hardware would decide it: tiles stand in a queue, and the program that
+A persistent kernel starts one program a multiprocessor and loops over tiles, (batch and head,
+query block) pairs numbered ``row * blocks + block``. Tiles are assigned to programs
+here, ahead of time, as the hardware would do it: tiles stand in a queue, and the program that
 is free first takes the next one. In the queue, heads whose keys and values fit the L2 cache
 together follow each other, and within such a group the longest tiles come first. Lengths that are
-known only when the kernel runs are sorted there, and what is decided here is who takes the
-longest, the second longest, and so on (``assign_places``).
+known only when the kernel runs are sorted there; here the longest tile, the second longest and so
+on are assigned to programs (``assign_places``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ejkernel.types.masks.structure import Band
 
 Scalar = jax.Array | int
 
-QUEUED = 2**16  # tiles up to which the queue is played through
-PLACED = 2**12  # places that are dealt out together
+QUEUED = 2**16  # tiles up to which the queue is simulated
+PLACED = 2**12  # places that are assigned together
 TILE_COST = 0.5  # of starting and ending a tile, in key blocks
 
 
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
 def band_blocks(first: Scalar, last: Scalar, length: int, band: Band, block: int):
     """(start, full_start, full_stop, stop) of the key blocks seen from rows first..last.
 
-    At least one block is visited; what it hides is masked. Works on traced numbers.
+    At least one block is visited, with its hidden pairs masked. Works on traced values.
     """
     blocks = -(-length // block)
     start: Scalar = 0
@@ -70,7 +70,7 @@ def band_blocks(first: Scalar, last: Scalar, length: int, band: Band, block: int
 
 
 def queue(rows: int, costs: np.ndarray, group: int) -> np.ndarray:
-    """Tile numbers in the order they are handed out; ``costs`` is one number a query block."""
+    """Returns tile indices in the order of the queue; ``costs`` has one value per query block."""
     blocks = len(costs)
     longest_first = np.argsort(-costs, kind="stable")
     out = []
@@ -105,7 +105,7 @@ def _played(numbers: np.ndarray, costs: np.ndarray, programs: int) -> np.ndarray
 
 
 def assign_lengths(costs: np.ndarray, group: int, programs: int) -> np.ndarray:
-    """As ``assign``, where each row of tiles has costs of its own, ``[rows, blocks]``."""
+    """Assigns tiles like ``assign``, with costs ``[rows, blocks]`` for each row of tiles."""
     rows, blocks = costs.shape
     flat = costs.reshape(-1)
     numbers = np.arange(rows * blocks)
@@ -128,21 +128,21 @@ def assign_places(groups: int, places: int, programs: int) -> np.ndarray:
     Place ``g * places + i`` is the i-th longest tile of group g.
     """
     taken: list[list[int]] = [[] for _ in range(programs)]
-    some = max(PLACED // places, 1)
-    for first in range(0, groups, some):
-        dealt = _dealt(min(some, groups - first), places, programs)
-        for mine, more in zip(taken, dealt, strict=True):
-            mine += [first * places + number for number in more]
+    groups_at_once = max(PLACED // places, 1)
+    for first in range(0, groups, groups_at_once):
+        assigned = _assign_group(min(groups_at_once, groups - first), places, programs)
+        for mine, new in zip(taken, assigned, strict=True):
+            mine += [first * places + number for number in new]
     return _padded(taken)
 
 
 @functools.lru_cache(maxsize=64)
-def _dealt(groups: int, places: int, programs: int) -> list[list[int]]:
-    """The places of each program.
+def _assign_group(groups: int, places: int, programs: int) -> list[list[int]]:
+    """Assigns the places of a few groups to programs.
 
-    Packed sequences of one length have tiles whose costs fall like a line, those of many lengths
-    like its powers. Each place goes to the program that so is left with least work, whichever of
-    them is true.
+    Tiles of packed sequences of one length have costs that fall linearly, tiles of many lengths
+    costs that fall like a power of that. Each place goes to the program with the least work under
+    the worst of these models.
     """
     line = np.arange(places, 0, -1) / places
     falls = np.stack([line**power for power in (0, 1, 2, 3, 5)], axis=1)

@@ -1,8 +1,8 @@
-"""Work for whoever is free: numbers that programs take from one counter in device memory.
+"""Dynamic tile scheduling: programs take work indices from one counter in device memory.
 
-The counter is what ``pl.get_global(plgpu.SemaphoreType.REGULAR)`` gives: 0 when the launch begins.
-One thread takes a number, and tells the others it is to be known to. A warpgroup asks ahead: an
-answer takes about a microsecond.
+The counter is ``pl.get_global(plgpu.SemaphoreType.REGULAR)``: 0 when the launch begins.
+One thread takes an index and passes it to the others. A warpgroup prefetches its next index: the
+round trip takes about a microsecond.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     when,
 )
 
-ASKS = 96  # the thread that asks for a warpgroup: its warp is not the one that starts copies
+FETCHING_THREAD = 96  # fetches for a warpgroup: its warp is not the one that starts copies
 
 _TAKE = "atom.global.add.u32 {}, [$1], 1;"
 _TAKE_FOR_WARP = (
@@ -39,73 +39,73 @@ _TAKE_FOR_WARP = (
 )
 
 
-def _take(counter: Any, instructions: str, clobbers: str = "") -> Any:
+def _fetch_add(counter: Any, instructions: str, clobbers: str = "") -> Any:
     address = mgpu.utils.memref_ptr(counter)
     return asm(instructions, "=r,l" + clobbers, i32(), address)
 
 
 def taken_by_warp(counter: Any) -> jax.Array:
-    """How many numbers were taken from ``counter`` before, int32; for a single warp."""
+    """Takes the next index from ``counter``, int32; for a single warp."""
     kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)
     def take(_: Any, counter: Any) -> Any:
-        return splat(_take(counter, _TAKE_FOR_WARP, ",~{memory}"))
+        return splat(_fetch_add(counter, _TAKE_FOR_WARP, ",~{memory}"))
 
     return take(counter)
 
 
-def ask_ahead(counter: Any, words: Any, place: Any) -> None:
-    """One thread asks for the number that ``taken_by_warpgroup`` of this place returns.
+def ask_ahead(counter: Any, words: Any, slot: Any) -> None:
+    """Prefetches the index that ``taken_by_warpgroup`` of this slot returns.
 
-    For a warpgroup: what its threads wrote to shared memory before, all of them see. Nobody waits
-    for the answer, which goes to ``words[place, -1]``, int32 in shared memory.
+    For a warpgroup: all its threads see earlier writes of the warpgroup to shared memory. No thread
+    waits for the index, which goes to ``words[slot, -1]``, int32 in shared memory.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
-    def ask(_: Any, counter: Any, words: Any, place: Any) -> None:
+    def ask(_: Any, counter: Any, words: Any, slot: Any) -> None:
         mgpu.utils.warpgroup_barrier()
-        _ask(counter, words, place)
+        _ask(counter, words, slot)
 
-    ask(counter, words, jnp.int32(place))
+    ask(counter, words, jnp.int32(slot))
 
 
-def taken_by_warpgroup(counter: Any, words: Any, place: Any, asks: Any) -> jax.Array:
-    """As ``taken_by_warp``, for a warpgroup; where it does not ask, what ``ask_ahead`` asked for.
+def taken_by_warpgroup(counter: Any, words: Any, slot: Any, fetches: Any) -> jax.Array:
+    """Takes the next index for a warpgroup; unless ``fetches``, the one ``ask_ahead`` prefetched.
 
-    Its threads tell each other by ``words[place, -1]``, int32 in shared memory.
+    Its threads share the index through ``words[slot, -1]``, int32 in shared memory.
     """
     kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
     kinds = (plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR)
 
     @plgpu.inline_mgpu(arg_types=kinds, return_type=kind)
-    def take(_: Any, counter: Any, words: Any, place: Any, asks: Any) -> Any:
-        with when(compare("ne", asks.registers.item(), constant(0))):
-            _ask(counter, words, place)
+    def take(_: Any, counter: Any, words: Any, slot: Any, fetches: Any) -> Any:
+        with when(compare("ne", fetches.registers.item(), constant(0))):
+            _ask(counter, words, slot)
         mgpu.utils.warpgroup_barrier()
-        return splat(memref.load(words, _at(words, place)))
+        return splat(memref.load(words, _at(words, slot)))
 
-    return take(counter, words, jnp.int32(place), jnp.int32(asks))
+    return take(counter, words, jnp.int32(slot), jnp.int32(fetches))
 
 
-def word(words: Any, *place: Any) -> jax.Array:
-    """``words[place]``, int32, also in a single warp, where no plain read is allowed."""
+def word(words: Any, *index: Any) -> jax.Array:
+    """Reads ``words[index]``, int32, also in a single warp, where no plain read is allowed."""
     kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(SCALAR,) * len(place)), return_type=kind)
-    def read(_: Any, words: Any, *place: Any) -> Any:
-        return splat(memref.load(words, indices(*(n.registers.item() for n in place))))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(SCALAR,) * len(index)), return_type=kind)
+    def read(_: Any, words: Any, *index: Any) -> Any:
+        return splat(memref.load(words, indices(*(n.registers.item() for n in index))))
 
-    return read(words, *(jnp.int32(n) for n in place))
+    return read(words, *(jnp.int32(n) for n in index))
 
 
-def _at(words: Any, place: Any) -> list[Any]:
+def _at(words: Any, slot: Any) -> list[Any]:
     index = ir.IndexType.get()
     last = ir.IntegerAttr.get(index, ir.MemRefType(words.type).shape[1] - 1)
-    return [arith.index_cast(index, place.registers.item()), arith.constant(index, last)]
+    return [arith.index_cast(index, slot.registers.item()), arith.constant(index, last)]
 
 
-def _ask(counter: Any, words: Any, place: Any) -> None:
+def _ask(counter: Any, words: Any, slot: Any) -> None:
     number = arith.andi(thread(), constant(127))
-    with when(compare("eq", number, constant(ASKS))):
-        memref.store(_take(counter, _TAKE.format("$0")), words, _at(words, place))
+    with when(compare("eq", number, constant(FETCHING_THREAD))):
+        memref.store(_fetch_add(counter, _TAKE.format("$0")), words, _at(words, slot))

@@ -1,4 +1,4 @@
-"""What the copy engine asks of arrays."""
+"""Row padding and shared-memory layouts for TMA copies."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 GROUP = 8  # rows that a tiled copy moves together
 
 
-def whole_rows(n: int) -> int:
-    """``n`` rounded up to whole groups of rows."""
+def padded_rows(n: int) -> int:
+    """Returns ``n`` rounded up to full groups of rows."""
     return -(-n // GROUP) * GROUP
 
 
-def whole(x: jax.Array) -> jax.Array:
+def pad_rows(x: jax.Array) -> jax.Array:
     """``[b, rows, h, d]`` with rows of zeros added to fill the last group; a copy if there are."""
-    missing = whole_rows(x.shape[1]) - x.shape[1]
+    missing = padded_rows(x.shape[1]) - x.shape[1]
     return jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else x
 
 

@@ -1,4 +1,4 @@
-"""Parts of a warpgroup: single warps, and the thread's own number."""
+"""Parts of a warpgroup: single warps, and the thread index."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OWN_BARRIERS = plgpu.CompilerParams(
 
 
 def for_each_warp(body: Callable[[Any], None]) -> None:
-    """Runs ``body(number)`` in every warp of this warpgroup."""
+    """Runs ``body(index)`` in every warp of this warpgroup."""
     if hasattr(plgpu, "warp_map"):
         plgpu.warp_map(body)
     else:
@@ -45,7 +45,7 @@ def for_one_warp(body: Callable[[], None]) -> None:
 
 
 def in_warps(*bodies: Callable[[], None]) -> None:
-    """Runs each of ``bodies`` in a warp of this warpgroup of its own."""
+    """Runs each of ``bodies`` in a separate warp of this warpgroup."""
 
     def every(warp: Any) -> None:
         for number, body in enumerate(bodies):
@@ -55,20 +55,20 @@ def in_warps(*bodies: Callable[[], None]) -> None:
 
 
 def any_in_warp(tests: list[Any]) -> Any:
-    """Whether either of two tests holds in any lane of this warp, a bit of the compiler's."""
+    """Returns whether either of two tests holds in any lane of this warp, as a compiler's bit."""
     text = (
         "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
         " selp.u32 $0, 1, 0, p; }"
     )
-    some = asm(text, "=r,r", i32(), arith.extui(i32(), arith.ori(*tests)))
-    return compare("ne", some, constant(0))
+    vote = asm(text, "=r,r", i32(), arith.extui(i32(), arith.ori(*tests)))
+    return compare("ne", vote, constant(0))
 
 
-def thread_anew() -> jax.Array:
-    """The thread's number, int32, as ``thread`` reads it.
+def read_thread() -> jax.Array:
+    """Reads the thread index, int32, like ``thread``.
 
-    Addresses made from it stay where they are used. Those of fixed operands would be computed
-    before the walk, a register for each 16 columns.
+    Addresses computed from it stay where they are used. Addresses of fixed operands would be
+    hoisted out of the mainloop, a register for each 16 columns.
     """
     kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 

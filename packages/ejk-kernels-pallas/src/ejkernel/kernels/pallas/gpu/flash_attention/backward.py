@@ -1,4 +1,4 @@
-"""Gradients of flash attention on Hopper: what surrounds the kernels."""
+"""Gradients of flash attention on Hopper: operands and results of the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.pallas.common import units
-from ejkernel.kernels.pallas.gpu.common.tma import whole
+from ejkernel.kernels.pallas.gpu.common.tma import pad_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import key_gradients
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import queue_key_gradients
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import query_gradient
@@ -22,11 +22,11 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     falling_heads,
     is_wide,
     ranges_by_query,
-    walk_tables,
+    visit_tables,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.list_kernel import (
     Lengths,
-    Walk,
+    TileBits,
     longest_first,
     make_lists,
 )
@@ -44,89 +44,90 @@ def _padded(x: jax.Array, length: int, fill: float) -> jax.Array:
 
 
 def _terms(plan: Plan, base: jax.Array, less: dict[str, Any], in_sum: bool) -> dict[str, jax.Array]:
-    """What is added to the numbers of a row, with their sign; capped ones are in base 2 by then.
+    """Returns the row terms that kernels add to logits, in the units and sign of the kernel.
 
-    ``less``: -delta, or what it is found of.
-
-    ``in_sum``: sums start from it. From a large number they would be rounded to it: such heads
-    start from 0.
+    Terms of capped logits are in base 2. ``less``: -delta, or the arrays it is computed from.
+    ``in_sum``: accumulators start from lse. From a large value they would be rounded to it: such
+    heads start from 0.
     """
     problem, rows = plan.problem, plan.n_q * plan.tiles.block_q
     factor = units.sign(problem) if problem.soft_cap is None else problem.soft_cap * LOG2E
     start = late = _padded(-base * factor, rows, -np.inf * factor)
-    found = {"lse": start}
+    terms = {"lse": start}
     for name, x in less.items():
-        found[name] = x if name == "o" or x.shape[-1] >= rows else _padded(x, rows, 0.0)
+        terms[name] = x if name == "o" or x.shape[-1] >= rows else _padded(x, rows, 0.0)
     if not in_sum:
-        return found
+        return terms
     large = jnp.isfinite(base) & (jnp.abs(base) >= units.LARGE / units.unit(problem))
     large = jnp.any(large, axis=-1)
     start = jnp.where(large[..., None], 0.0, start)
-    return found | {"lse": start, "large": large.astype(jnp.int32), "late": late}
+    return terms | {"lse": start, "large": large.astype(jnp.int32), "late": late}
 
 
-def _ranges(plan: Plan, given: dict[str, Any]) -> Any:
-    if "ranges" in given:
-        return given["ranges"]
+def _ranges(plan: Plan, operands: dict[str, Any]) -> Any:
+    if "ranges" in operands:
+        return operands["ranges"]
     p, t = plan.problem, plan.tiles
     _, of_keys = structural_ranges([plan.band], p.q_len, p.kv_len, t.block_q, t.block_kv)
     return of_keys.table(np)[None, None]
 
 
 def _by_length(problem: Problem, lengths: Any, together: int) -> Any:
-    """Lengths ``[#b, #h, blocks]`` as ``[groups, places]`` of programs started longest first.
+    """Returns lengths ``[#b, #h, blocks]`` as ``[groups, units]`` to be started longest first.
 
-    ``together``: heads whose programs are one place.
+    ``together``: heads that form one work unit.
     """
     xp, blocks = namespace(lengths), lengths.shape[2]
-    whole = xp.broadcast_to(lengths, (problem.batch, problem.heads, blocks))
+    full = xp.broadcast_to(lengths, (problem.batch, problem.heads, blocks))
     if together > 1:
-        whole = whole.reshape(-1, together, blocks).sum(1)
-    whole = whole.reshape(-1, blocks)
-    rows = max(d for d in range(1, max(SORTED // blocks, 1) + 1) if len(whole) % d == 0)
-    return whole.reshape(-1, rows * blocks)
+        full = full.reshape(-1, together, blocks).sum(1)
+    full = full.reshape(-1, blocks)
+    rows = max(d for d in range(1, max(SORTED // blocks, 1) + 1) if len(full) % d == 0)
+    return full.reshape(-1, rows * blocks)
 
 
 def backward_orders(problem: Problem, lists: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The order of the programs over known lists, with an axis before."""
-    found = {}
+    """Returns the order of the programs over known lists, with a leading axis."""
+    orders = {}
     for by, column, together in (("by_query", 1, 1), ("by_key", 0, problem.group)):
         lengths = _by_length(problem, lists[f"{by}_lists"][..., column], together)
         first = np.arange(len(lengths))[:, None] * lengths.shape[1]
         order = np.argsort(-lengths, axis=1, kind="stable") + first
-        found[f"{by}_order"] = order.reshape(1, -1).astype(np.int32)
-    return found
+        orders[f"{by}_order"] = order.reshape(1, -1).astype(np.int32)
+    return orders
 
 
-def _with_lists(problem: Problem, given: dict[str, Any]) -> dict[str, Any]:
+def _with_lists(problem: Problem, operands: dict[str, Any]) -> dict[str, Any]:
     """Operands with the lists of their tiles and the order of the programs."""
-    given, walks = dict(given), ("by_query", "by_key")
+    operands, sides = dict(operands), ("by_query", "by_key")
     lengths = {}
-    if "by_key_tiles" in given:
-        made = make_lists(*(Walk(given.pop(f"{by}_tiles"), by == "by_query") for by in walks))
-        for by, (lists, found) in zip(walks, made, strict=True):
-            given[f"{by}_lists"], lengths[by] = lists, found
-    elif "by_key_order" not in given:
-        lengths = {by: given[f"{by}_lists"][..., i] for by, i in zip(walks, (1, 0), strict=True)}
+    if "by_key_tiles" in operands:
+        made = make_lists(
+            *(TileBits(operands.pop(f"{by}_tiles"), by == "by_query") for by in sides)
+        )
+        for by, (lists, counts) in zip(sides, made, strict=True):
+            operands[f"{by}_lists"], lengths[by] = lists, counts
+    elif "by_key_order" not in operands:
+        lengths = {by: operands[f"{by}_lists"][..., i] for by, i in zip(sides, (1, 0), strict=True)}
     if lengths:
         together = {"by_query": 1, "by_key": problem.group}
         orders = longest_first(
-            *(Lengths(_by_length(problem, lengths[by], together[by])) for by in walks)
+            *(Lengths(_by_length(problem, lengths[by], together[by])) for by in sides)
         )
-        given |= {f"{by}_order": x[None] for by, x in zip(walks, orders, strict=True)}
-    return given
+        operands |= {f"{by}_order": x[None] for by, x in zip(sides, orders, strict=True)}
+    return operands
 
 
-def _in_turns(plan: Plan, given: dict[str, Any]) -> tuple[Plan, dict[str, Any], Any]:
-    """The fused walk of ranges, its tables, and which query blocks it visits; None: all."""
-    if plan.band.empty and "ranges" not in given:
+def _fused_plan(plan: Plan, operands: dict[str, Any]) -> tuple[Plan, dict[str, Any], Any]:
+    """Returns the fused kernel's plan, its tables and the query blocks it visits; None: all."""
+    if plan.band.empty and "ranges" not in operands:
         return replace(plan, circular=True), {}, None
-    ranges = _ranges(plan, given)
-    walk, visitors, visited = walk_tables(ranges, plan.n_q)
+    ranges = _ranges(plan, operands)
+    visits, visitors, visited = visit_tables(ranges, plan.n_q)
     if isinstance(ranges, np.ndarray):
         rows = plan.problem.batch * plan.problem.heads
-        plan = replace(plan, falling=falling_heads(walk, rows, plan.cores))
-    return plan, {"ranges": walk, "visitors": visitors}, visited
+        plan = replace(plan, falling=falling_heads(visits, rows, plan.cores))
+    return plan, {"ranges": visits, "visitors": visitors}, visited
 
 
 def backward(
@@ -136,7 +137,7 @@ def backward(
     *,
     base: Any,
     delta: Any = None,
-    **given: Any,
+    **tensors: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk, dv of ``o = softmax(scale * q k^T under the mask) v``.
 
@@ -148,63 +149,65 @@ def backward(
         problem: sizes, scale, soft cap and rules by index.
         tiles: tile sizes, for wide heads 64 by 64.
         cores: multiprocessors of the device.
-        base: logarithm of the sums as ``units`` counts, float32 ``[batch, heads, q]``; rows that
+        base: logarithm of the row sums in ``units``, float32 ``[batch, heads, q]``; rows that
             are +inf take no part.
         delta: ``rowsum(do * o) - dlse``, float32 ``[batch, heads, q]``. None where ``holds_rows``:
-            then o and dlse are given.
-        given: q, k, v and do ``[batch, q, heads, dim]`` and so on, bfloat16 or float16; and what
-            ``backward_masks`` made for these tiles.
+            then ``tensors`` has o and dlse.
+        tensors: q, k, v and do ``[batch, q, heads, dim]`` and so on, bfloat16 or float16; and the
+            operands that ``backward_masks`` made for these tiles.
     """
-    arrays = {name: whole(given[name]) for name in ("q", "k", "v", "do")}
+    arrays = {name: pad_rows(tensors[name]) for name in ("q", "k", "v", "do")}
 
     def operands(
-        plan: Plan, walk: dict[str, Any], less: dict[str, Any], in_sum: bool = False
+        plan: Plan, tables: dict[str, Any], less: dict[str, Any], in_sum: bool = False
     ) -> dict[str, jax.Array]:
         ends = (plan.n_q * plan.tiles.block_q, plan.n_kv * plan.tiles.block_kv)
         ids = {
-            name: _padded(given[name], end, fill)
+            name: _padded(tensors[name], end, fill)
             for (name, fill), end in zip(HIDDEN.items(), ends, strict=True)
-            if name in given
+            if name in tensors
         }
-        walk = {name: jnp.asarray(x) for name, x in walk.items()}
-        return arrays | _terms(plan, base, less, in_sum) | walk | ids
+        tables = {name: jnp.asarray(x) for name, x in tables.items()}
+        return arrays | _terms(plan, base, less, in_sum) | tables | ids
 
-    def of_keys(plan: Plan, walk: dict[str, Any], less: dict[str, Any]) -> tuple[jax.Array, ...]:
+    def of_keys(plan: Plan, tables: dict[str, Any], less: dict[str, Any]) -> tuple[jax.Array, ...]:
         if is_wide(problem):
-            return key_gradients(plan, operands(plan, walk, less))
+            return key_gradients(plan, operands(plan, tables, less))
         run = queue_key_gradients if plan.listed else fused
-        return run(plan, operands(plan, walk, less, plan.lse_in_sum))
+        return run(plan, operands(plan, tables, less, plan.lse_in_sum))
 
-    def of_queries(walk: dict[str, Any], less: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+    def of_queries(
+        tables: dict[str, Any], less: dict[str, Any]
+    ) -> tuple[jax.Array, dict[str, Any]]:
         plan = Plan(problem, OF_QUERIES, cores=cores)
-        dq, *found = query_gradient(plan, operands(plan, walk, less))
-        return dq, {"delta": found[0]} if found else less
+        dq, *deltas = query_gradient(plan, operands(plan, tables, less))
+        return dq, {"delta": deltas[0]} if deltas else less
 
     if delta is None:
-        less = {"o": whole(given["o"]), "dlse": given["dlse"]}
+        less = {"o": pad_rows(tensors["o"]), "dlse": tensors["dlse"]}
     else:
         less = {"delta": -delta}
     plan = Plan(problem, tiles, cores=cores)
     if plan.listed:
-        given = _with_lists(problem, given)
+        tensors = _with_lists(problem, tensors)
         by_key, by_query = (
-            {name.removeprefix(by): x for name, x in given.items() if name.startswith(by)}
+            {name.removeprefix(by): x for name, x in tensors.items() if name.startswith(by)}
             for by in ("by_key_", "by_query_")
         )
         dq, less = of_queries(by_query, less)
         dk, dv = of_keys(plan, by_key, less)
     elif is_wide(problem):
-        ranges = _ranges(plan, given)
+        ranges = _ranges(plan, tensors)
         by_query = ranges_by_query(ranges, plan.n_q, OF_QUERIES.block_q // tiles.block_q)
         dq, less = of_queries({"ranges": by_query}, less)
         dk, dv = of_keys(plan, {"ranges": ranges}, less)
     else:
-        plan, walk, visited = _in_turns(plan, given)
-        dq, dk, dv = of_keys(plan, walk, less)
+        plan, tables, visited = _fused_plan(plan, tensors)
+        dq, dk, dv = of_keys(plan, tables, less)
         dq = dq[:, : problem.q_len]
         if visited is not None:
             seen = jnp.repeat(jnp.swapaxes(jnp.asarray(visited), 1, 2), tiles.block_q, axis=1)
             dq = jnp.where(seen[:, : problem.q_len, :, None], dq, 0.0)
-        dq = (dq * problem.scale).astype(given["q"].dtype)
-    dk, dv = (x[:, : problem.kv_len].astype(given["k"].dtype) for x in (dk, dv))
+        dq = (dq * problem.scale).astype(tensors["q"].dtype)
+    dk, dv = (x[:, : problem.kv_len].astype(tensors["k"].dtype) for x in (dk, dv))
     return dq, dk, dv

@@ -1,16 +1,16 @@
-"""dk and dv of wide heads: one program owns 64 keys and walks the query blocks that see them.
+"""dk and dv of wide heads: one program owns 64 keys and loops over the query blocks that see them.
 
 One consumer warpgroup computes the logits, their exponentials p and dv; the other dp, ds and dk.
-p passes through shared memory. Either has 64 x 64 products in flight while the other is at its
-arithmetic, and the sums, 64 x 256 float32, are half of the registers of a thread.
+p passes through shared memory. Each has 64 x 64 matmuls in flight during the arithmetic of the
+other, and the accumulators, 64 x 256 float32, take half of the registers of a thread.
 
 Bound: 8 * q_len * kv_len * dim FLOPs a head on the tensor cores; of shared memory, operands of 64
-columns take 128 bytes a clock, all there is, so that only half of the products may be so narrow.
+columns take 128 bytes a clock, all there is, so that only half of the matmuls may be so narrow.
 
-The sums of dk and dv fill the registers of two warpgroups at 64 keys of 256 columns. With so few
-keys the partial dq of the fused kernel would cost as much traffic to the L2 cache as both other
-reads together, so dq has a kernel of its own that owns query rows: seven products a tile in all
-instead of five, and no sum leaves the registers before it is whole.
+The accumulators of dk and dv fill the registers of two warpgroups at 64 keys of 256 columns. With
+so few keys the partial dq of the fused kernel would cost as much traffic to the L2 cache as both
+other reads together, so dq has a separate kernel that owns query rows: seven matmuls a tile in all
+instead of five, and no accumulator leaves the registers before it is complete.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, LAYOUT, read, spread
-from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
+from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
 from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
     ROWS,
     base2,
     copy_step,
+    for_each_visit,
     hide,
-    launch,
+    launch_backward,
     needs_masks,
-    walk_visits,
 )
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 
 STAGES = 2
 SHAPE = (ROWS, ROWS)  # keys by queries
 
 
 class _Program:
-    """The key block of one program and its walk."""
+    """The key block of one program and the query blocks it visits."""
 
     def __init__(self, plan: Plan, r: Any) -> None:
         problem, blocks = plan.problem, plan.n_kv
@@ -61,7 +61,7 @@ class _Program:
         self.last = blocks - 1
         self.first_key = self.block * ROWS
 
-    def walk(self, step: Callable[..., None]) -> Any:
+    def for_each_block(self, step: Callable[..., None]) -> Any:
         """``step(head, query block, steps before, whether a mask is needed)``; counts the steps."""
         group = self.plan.problem.group
 
@@ -76,11 +76,11 @@ class _Program:
 
             if self.plan.listed:
                 listed = lambda i, n, masked: visit(i, count + n, masked)  # noqa: E731
-                return count + walk_visits(self.table, at, listed)
-            start, whole, whole_end, stop = (self.table[*at, c] for c in range(4))
+                return count + for_each_visit(self.table, at, listed)
+            start, full_start, full_stop, stop = (self.table[*at, c] for c in range(4))
 
             def upwards(i: Any, carry: None) -> None:
-                visit(i, count + i - start, (i < whole) | (i >= whole_end))
+                visit(i, count + i - start, (i < full_start) | (i >= full_stop))
                 return carry
 
             length = lax.max(stop - start, 0)
@@ -107,7 +107,7 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
         plgpu.barrier_wait(r.k_full)
 
         def accumulate(dv_acc: Any) -> jax.Array:
-            def step(h: Any, i: Any, n: Any, masked: Any) -> None:
+            def add_values(h: Any, i: Any, n: Any, masked: Any) -> None:
                 slot, p_slot = lax.rem(n, STAGES), lax.rem(n, 2)
                 plgpu.barrier_wait(r.q_full.at[slot])
 
@@ -144,7 +144,7 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
                 plgpu.barrier_wait(r.do_full.at[slot])
                 plgpu.wgmma(dv_acc, p, r.do_s.at[slot])
 
-            program.walk(step)
+            program.for_each_block(add_values)
             plgpu.wgmma_wait(0)
             return dv_acc[...]
 
@@ -160,11 +160,11 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
         plgpu.barrier_wait(r.v_full)
 
         def accumulate(dk_acc: Any) -> tuple[jax.Array, jax.Array]:
-            def step(h: Any, i: Any, n: Any, masked: Any) -> None:
+            def add_keys(h: Any, i: Any, n: Any, masked: Any) -> None:
                 slot, p_slot = lax.rem(n, STAGES), lax.rem(n, 2)
                 plgpu.barrier_wait(r.do_full.at[slot])
 
-                def products(acc: Any) -> jax.Array:
+                def value_scores(acc: Any) -> jax.Array:
                     plgpu.wgmma(acc, r.v_s, r.do_s.at[slot].T)
                     plgpu.wgmma_wait(1)
 
@@ -174,7 +174,7 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
 
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-                dp = pl.run_scoped(products, plgpu.ACC(SHAPE))
+                dp = pl.run_scoped(value_scores, plgpu.ACC(SHAPE))
                 dp = dp + spread(read(r.delta_s.at[slot], COLUMN), SHAPE, 1)
                 plgpu.barrier_arrive(r.do_empty.at[slot])
                 plgpu.barrier_wait(r.p_full.at[p_slot])
@@ -184,7 +184,7 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
                 plgpu.barrier_wait(r.q_full.at[slot])
                 plgpu.wgmma(dk_acc, ds, r.q_s.at[slot])
 
-            n = program.walk(step)
+            n = program.for_each_block(add_keys)
             plgpu.wgmma_wait(0)
             return dk_acc[...], n
 
@@ -203,11 +203,11 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
         plgpu.copy_gmem_to_smem(r.k.at[b, keys, program.kv_head], r.k_s, r.k_full)
         plgpu.copy_gmem_to_smem(r.v.at[b, keys, program.kv_head], r.v_s, r.v_full)
 
-        def step(h: Any, i: Any, n: Any, masked: Any) -> None:
+        def copy_block(h: Any, i: Any, n: Any, masked: Any) -> None:
             del masked
             copy_step(r, b, h, i, n, ROWS, STAGES)
 
-        program.walk(step)
+        program.for_each_block(copy_block)
 
     def move(r: Any, program: _Program, wg: Any) -> None:
         for_one_warp(lambda: produce(r, program))
@@ -231,7 +231,7 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
         "v_full": barrier(),
         "v_s": tiled((ROWS, value_dim), dtype),
     }
-    kv_shape = (problem.batch, whole_rows(problem.kv_len), problem.kv_heads)
+    kv_shape = (problem.batch, padded_rows(problem.kv_len), problem.kv_heads)
     outputs = {
         "dk": jax.ShapeDtypeStruct((*kv_shape, dim), dtype),
         "dv": jax.ShapeDtypeStruct((*kv_shape, value_dim), dtype),
@@ -239,4 +239,4 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
     programs = problem.batch * problem.kv_heads * plan.n_kv
     make = functools.partial(_Program, plan)
     consumers, name = [exponentials, differences], "flash_attention_backward_dkv"
-    return launch(name, programs, make, consumers, move, operands, outputs, scratch)
+    return launch_backward(name, programs, make, consumers, move, operands, outputs, scratch)

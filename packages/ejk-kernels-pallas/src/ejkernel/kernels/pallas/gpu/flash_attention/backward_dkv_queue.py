@@ -1,9 +1,9 @@
-"""dk and dv over lists: programs that stay, and take key block after key block, as those of dq do.
+"""dk and dv over lists: a persistent kernel that takes key blocks from a work counter, like dq.
 
-Keys and values have two places in shared memory: those of the next block are copied while this one
-is walked, and results leave from the place of their operands. A walk is over all heads that share
-the keys. Where walks then are too few, a program has a part of the heads, and the sums of all are
-added after: turns would be waited for, since programs take walks before they can begin them.
+Keys and values are double-buffered in shared memory: the next block is copied while this one is
+processed, and results are stored from the buffers of their operands. A work unit covers all heads
+that share the keys. With too few units each has a part of the heads, and XLA adds the partial
+results: adding in a fixed order would stall, since programs take units before they begin them.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
 from ejkernel.kernels.pallas.gpu.common.rows import store_tile
-from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
-from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, thread_anew
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import logits
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
+from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
+from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, read_thread
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
     ROWS,
     copy_step,
-    launch,
-    next_place,
-    walk_visits,
+    for_each_visit,
+    launch_backward,
+    next_unit,
 )
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import logits
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 
-PLACES = 2  # of keys and values
+KV_BUFFERS = 2  # of keys and values
 
 
 def parts_of(plan: Plan) -> int:
-    """Programs that share the heads of a key block, as few as leave two walks a program."""
-    walks = plan.problem.batch * plan.problem.kv_heads * plan.n_kv
+    """Returns the parts of the heads of a key block: the fewest with two units per program."""
+    units = plan.problem.batch * plan.problem.kv_heads * plan.n_kv
     parts = [n for n in range(1, plan.problem.group + 1) if plan.problem.group % n == 0]
-    return next((n for n in parts if walks * n >= 2 * plan.cores), parts[-1])
+    return next((n for n in parts if units * n >= 2 * plan.cores), parts[-1])
 
 
 class Program:
-    """The key block at a place of (batch, key head, block, part of the heads), and its walk."""
+    """Work unit (batch, key head, block, part of the heads) and the query blocks it visits."""
 
-    def __init__(self, plan: Plan, r: Any, place: Any) -> None:
+    def __init__(self, plan: Plan, r: Any, unit: Any) -> None:
         problem, parts = plan.problem, parts_of(plan)
         self.table, self.heads = r.lists, problem.group // parts
-        self.part, place = lax.rem(place, parts), lax.div(place, parts)
-        row, self.block = lax.div(place, plan.n_kv), lax.rem(place, plan.n_kv)
+        self.part, unit = lax.rem(unit, parts), lax.div(unit, parts)
+        row, self.block = lax.div(unit, plan.n_kv), lax.rem(unit, plan.n_kv)
         self.kv_head, self.batch = lax.rem(row, problem.kv_heads), lax.div(row, problem.kv_heads)
         self.first = self.kv_head * problem.group + self.part * self.heads
 
-    def walk(self, of_head: Callable[[Any], Callable[..., None]]) -> Any:
-        """As ``walk_visits``, with the step that ``of_head`` gives for each head."""
+    def for_each_block(self, of_head: Callable[[Any], Callable[..., None]]) -> Any:
+        """Runs ``for_each_visit`` for every head, with the step ``of_head(head)``."""
 
         def one_head(n: Any, before: Any) -> Any:
             h = self.first + n
             step = of_head(h)
             at = (*row_of(self.table, self.batch, h), self.block)
             onwards = lambda i, t, masked: step(i, before + t, masked)  # noqa: E731
-            return before + walk_visits(self.table, at, onwards)
+            return before + for_each_visit(self.table, at, onwards)
 
         if self.heads == 1:
             return one_head(0, 0)
@@ -72,7 +72,7 @@ class Program:
 
 
 def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """(dk, dv) of what ``fused`` takes, with lists, bits and an order in place of ranges."""
+    """Returns (dk, dv) for the operands of ``fused``, with lists, bits and order, not ranges."""
     problem, tiles = plan.problem, plan.tiles
     dtype, dim, value_dim = jnp.dtype(problem.dtype), problem.dim, problem.value_dim
     block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
@@ -81,9 +81,9 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
     shape = (ROWS, block_q)
 
     def with_rows(r: Any) -> Any:
-        """The rows' numbers by name: they share one piece of memory, with numbers of places.
+        """Returns references with the row values by name; they share memory with unit indices.
 
-        Those are float32 there, exact up to 2^24: the keys of so many blocks would fit no card.
+        Indices are float32 there, exact up to 2^24: keys of more blocks would fit no GPU.
         """
         named = {
             "lse_s": r.rows_s.at[pl.ds(0, stages)],
@@ -96,33 +96,33 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
         rows = pl.ds(wg * ROWS, ROWS)
 
         def arrived(number: Any) -> Any:
-            kv = lax.rem(number, PLACES)
+            kv = lax.rem(number, KV_BUFFERS)
             plgpu.barrier_wait(r.kv_full.at[kv])
             return r.rows_s[2 * stages, kv].astype(jnp.int32)
 
         def one_block(carry: Any) -> Any:
-            place, number, before = carry
-            program = Program(plan, r, place)
+            unit, number, before = carry
+            program = Program(plan, r, unit)
             b, j = program.batch, program.block
-            kv = lax.rem(number, PLACES)
+            kv = lax.rem(number, KV_BUFFERS)
             first_row = j * block_kv + wg * ROWS
 
             def give_back() -> None:
-                """The place of the block before, from which its results have left by now."""
+                """Frees the buffers of the previous block, whose results are stored by now."""
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(r.kv_empty.at[1 - kv])
 
             def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array, Any]:
                 def of_head(h: Any) -> Callable[..., None]:
                     large = plan.lse_in_sum and r.large[b, h] != 0
-                    return functools.partial(step, h, large)
+                    return functools.partial(add_block, h, large)
 
-                def step(h: Any, large: Any, i: Any, t: Any, masked: Any) -> None:
+                def add_block(h: Any, large: Any, i: Any, t: Any, masked: Any) -> None:
                     n = before + t
                     slot = lax.rem(n, stages)
-                    mine = pl.ds(lax.div(thread_anew(), 128) * ROWS, ROWS)
+                    mine = pl.ds(lax.div(read_thread(), 128) * ROWS, ROWS)
 
-                    def products(s_acc: Any, dp_acc: Any) -> None:
+                    def matmuls(s_acc: Any, dp_acc: Any) -> None:
                         plgpu.barrier_wait(r.q_full.at[slot])
                         plgpu.barrier_wait(r.do_full.at[slot])
                         if plan.lse_in_sum:
@@ -149,26 +149,26 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
                             ds = ds * (1.0 - tanh * tanh)
                         plgpu.wgmma(dk_acc, ds.astype(dtype), r.q_s.at[slot])
 
-                    pl.run_scoped(products, plgpu.ACC(shape), plgpu.ACC(shape))
+                    pl.run_scoped(matmuls, plgpu.ACC(shape), plgpu.ACC(shape))
 
-                steps = program.walk(of_head)
+                steps = program.for_each_block(of_head)
                 plgpu.wgmma_wait(0)
                 return dk_acc[...], dv_acc[...], steps
 
             dk, dv, steps = pl.run_scoped(
                 accumulate, plgpu.ACC((ROWS, dim)), plgpu.ACC((ROWS, value_dim))
             )
-            sums = ((dk * problem.scale, r.k_s, r.dk), (dv, r.v_s, r.dv))
+            results = ((dk * problem.scale, r.k_s, r.dk), (dv, r.v_s, r.dv))
             out = (b, pl.ds(first_row, ROWS), program.kv_head)
             pl.when((steps == 0) & (number > 0))(give_back)
             if parts > 1:
-                for total, _, ref in sums:
+                for total, _, ref in results:
                     store_tile(ref.at[program.part, *out], total)
             else:
-                for total, staged, _ in sums:  # only this warpgroup read these rows
+                for total, staged, _ in results:  # only this warpgroup read these rows
                     staged.at[kv, rows][...] = total.astype(dtype)
                 plgpu.commit_smem()
-                for _, staged, ref in sums:
+                for _, staged, ref in results:
                     plgpu.copy_smem_to_gmem(staged.at[kv, rows], ref.at[out])
             return arrived(number + 1), number + 1, before + steps
 
@@ -179,35 +179,35 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
     def produce(r: Any, counter: Any) -> None:
         r = with_rows(r)
 
-        def place_of(n: Any) -> Any:
+        def unit_of(n: Any) -> Any:
             return r.order[0, lax.div(n, parts)] * parts + lax.rem(n, parts)
 
-        def announce(place: Any, number: Any) -> Any:
-            kv = lax.rem(number, PLACES)
-            pl.when(number >= PLACES)(lambda: plgpu.barrier_wait(r.kv_empty.at[kv]))
-            r.rows_s[2 * stages, kv] = place.astype(jnp.float32)
+        def announce(unit: Any, number: Any) -> Any:
+            kv = lax.rem(number, KV_BUFFERS)
+            pl.when(number >= KV_BUFFERS)(lambda: plgpu.barrier_wait(r.kv_empty.at[kv]))
+            r.rows_s[2 * stages, kv] = unit.astype(jnp.float32)
             return kv
 
         def one_block(carry: Any) -> Any:
-            place, number, before = carry
-            program = Program(plan, r, place)
-            kv = announce(place, number)
+            unit, number, before = carry
+            program = Program(plan, r, unit)
+            kv = announce(unit, number)
             at = (program.batch, pl.ds(program.block * block_kv, block_kv), program.kv_head)
             plgpu.copy_gmem_to_smem(r.k.at[at], r.k_s.at[kv], r.kv_full.at[kv])
             plgpu.copy_gmem_to_smem(r.v.at[at], r.v_s.at[kv], r.kv_full.at[kv])
 
             def of_head(h: Any) -> Callable[..., None]:
-                def step(i: Any, t: Any, masked: Any) -> None:
+                def copy_block(i: Any, t: Any, masked: Any) -> None:
                     del masked
                     copy_step(r, program.batch, h, i, before + t, block_q, stages)
 
-                return step
+                return copy_block
 
-            steps = program.walk(of_head)
-            return next_place(counter, count, place_of), number + 1, before + steps
+            steps = program.for_each_block(of_head)
+            return next_unit(counter, count, unit_of), number + 1, before + steps
 
         zero = jnp.int32(0)
-        start = (next_place(counter, count, place_of), zero, zero)
+        start = (next_unit(counter, count, unit_of), zero, zero)
         _, number, _ = lax.while_loop(lambda carry: carry[0] >= 0, one_block, start)
         kv = announce(jnp.int32(-1), number)
         for _ in range(2):
@@ -219,19 +219,19 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
 
     barrier = plgpu.Barrier
     scratch = {
-        "k_s": tiled((PLACES, block_kv, dim), dtype),
-        "v_s": tiled((PLACES, block_kv, value_dim), dtype),
+        "k_s": tiled((KV_BUFFERS, block_kv, dim), dtype),
+        "v_s": tiled((KV_BUFFERS, block_kv, value_dim), dtype),
         "q_s": tiled((stages, block_q, dim), dtype),
         "do_s": tiled((stages, block_q, value_dim), dtype),
         "rows_s": plgpu.SMEM((2 * stages + 1, block_q), jnp.float32),
-        "kv_full": barrier(num_arrivals=2, num_barriers=PLACES),
-        "kv_empty": barrier(num_arrivals=CONSUMERS, num_barriers=PLACES),
+        "kv_full": barrier(num_arrivals=2, num_barriers=KV_BUFFERS),
+        "kv_empty": barrier(num_arrivals=CONSUMERS, num_barriers=KV_BUFFERS),
         "q_full": barrier(num_arrivals=2, num_barriers=stages),  # q and lse
         "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and delta
         "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
     }
-    rows = plan.n_kv * block_kv if parts > 1 else whole_rows(problem.kv_len)
+    rows = plan.n_kv * block_kv if parts > 1 else padded_rows(problem.kv_len)
     lead, kind = ((parts,), jnp.float32) if parts > 1 else ((), dtype)
     kv_shape = (*lead, problem.batch, rows, problem.kv_heads)
     outputs = {
@@ -239,5 +239,7 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
         "dv": jax.ShapeDtypeStruct((*kv_shape, value_dim), kind),
     }
     programs, name = min(plan.cores, count), "flash_attention_backward_dkv"
-    sums = launch(name, programs, lambda r: None, [consume], move, operands, outputs, scratch)
-    return tuple(x.sum(0) for x in sums) if parts > 1 else sums
+    results = launch_backward(
+        name, programs, lambda r: None, [consume], move, operands, outputs, scratch
+    )
+    return tuple(x.sum(0) for x in results) if parts > 1 else results

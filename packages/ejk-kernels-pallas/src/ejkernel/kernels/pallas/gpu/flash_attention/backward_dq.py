@@ -1,13 +1,13 @@
-"""dq of wide heads and of lists: programs that stay, and take block after block of query rows.
+"""dq of wide heads and of lists: a persistent kernel that takes blocks of query rows.
 
-A walk over a list is short, and to start and end a program costs as much as two of its steps of 128
-keys. So a program a multiprocessor stays for the whole call and takes the next place of the order
-when its copying warp has read all keys of the one before: those of the next are copied meanwhile.
-At heads of 128 over lists q and do are held in registers, and their memory is free for the next
-rows at once; elsewhere dq leaves from the memory of q before.
+The loop over a list is short, and to start and end a program costs as much as two of its steps of
+128 keys. So the kernel is persistent, and a program takes the next block of the order when its
+producer warp has copied all keys of the current one: the next keys are prefetched. At heads of 128
+over lists q and do stay in registers, and their buffers are free for the next rows at once;
+elsewhere dq is stored from the buffer of q first.
 
 Either consumer warpgroup owns 64 rows: s = q k^T and dp = do v^T, then ds in registers, the left
-operand of dq += ds k. The last product of a step runs beside the first of the next.
+operand of dq += ds k. The last matmul of a step overlaps the first of the next.
 
 Bound: 6 * q_len * kv_len * dim FLOPs a head on the tensor cores. q, do, two blocks of k and one
 of v fill the shared memory at 256 columns; v is needed last and given back first.
@@ -27,32 +27,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, ROW, read, spread
-from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
-from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, thread_anew
+from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
+from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, read_thread
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
+    CONSUMERS,
+    ROWS,
+    base2,
+    hide,
+    launch_backward,
+    needs_masks,
+    next_unit,
+)
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     OF_QUERIES,
     Plan,
     holds_rows,
     is_wide,
 )
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
-    CONSUMERS,
-    ROWS,
-    base2,
-    hide,
-    launch,
-    needs_masks,
-    next_place,
-)
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS
 
 BLOCK_Q = OF_QUERIES.block_q
 SHAPE = (ROWS, ROWS)  # queries by keys
-MEMORY = 232448 - 2048  # of a block, less rows' numbers and barriers
+MEMORY = 232448 - 2048  # of a program, without row values and barriers
 
 
 def in_flight(problem: Any) -> tuple[int, int]:
-    """Blocks of k and of v in flight; of v, given back first, one where two do not fit."""
+    """Returns the blocks of k and v in flight; of v, freed first, one where two do not fit."""
     if not is_wide(problem):
         return 3, 2
     rows = BLOCK_Q * (problem.dim + problem.value_dim) + ROWS * (2 * problem.dim)
@@ -60,21 +60,21 @@ def in_flight(problem: Any) -> tuple[int, int]:
 
 
 class Program:
-    """The query block at a place of (batch, head, block), and its walk."""
+    """Work unit (batch, head, block): a query block and the key blocks it visits."""
 
-    def __init__(self, plan: Plan, r: Any, place: Any) -> None:
+    def __init__(self, plan: Plan, r: Any, unit: Any) -> None:
         problem, blocks = plan.problem, plan.n_q
         self.plan, self.table = plan, r.lists if plan.listed else r.ranges
-        self.block = lax.rem(place, blocks)
+        self.block = lax.rem(unit, blocks)
         if not plan.listed:  # under a causal mask the last rows take longest: they go first
             self.block = blocks - 1 - self.block
-        heads = lax.div(place, blocks)
+        heads = lax.div(unit, blocks)
         self.head = lax.rem(heads, problem.heads)
         self.batch = lax.div(heads, problem.heads)
         self.kv_head = lax.div(self.head, problem.group)
         self.last = plan.n_kv - 1
 
-    def walk(self, step: Callable[..., None]) -> Any:
+    def for_each_block(self, step: Callable[..., None]) -> Any:
         """``step(key block, steps before, whether a mask is needed)``; their number."""
         at = (*row_of(self.table, self.batch, self.head), self.block)
 
@@ -82,20 +82,20 @@ class Program:
             step(j, n, (masked | (j == self.last)) if self.plan.kv_tail else masked)
 
         if self.plan.listed:
-            whole, count, first = (self.table[*at, c] for c in range(COUNTS + 1))
+            full, count, first = (self.table[*at, c] for c in range(COUNTS + 1))
 
-            def one(n: Any, carry: None) -> None:
-                visit(self.table[*at, COUNTS + n], n, n >= whole)
+            def visit_listed(n: Any, carry: None) -> None:
+                visit(self.table[*at, COUNTS + n], n, n >= full)
                 return carry
 
             # rows that see nothing have the block past the end alone
             count = lax.select(first > self.last, 0, count)
-            lax.fori_loop(0, count, one, None)
+            lax.fori_loop(0, count, visit_listed, None)
             return count
-        start, whole, whole_end, stop = (self.table[*at, c] for c in range(4))
+        start, full_start, full_stop, stop = (self.table[*at, c] for c in range(4))
 
         def upwards(j: Any, carry: None) -> None:
-            visit(j, j - start, (j < whole) | (j >= whole_end))
+            visit(j, j - start, (j < full_start) | (j >= full_stop))
             return carry
 
         lax.fori_loop(start, lax.max(start, stop), upwards, None)
@@ -105,7 +105,7 @@ class Program:
 def probabilities(
     plan: Plan, r: Any, program: Program, lse: Any, first_q: Any, s: jax.Array, j: Any, masked: Any
 ) -> jax.Array:
-    """Those of the products of 64 rows with key block j, times the slope of a cap."""
+    """Returns p of 64 rows and key block j from their dot products, times the slope of a cap."""
     x, slope = base2(plan.problem, s, spread(lse, SHAPE, 0))
     if needs_masks(plan, r):
         at = ((program.batch, program.head), first_q, j * ROWS, (lax.div(first_q, ROWS), j))
@@ -118,8 +118,8 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
     """(dq,) of q, k, v, do, -lse in base 2, -delta, ranges or lists and bits, and ids.
 
     As for ``key_gradients``, but the row vectors and ids of queries cover whole blocks of 128, and
-    ranges are those of key blocks of 64 for each of these. Where ``holds_rows`` o and dlse may be
-    given in place of -delta, which then is found, too: (dq, -delta).
+    ranges are key blocks of 64 for each of these. Where ``holds_rows``, o and dlse may replace
+    -delta, which is then computed and returned, too: (dq, -delta).
     """
     problem = plan.problem
     dtype = jnp.dtype(problem.dtype)
@@ -128,31 +128,32 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
     count = problem.batch * problem.heads * plan.n_q
     holds, finds_delta = holds_rows(problem), "delta" not in operands
     widths = {"q": dim, "do": value_dim} | ({"o": value_dim} if finds_delta else {})
-    numbers = ("lse", "dlse" if finds_delta else "delta")  # of rows: in memory before the place
-    arrivals = len(widths) + len(numbers)
+    # in shared memory before the work unit
+    row_values = ("lse", "dlse" if finds_delta else "delta")
+    arrivals = len(widths) + len(row_values)
 
     def arrived(r: Any) -> Any:
-        """The place of the rows that come next, once they are there."""
+        """Returns the work unit of the next rows, once they have arrived."""
         plgpu.barrier_wait(r.q_full)
-        return r.rows_s[len(numbers), 0].astype(jnp.int32)
+        return r.rows_s[len(row_values), 0].astype(jnp.int32)
 
-    def announce(r: Any, place: Any, i: Any) -> None:
+    def announce(r: Any, unit: Any, i: Any) -> None:
         pl.when(i > 0)(lambda: plgpu.barrier_wait(r.q_empty))
-        r.rows_s[len(numbers), 0] = place.astype(jnp.float32)
+        r.rows_s[len(row_values), 0] = unit.astype(jnp.float32)
 
     def consume(r: Any, _: None, wg: Any) -> None:
         rows = pl.ds(wg * ROWS, ROWS)
         out = (r.dq_s if holds else r.q_s).at[rows]  # only this warpgroup reads these rows
 
         def one_block(carry: Any) -> Any:
-            place, before = carry
-            program = Program(plan, r, place)
+            unit, before = carry
+            program = Program(plan, r, unit)
             first_q = program.block * BLOCK_Q + wg * ROWS
             at = (program.batch, program.head, pl.ds(first_q, ROWS))
             lse, delta = (read(r.rows_s.at[n, rows], ROW) for n in range(2))
-            held = [read(x.at[rows], LAYOUT) for x in (r.q_s, r.do_s)] if holds else []
+            in_registers = [read(x.at[rows], LAYOUT) for x in (r.q_s, r.do_s)] if holds else []
             if finds_delta:
-                o, do = read(r.o_s.at[rows], LAYOUT), held[1]
+                o, do = read(r.o_s.at[rows], LAYOUT), in_registers[1]
                 delta = delta - jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=1)
             if holds:
                 plgpu.barrier_arrive(r.q_empty)
@@ -162,23 +163,23 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
                 plgpu.copy_smem_to_gmem(r.less_s.at[rows], r.less.at[at])
 
             def accumulate(dq_acc: Any) -> Any:
-                def step(j: Any, n: Any, masked: Any) -> None:
+                def add_block(j: Any, n: Any, masked: Any) -> None:
                     n = n + before
                     slot, v_slot = lax.rem(n, k_count), lax.rem(n, v_count)
-                    left: list[Any] = held
-                    some_v = v_slot
+                    left: list[Any] = in_registers
+                    v_index = v_slot
                     if not holds:
-                        thread = thread_anew()
+                        thread = read_thread()
                         mine = pl.ds(lax.div(thread, 128) * ROWS, ROWS)
                         left = [r.q_s.at[mine], r.do_s.at[mine]]
-                        some_v = v_slot if v_count > 1 else lax.div(thread, 1024)
+                        v_index = v_slot if v_count > 1 else lax.div(thread, 1024)
 
                     def scores(s_acc: Any) -> None:
                         plgpu.wgmma(s_acc, left[0], r.k_s.at[slot].T)
 
                     def slopes(s_acc: Any, dp_acc: Any) -> jax.Array:
-                        """ds, once the products of do and v are there, too."""
-                        plgpu.wgmma(dp_acc, left[1], r.v_s.at[some_v].T)
+                        """Returns ds, once the matmul of do and v is complete."""
+                        plgpu.wgmma(dp_acc, left[1], r.v_s.at[v_index].T)
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
                         @pl.when(n > 0)  # the dq of the step before is done with its block
@@ -196,8 +197,8 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
                         scores(s_acc)
                         return slopes(s_acc, dp_acc)
 
-                    def in_turn(s_acc: Any) -> jax.Array:
-                        """v may come last, and a sum that begins here needs no zeros before."""
+                    def v_last(s_acc: Any) -> jax.Array:
+                        """Waits for v last; an accumulator that begins here is not zeroed first."""
                         scores(s_acc)
                         plgpu.barrier_wait(r.v_full.at[v_slot])
                         return pl.run_scoped(functools.partial(slopes, s_acc), plgpu.ACC(SHAPE))
@@ -207,15 +208,15 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
                         plgpu.barrier_wait(r.v_full.at[v_slot])
                         ds = pl.run_scoped(together, plgpu.ACC(SHAPE), plgpu.ACC(SHAPE))
                     else:
-                        ds = pl.run_scoped(in_turn, plgpu.ACC(SHAPE))
+                        ds = pl.run_scoped(v_last, plgpu.ACC(SHAPE))
                     plgpu.wgmma(dq_acc, ds, r.k_s.at[slot])
 
-                steps = program.walk(step)
+                steps = program.for_each_block(add_block)
                 plgpu.wgmma_wait(0)
                 return dq_acc[...], steps
 
             dq, steps = pl.run_scoped(accumulate, plgpu.ACC((ROWS, dim)))
-            if holds:  # the last dq has left
+            if holds:  # the previous dq is stored
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out[...] = (dq * problem.scale).astype(dtype)
             plgpu.commit_smem()
@@ -231,22 +232,22 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def produce(r: Any, counter: Any) -> None:
-        def following() -> Any:
-            return next_place(counter, count, lambda n: r.order[0, n] if plan.listed else n)
+        def next_block() -> Any:
+            return next_unit(counter, count, lambda n: r.order[0, n] if plan.listed else n)
 
         def one_block(carry: Any) -> Any:
-            place, i, before = carry
-            program = Program(plan, r, place)
-            announce(r, place, i)
+            unit, i, before = carry
+            program = Program(plan, r, unit)
+            announce(r, unit, i)
             rows = pl.ds(program.block * BLOCK_Q, BLOCK_Q)
             for name in widths:
                 at = (program.batch, rows, program.head)
                 plgpu.copy_gmem_to_smem(getattr(r, name).at[at], getattr(r, f"{name}_s"), r.q_full)
-            for n, name in enumerate(numbers):
+            for n, name in enumerate(row_values):
                 at = (program.batch, program.head, rows)
                 plgpu.copy_gmem_to_smem(getattr(r, name).at[at], r.rows_s.at[n], r.q_full)
 
-            def step(j: Any, n: Any, masked: Any) -> None:
+            def copy_block(j: Any, n: Any, masked: Any) -> None:
                 del masked
                 n = n + before
                 at = (program.batch, pl.ds(j * ROWS, ROWS), program.kv_head)
@@ -262,11 +263,11 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
 
                     plgpu.copy_gmem_to_smem(tile.at[at], tile_s.at[slot], full.at[slot])
 
-            steps = program.walk(step)
-            return following(), i + 1, before + steps
+            steps = program.for_each_block(copy_block)
+            return next_block(), i + 1, before + steps
 
         zero = jnp.int32(0)
-        _, i, _ = lax.while_loop(lambda carry: carry[0] >= 0, one_block, (following(), zero, zero))
+        _, i, _ = lax.while_loop(lambda carry: carry[0] >= 0, one_block, (next_block(), zero, zero))
         announce(r, jnp.int32(-1), i)
         for _ in range(arrivals):
             plgpu.barrier_arrive(r.q_full)
@@ -281,7 +282,7 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
         **({"dq_s": tiled((BLOCK_Q, dim), dtype)} if holds else {}),
         "k_s": tiled((k_count, ROWS, dim), dtype),
         "v_s": tiled((v_count, ROWS, value_dim), dtype),
-        "rows_s": plgpu.SMEM((len(numbers) + 1, BLOCK_Q), jnp.float32),
+        "rows_s": plgpu.SMEM((len(row_values) + 1, BLOCK_Q), jnp.float32),
         **({"less_s": plgpu.SMEM((BLOCK_Q,), jnp.float32)} if finds_delta else {}),
         "q_full": barrier(num_arrivals=arrivals),
         "q_empty": barrier(num_arrivals=CONSUMERS),
@@ -291,12 +292,14 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
             for end, arrivals in (("_full", 1), ("_empty", CONSUMERS))
         },
     }
-    shape = (problem.batch, whole_rows(problem.q_len), problem.heads, dim)
+    shape = (problem.batch, padded_rows(problem.q_len), problem.heads, dim)
     outputs = {"dq": jax.ShapeDtypeStruct(shape, dtype)}
     if finds_delta:
         all_rows = (problem.batch, problem.heads, plan.n_q * BLOCK_Q)
         outputs["less"] = jax.ShapeDtypeStruct(all_rows, jnp.float32)
     name = "flash_attention_backward_dq"
     programs = min(plan.cores, count)
-    dq, *found = launch(name, programs, lambda r: None, [consume], move, operands, outputs, scratch)
-    return dq[:, : problem.q_len], *found
+    dq, *row_terms = launch_backward(
+        name, programs, lambda r: None, [consume], move, operands, outputs, scratch
+    )
+    return dq[:, : problem.q_len], *row_terms

@@ -1,7 +1,7 @@
-"""The fused backward kernel: dq, dk and dv in one walk over the tiles, five products a tile.
+"""The fused backward kernel: dq, dk and dv in one loop over the tiles, five matmuls a tile.
 
-Over lists dq, and dk with dv, have kernels of their own: key blocks meet at a query block in no
-order there, and turns to add to dq would be waited for (measured: 0.96 ms for 0.57 ms of work).
+Over lists dq, and dk with dv, have separate kernels: key blocks reach a query block in no fixed
+order there, and programs would wait to add to dq in order (measured: 0.96 ms for 0.57 ms of work).
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.pallas.common.units import scale
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
-from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
-from ejkernel.kernels.pallas.gpu.common.warps import for_each_warp, thread_anew
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
+from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
+from ejkernel.kernels.pallas.gpu.common.warps import for_each_warp, read_thread
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
     ROWS,
     copy_step,
     hide,
-    launch,
+    launch_backward,
     needs_masks,
 )
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.types.attention.problem import LOG2E
 
 
 class Program:
-    """What one program works on, and how its roles walk the tiles in step."""
+    """Work of one program; its warps loop over the same tiles in the same order."""
 
     def __init__(self, plan: Plan, r: Any) -> None:
         problem = plan.problem
         self.plan, self.r = plan, r
-        n_turns = plan.n_q + (plan.n_kv if plan.shares else 0)
+        n_turns = plan.n_q + (plan.n_kv if plan.shares_keys else 0)
         turns = plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns))
         self.turns = pl.get_global(turns)
-        row, self.block, self.falling = plan.place(lax.axis_index("item"))
+        row, self.block, self.falling = plan.locate(lax.axis_index("item"))
         self.head, self.batch = lax.rem(row, problem.heads), lax.div(row, problem.heads)
         self.kv_head = lax.div(self.head, problem.group)
         self.sharer = lax.rem(self.head, problem.group)  # of the heads that share k and v
@@ -50,7 +50,7 @@ class Program:
             self.team = lax.div(self.block, plan.team)
             self.member = lax.rem(self.block, plan.team)
 
-    def walk(self, step: Callable[..., None]) -> Any:
+    def for_each_block(self, step: Callable[..., None]) -> Any:
         """``step(query block, count of steps before, whether a mask is needed)``; their number."""
         plan = self.plan
         if plan.circular:
@@ -64,21 +64,21 @@ class Program:
             return plan.n_q
         table = self.r.ranges
         at = (*row_of(table, self.batch, self.head), self.block)
-        start, whole, whole_end, stop = (table[*at, c] for c in range(4))
+        start, full_start, full_stop, stop = (table[*at, c] for c in range(4))
         length = lax.max(stop - start, 0)
 
         def one_block(t: Any, carry: None) -> None:
             i = start + t
             if plan.falling:
                 i = lax.select(self.falling, stop - 1 - t, i)
-            step(i, t, (i < whole) | (i >= whole_end))
+            step(i, t, (i < full_start) | (i >= full_stop))
             return carry
 
         lax.fori_loop(0, length, one_block, None)
         return length
 
     def turn(self, i: Any) -> Any:
-        """How many key blocks add to query block i before this one."""
+        """Returns the number of key blocks that add to query block i before this one."""
         plan = self.plan
         if not plan.circular:
             row = row_of(self.r.visitors, self.batch, self.head)
@@ -96,10 +96,10 @@ def logits(
     plan: Plan, r: Any, head: tuple[Any, Any], block: Any, first_row: Any, large: Any,
     s: jax.Array, i: Any, masked: Any,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """Base-2 logits of products of 64 keys with query block i, and tangents of capped ones.
+    """Returns base-2 logits of 64 keys with query block i, and tanh of capped ones.
 
     ``head``: (batch, head); ``block``: of the keys, which begin at ``first_row``.
-    ``large``: whether sums of this head began from 0, and lse is added here.
+    ``large``: whether the accumulators of this head began from 0, and lse is added here.
     """
     problem, block_q, tanh = plan.problem, plan.tiles.block_q, None
 
@@ -123,17 +123,16 @@ def logits(
 
 
 def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """(dq, dk, dv) of q, k, v, do, lse, delta and what else there is.
+    """Returns (dq, dk, dv) of q, k, v, do, lse, delta, tables and ids.
 
-    That is ``ranges`` and ``visitors`` as ``walk_tables`` makes them; ids.
-    ``lse`` and ``delta`` are float32 ``[batch, heads, whole q blocks]`` and enter negated, so that
-    sums can start from them: -delta, and -lse as ``units`` counts (``plan.lse_in_sum``: then two
-    operands more, ``large`` int32 ``[batch, heads]`` and ``late``, rows that are added to sums
-    where it is not 0) or in base 2;
-    such that the logit is -inf in rows that see nothing and rows past the end. Ids are padded to
-    whole blocks, other lengths to eight rows, of dk and dv too. dq is float32
-    ``[batch, whole q blocks, heads, dim]``, not scaled, unwritten where no key block visits; dk
-    and dv are float32 too where heads share k and v.
+    Tables are ``ranges`` and ``visitors`` of ``visit_tables``. ``lse`` and ``delta`` are float32
+    ``[batch, heads, whole q blocks]`` and enter negated, so that accumulators can start from them:
+    -delta, and -lse as ``units`` counts (``plan.lse_in_sum``: then two operands more, ``large``
+    int32 ``[batch, heads]`` and ``late``, row terms that are added later where it is not 0) or in
+    base 2; such that the logit is -inf in rows that see nothing and rows past the end. Ids are
+    padded to whole blocks, other lengths to eight rows, of dk and dv too. dq is float32 ``[batch,
+    whole q blocks, heads, dim]``, not scaled, unwritten where no key block visits; dk and dv are
+    float32 too where heads share k and v.
     """
     problem, tiles = plan.problem, plan.tiles
     dtype = jnp.dtype(problem.dtype)
@@ -152,11 +151,11 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         large = plan.lse_in_sum and r.large[b, h] != 0
 
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
-            def step(i: Any, n: Any, masked: Any) -> None:
+            def add_block(i: Any, n: Any, masked: Any) -> None:
                 slot, ds_slot = lax.rem(n, stages), lax.rem(n, 2)
-                thread = thread_anew()
-                here = lax.div(thread, 128)
-                mine = pl.ds(here * ROWS, ROWS)
+                thread = read_thread()
+                warpgroup = lax.div(thread, 128)
+                mine = pl.ds(warpgroup * ROWS, ROWS)
 
                 def key_side(s_acc: Any, dp_acc: Any) -> None:
                     plgpu.barrier_wait(r.q_full.at[slot])
@@ -193,7 +192,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
                         ds = r.ds_s.at[ds_slot, :, mine]
                         keys = r.k_s.at[pl.ds(lax.div(thread, 1024) * ROWS, block_kv)]
                     else:
-                        columns = pl.ds(here * dq_columns, dq_columns)
+                        columns = pl.ds(warpgroup * dq_columns, dq_columns)
                         ds, keys = r.ds_s.at[ds_slot], r.k_s.at[:, columns]
                     plgpu.wgmma(dq_acc, ds.T, keys)
                     part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
@@ -206,24 +205,24 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
 
                 pl.run_scoped(query_side, plgpu.ACC((ROWS, dq_columns)))
 
-            steps = program.walk(step)
+            steps = program.for_each_block(add_block)
             plgpu.wgmma_wait(0)
-            if plan.shares:  # the writer must have read the last part of dq
+            if plan.shares_keys:  # the writer must have read the last part of dq
                 pl.when(steps > 0)(lambda: plgpu.barrier_wait(r.dq_empty))
             return dk_acc[...], dv_acc[...]
 
         dk_sum, dv_sum = pl.run_scoped(
             accumulate, plgpu.ACC((ROWS, dim)), plgpu.ACC((ROWS, value_dim))
         )
-        sums = ((dk_sum * problem.scale, r.k_s, r.dk), (dv_sum, r.v_s, r.dv))
+        results = ((dk_sum * problem.scale, r.k_s, r.dk), (dv_sum, r.v_s, r.dv))
         out = (b, pl.ds(first_row, ROWS), program.kv_head)
 
         def add() -> None:
-            """Each head that shares k and v adds its part, one after the other."""
+            """Adds this head's part to dk and dv, in the order of the heads that share them."""
             mine = program.turns.at[b, program.kv_head * problem.group, plan.n_q + j]
             before = CONSUMERS * program.sharer
             plgpu.semaphore_wait(mine, before, decrement=False, memory_scope="gpu")
-            for total, _, ref in sums:
+            for total, _, ref in results:
                 for c in range(0, total.shape[1], dq_columns):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     r.dq_s.at[wg][...] = total[:, c : c + dq_columns]
@@ -235,18 +234,18 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
             plgpu.wait_smem_to_gmem(0)
             plgpu.semaphore_signal(mine, 1, memory_scope="gpu")
 
-        def write_whole() -> None:
-            # both warpgroups read all of k for dq: its place is free when both are through
+        def write_final() -> None:
+            # both warpgroups read all of k for dq: its buffer is free when both are done
             plgpu.barrier_arrive(r.done)
             plgpu.barrier_wait(r.done)
-            for total, staged, _ in sums:
+            for total, staged, _ in results:
                 staged.at[rows][...] = total.astype(dtype)
             plgpu.commit_smem()
-            for _, staged, ref in sums:
+            for _, staged, ref in results:
                 plgpu.copy_smem_to_gmem(staged.at[rows], ref.at[out])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        add() if plan.shares else write_whole()
+        add() if plan.shares_keys else write_final()
 
     def produce(r: Any, program: Program) -> None:
         b, h = program.batch, program.head
@@ -254,16 +253,16 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         plgpu.copy_gmem_to_smem(r.k.at[at], r.k_s, r.kv_full)
         plgpu.copy_gmem_to_smem(r.v.at[at], r.v_s, r.kv_full)
 
-        def step(i: Any, n: Any, masked: Any) -> None:
+        def copy_block(i: Any, n: Any, masked: Any) -> None:
             del masked
             copy_step(r, b, h, i, n, block_q, stages)
 
-        program.walk(step)
+        program.for_each_block(copy_block)
 
     def write(r: Any, program: Program) -> None:
         b, h = program.batch, program.head
 
-        def step(i: Any, n: Any, masked: Any) -> None:
+        def write_block(i: Any, n: Any, masked: Any) -> None:
             del n, masked
             turn, turns = program.turn(i), program.turns.at[b, h, i]
 
@@ -272,10 +271,10 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
                     return r.dq.at[b, pl.ds(i * block_q + c * ROWS, ROWS), h]
                 return r.dq.at[b, pl.ds(i * block_q, ROWS), h, pl.ds(c * dq_columns, dq_columns)]
 
-            def send(**how: Any) -> None:
+            def send(**options: Any) -> None:
                 for c in range(CONSUMERS):
                     commit = c == CONSUMERS - 1
-                    plgpu.copy_smem_to_gmem(r.dq_s.at[c], part(c), commit_group=commit, **how)
+                    plgpu.copy_smem_to_gmem(r.dq_s.at[c], part(c), commit_group=commit, **options)
 
             plgpu.barrier_wait(r.dq_full)
             plgpu.semaphore_wait(turns, turn, decrement=False, memory_scope="gpu")
@@ -286,7 +285,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
             plgpu.wait_smem_to_gmem(0)
             plgpu.semaphore_signal(turns, 1, memory_scope="gpu")
 
-        program.walk(step)
+        program.for_each_block(write_block)
 
     def move(r: Any, program: Program, wg: Any) -> None:
         del wg
@@ -317,8 +316,8 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         "dq_empty": barrier(num_arrivals=1),
         "done": barrier(num_arrivals=CONSUMERS),
     }
-    kv_shape = (problem.batch, whole_rows(problem.kv_len), problem.kv_heads)
-    sum_dtype = jnp.float32 if plan.shares else dtype
+    kv_shape = (problem.batch, padded_rows(problem.kv_len), problem.kv_heads)
+    sum_dtype = jnp.float32 if plan.shares_keys else dtype
     outputs = {
         "dq": jax.ShapeDtypeStruct(
             (problem.batch, plan.n_q * block_q, problem.heads, dim), jnp.float32
@@ -329,4 +328,4 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
     name = "flash_attention_backward"
     programs = problem.batch * problem.heads * plan.n_kv
     make = functools.partial(Program, plan)
-    return launch(name, programs, make, [consume], move, operands, outputs, scratch)
+    return launch_backward(name, programs, make, [consume], move, operands, outputs, scratch)

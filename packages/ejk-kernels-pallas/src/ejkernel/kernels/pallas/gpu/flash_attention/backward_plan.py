@@ -30,11 +30,11 @@ class BackwardTiles:
     stages: int = 2
 
     def shared(self, problem: Problem) -> int:
-        """Bytes of shared memory of the fused kernel; over lists, of that of dk and dv."""
+        """Bytes of shared memory of the fused kernel; over lists, of the kernel of dk and dv."""
         d, dv, size = problem.dim, problem.value_dim, problem.itemsize
         kv = self.block_kv * (d + dv) * size
         q = self.stages * self.block_q * ((d + dv) * size + 2 * 4)  # and of lse and delta
-        if problem.pattern_blocks:  # the next keys, and numbers of places
+        if problem.pattern_blocks:  # the next keys, and indices of work units
             return 2 * kv + q + self.block_q * 4 + BARRIERS
         ds = 2 * self.block_kv * self.block_q * size
         dq = self.block_q * d * 4
@@ -60,14 +60,14 @@ def holds_rows(problem: Problem) -> bool:
 def backward_tiles(problem: Problem) -> BackwardTiles:
     """Tile sizes for a problem.
 
-    The dk and dv sums of 64 key rows take ``dim`` registers of a thread. At 64 that leaves room
-    for logits of 128 queries, which halves the reads of keys and the steps; at 128 it does not.
-    Above, two warpgroups share the sums of 64 key rows, and dq is a kernel of its own.
+    The dk and dv accumulators of 64 key rows take ``dim`` registers of a thread. At 64 that leaves
+    room for logits of 128 queries, which halves the reads of keys and the steps; at 128 it does
+    not. Above, two warpgroups share the accumulators of 64 key rows, and dq has a separate kernel.
     """
     if is_wide(problem):
         return BackwardTiles(block_q=64, block_kv=64)
     block_q = 128 if max(problem.dim, problem.value_dim) <= 64 else 64
-    # over lists the memory of dq's parts holds more tiles in flight; at 16k, one block in ten of
+    # over lists the memory of partial dq holds more tiles in flight; at 16k, one block in ten of
     # 128, 2, 3 and 4 took 400, 383 and 395 us
     return BackwardTiles(block_q, stages=3 if problem.pattern_blocks else 2)
 
@@ -76,13 +76,13 @@ def backward_tiles(problem: Problem) -> BackwardTiles:
 class Plan:
     """Everything static about one backward kernel.
 
-    In the fused kernel a program owns one key block of one query head and walks the query blocks
-    that see it. The partial dq of a step is added to global memory in a fixed order of key blocks
-    (``turn``), so that the sum is the same in every run; so are dk and dv of the heads that share a
-    key head. A program must rarely wait for its turn:
+    In the fused kernel a program owns one key block of one query head and loops over the query
+    blocks that see it. The partial dq of a step is added to global memory in a fixed order of key
+    blocks (``turn``), so that the sum is the same in every run; so are dk and dv of the heads that
+    share a key head. A program must rarely wait for its turn:
 
     * ``circular``: every block is visited. Programs launched together start at different query
-      blocks and walk round, so that no two are at the same block at the same time.
+      blocks and wrap around, so that no two are at the same block at the same time.
     * otherwise key blocks run from the last to the first, query blocks upwards. Causal programs
       start at their own diagonal, again all at different query blocks.
 
@@ -91,8 +91,8 @@ class Plan:
     a visit after the one before it, just when shorter and shorter programs of the heads before
     leave their multiprocessors, and all end together.
 
-    ``listed``: a key block visits the query blocks of its list, upwards, and dq is a kernel of its
-    own.
+    ``listed``: a key block visits the query blocks of its list, upwards, and dq has a separate
+    kernel.
 
     A program waits only for programs that were launched before it.
     """
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def kv_tail(self) -> bool:
-        """Returns whether the last key block is not whole."""
+        """Returns whether the last key block is not full."""
         return self.problem.kv_len % self.tiles.block_kv != 0
 
     @property
@@ -125,21 +125,21 @@ class Plan:
         return -(-self.problem.kv_len // self.tiles.block_kv)
 
     @property
-    def shares(self) -> bool:
+    def shares_keys(self) -> bool:
         """Returns whether query heads share k and v."""
         return self.problem.group > 1
 
     @property
     def lse_in_sum(self) -> bool:
-        """Whether the sum of a logit can start from its row's lse, which saves registers."""
+        """Returns whether logits can accumulate onto their row's lse, which saves registers."""
         return self.problem.soft_cap is None
 
     @property
     def team(self) -> int:
-        """Key blocks that walk round together; all of them must be resident at once."""
+        """Key blocks that wrap around together; all of them must be resident at once."""
         return min(self.n_q, self.n_kv, self.cores)
 
-    def place(self, item: Any) -> tuple[Any, Any, Any]:
+    def locate(self, item: Any) -> tuple[Any, Any, Any]:
         """Row of (batch, head), key block and whether query blocks fall, of a program."""
         rows = self.problem.batch * self.problem.heads
         before = (rows - self.falling) * self.n_kv
@@ -153,26 +153,27 @@ class Plan:
         return row, lax.select(late, lax.div(over, self.falling), block), late
 
 
-def falling_heads(walked: np.ndarray, rows: int, cores: int) -> int:
-    """How many of ``rows`` heads run the other way: as many as run at once, if lengths differ.
+def falling_heads(visited: np.ndarray, rows: int, cores: int) -> int:
+    """Returns how many of ``rows`` heads run the other way: as many as run at once.
 
-    ``walked`` are the ranges of query blocks as walked, ``[#b, #h, n_kv, 4]``.
+    0 if lengths are equal. ``visited`` are the ranges of query blocks that are visited, ``[#b, #h,
+    n_kv, 4]``.
     """
-    lengths = np.maximum(walked[..., 3] - walked[..., 0], 0)
+    lengths = np.maximum(visited[..., 3] - visited[..., 0], 0)
     if (np.diff(lengths, axis=-1) > 0).any() or (lengths == lengths[..., :1]).all():
         return 0
     return min(max(round(cores / lengths.shape[-1]), 1), rows // 2)
 
 
-def walk_tables(ranges: Any, n_q: int) -> tuple[Any, Any, Any]:
-    """The order of work for block ranges ``[#b, #h, n_kv, 4]``.
+def visit_tables(ranges: Any, n_q: int) -> tuple[Any, Any, Any]:
+    """Returns the order of work for block ranges ``[#b, #h, n_kv, 4]``.
 
-    The hull of every key block is widened until starts and stops both rise with the key block:
+    The range of every key block is extended until starts and stops both rise with the key block:
     the key blocks that visit a query block are then consecutive, and the turn of a visit is its
     distance from the last of them.
 
     Returns:
-        ranges as walked int32 ``[#b, #h, n_kv, 4]``; the last and the first key block that visit
+        ranges as visited int32 ``[#b, #h, n_kv, 4]``; the last and the first key block that visit
         each query block, int32 ``[#b, #h, 2, n_q]``; whether any visits it, bool
         ``[#b, #h, n_q]``. NumPy arrays for NumPy ranges.
     """
@@ -190,12 +191,12 @@ def walk_tables(ranges: Any, n_q: int) -> tuple[Any, Any, Any]:
         stop = lax.cummax(jnp.asarray(stop), axis=axis)
     full_start = xp.where(empty, 0, full_start)
     full_stop = xp.where(empty, 0, full_stop)
-    walked = xp.stack([start, full_start, full_stop, stop], axis=-1)
+    visited = xp.stack([start, full_start, full_stop, stop], axis=-1)
     index = np.arange(n_q)
     last = xp.sum(start[..., None] <= index, axis=-2) - 1
     first = xp.sum(stop[..., None] <= index, axis=-2)
     visitors = xp.stack([last, first], axis=-2)
-    return walked.astype(np.int32), visitors.astype(np.int32), last >= first
+    return visited.astype(np.int32), visitors.astype(np.int32), last >= first
 
 
 def ranges_by_query(ranges: Any, n_q: int, group: int) -> Any:
@@ -204,17 +205,17 @@ def ranges_by_query(ranges: Any, n_q: int, group: int) -> Any:
     Args:
         ranges: start, full_start, full_stop, stop of query blocks, int32 ``[#b, #h, n_kv, 4]``.
         n_q: query blocks.
-        group: query blocks that walk together.
+        group: query blocks that are processed together.
 
     Returns:
-        The same of key blocks, int32 ``[#b, #h, ceil(n_q / group), 4]``.
+        Ranges of key blocks, int32 ``[#b, #h, ceil(n_q / group), 4]``.
     """
     xp = np if isinstance(ranges, np.ndarray) else jnp
     index = np.arange(-(-n_q // group) * group)
     start, full_start, full_stop, stop = (ranges[..., c, None] for c in range(4))
     visible = (start <= index) & (index < stop)
-    whole = (full_start <= index) & (index < full_stop) | (index >= n_q)
+    full = (full_start <= index) & (index < full_stop) | (index >= n_q)
     grouped = (*visible.shape[:-1], -1, group)
     visible = xp.swapaxes(xp.any(visible.reshape(grouped), axis=-1), -1, -2)
-    whole = xp.swapaxes(xp.all(whole.reshape(grouped), axis=-1), -1, -2)
-    return matrix_range(xp, visible, whole & visible).table(xp)
+    full = xp.swapaxes(xp.all(full.reshape(grouped), axis=-1), -1, -2)
+    return matrix_range(xp, visible, full & visible).table(xp)

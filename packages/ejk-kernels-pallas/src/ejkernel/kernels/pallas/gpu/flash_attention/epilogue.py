@@ -33,7 +33,7 @@ class Epilogue:
     keeps_lse: ClassVar[bool] = True
 
     def finish(self, r: Any, tile: Any, o: jax.Array, state: tuple) -> None:
-        """Divides o; hands o, lse and base (lse as ``units`` counts) of a tile to TMA."""
+        """Divides o; hands o, lse and base (lse in ``units``) of a tile to TMA."""
         t, p = self.form.tiles, self.form.problem
         wg = lax.axis_index("wg")
         m, total, *e = state
@@ -49,11 +49,11 @@ class Epilogue:
             alpha = jnp.exp2(-above * LOG2E)
             total = jnp.where(empty, 0.0, total * alpha + jnp.exp2((sink - both) * LOG2E))
             top = both
-        divisor = jnp.where(empty, 1.0, total)
-        log = jnp.log(divisor)
+        row_sum = jnp.where(empty, 1.0, total)
+        log = jnp.log(row_sum)
         lse = jnp.where(empty, -jnp.inf, top + log)
         base = jnp.where(empty, jnp.inf, m + (log + above) * (1 / unit(p)))
-        share = alpha * common / divisor
+        row_scale = alpha * common / row_sum
         rows = pl.ds(wg * ROWS, ROWS)
         out_rows = pl.ds(self.scheduler.first_row(tile) + wg * ROWS, ROWS)
         for c in range(0, p.value_dim, t.o_columns):
@@ -62,8 +62,8 @@ class Epilogue:
                 r.lse_smem[rows] = lse
                 r.base_smem[rows] = base
             width = min(t.o_columns, p.value_dim - c)
-            part = o[:, c : c + width]  # scaled part by part: o itself is still needed
-            part = part * lax.broadcast_in_dim(share, part.shape, [0])
+            part = o[:, c : c + width]  # scaled part by part: o is still needed
+            part = part * lax.broadcast_in_dim(row_scale, part.shape, [0])
             self.store(r, tile, part.astype(p.dtype), c)
             if c == 0 and self.keeps_lse:
                 out = (tile.batch, tile.head, out_rows)

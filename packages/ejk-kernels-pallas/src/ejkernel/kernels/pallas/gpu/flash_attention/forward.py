@@ -2,12 +2,12 @@
 
     s = scale * q k^T (soft-capped);  m = rowmax;  p = exp2(s - m);  o = p v / rowsum(p)
 
-Work split: one program a multiprocessor iterates over (batch, head, query block) tiles. One
-warpgroup copies q, k and v tiles to shared memory with TMA; two or three others own 64 query rows
-each. A consumer's step issues the matmul of q with the next key block and the matmul of p with the
-current value block, then does the softmax of the next block while the second matmul runs. Steps run
-on across tiles: the first matmul of the next tile is issued with the last of this one. Programs of
-a cluster visit the same keys, and each copies a share of a block to all of them.
+Work split: one program a multiprocessor loops over (batch, head, query block) tiles. A producer
+warpgroup copies q, k and v tiles to shared memory with TMA; two or three consumers own 64 query
+rows each. A consumer's step issues the matmul of q with the next key block and the matmul of p with
+the current value block, then does the softmax of the next block while the second matmul runs. The
+mainloop continues across tiles: the first matmul of the next tile is issued with the last of this
+one. Programs of a cluster visit the same keys, and each copies a part of a block to all of them.
 
 The mainloop here is composed of parts that its members choose: a KV loader (contiguous keys, a list
 of blocks, a page table), a tile scheduler (a table, a queue), an epilogue, and a prologue that some
@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
-from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole, whole_rows
+from ejkernel.kernels.pallas.gpu.common.tma import pad_rows, padded_rows, tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.flash_attention.epilogue import Epilogue
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, Form
@@ -89,7 +89,7 @@ class ForwardKernel:
         stages = self.form.tiles.stages
         smem, ready, free = (getattr(r, f"{tensor}_{x}") for x in ("smem", "ready", "free"))
         slot = lax.rem(n, stages)
-        source = self.loader.source(r, tile, j)  # read while the buffer is waited for
+        source = self.loader.source(r, tile, j)  # computed while waiting for the buffer
         pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
         self.loader.copy(r, tensor, tile, source, smem.at[slot], ready.at[slot])
 
@@ -103,13 +103,13 @@ class ForwardKernel:
         rows = pl.ds(wg * ROWS, ROWS)
         shape = (ROWS, t.block_kv)
 
-        def load_q_registers(i):
+        def load_q(i):
             """The columns of q that are kept in registers."""
             if not t.q_held:
                 return None
             return read(r.q_smem.at[lax.rem(i, t.q_stages), rows, pl.ds(0, t.q_held)], LAYOUT)
 
-        def multiply(s_acc, q_regs, i, n):
+        def scores(s_acc, q_regs, i, n):
             q, k = r.q_smem.at[lax.rem(i, t.q_stages)], r.k_smem.at[lax.rem(n, t.stages)]
             if t.q_held:
                 plgpu.wgmma(s_acc, q_regs, k.at[:, pl.ds(0, t.q_held)].T)
@@ -117,7 +117,7 @@ class ForwardKernel:
                 others = pl.ds(t.q_held, p.dim - t.q_held)
                 plgpu.wgmma(s_acc, q.at[rows, others], k.at[:, others].T)
 
-        def step(carry, o_acc):
+        def mainloop_step(carry, o_acc):
             i, ahead, tile, j, n, q_regs, p_now, state = carry
             slot, next_slot = lax.rem(n, t.stages), lax.rem(n + 1, t.stages)
             new = j == tile.start  # the next block is the next tile's first
@@ -137,13 +137,13 @@ class ForwardKernel:
             ids = one_id(form, r, tile2, j2)
             q_slot = lax.rem(i2, t.q_stages)
             pl.when(new)(lambda: plgpu.barrier_wait(r.q_ready.at[q_slot]))
-            q_regs2 = lax.cond(new, lambda: load_q_registers(i2), lambda: q_regs)
+            q_regs2 = lax.cond(new, lambda: load_q(i2), lambda: q_regs)
             plgpu.barrier_wait(r.k_ready.at[next_slot])
 
             def overlapped(s_acc):
-                multiply(s_acc, q_regs2, i2, n + 1)
+                scores(s_acc, q_regs2, i2, n + 1)
                 plgpu.wgmma(o_acc, p_now, r.v_smem.at[slot])
-                # a read here, behind the matmuls, keeps nobody waiting
+                # reads here overlap the matmuls
                 if scheduler.prefetches_late:
                     ahead3 = lax.cond(
                         j2 == tile2.start, lambda: scheduler.ahead(r, i2 + 1), lambda: ahead
@@ -156,7 +156,7 @@ class ForwardKernel:
                 pl.when(last)(lambda: plgpu.barrier_arrive(r.q_free.at[q_slot]))
                 before = lax.cond(new, lambda: start(form), lambda: state)
                 p2, state2, alpha = softmax(self, r, s, tile2, j2, ids, before)
-                # waiting here ends the block of code: the exponentials stay before the next wait
+                # this wait ends the basic block: the exponentials stay before the next wait
                 plgpu.barrier_wait(r.v_ready.at[next_slot])
                 o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                 plgpu.barrier_arrive(r.v_free.at[slot])
@@ -165,31 +165,31 @@ class ForwardKernel:
                     self.epilogue.finish(r, tile, o, state)
                     return jnp.zeros_like(o)
 
-                def go_on():
+                def rescale():
                     if alpha is None:
                         return o
                     if t.slack:
                         return scale_rows(o, alpha)
                     return o * lax.broadcast_in_dim(alpha, o.shape, [0])
 
-                o_acc[...] = lax.cond(new, finish, go_on)
+                o_acc[...] = lax.cond(new, finish, rescale)
                 self.loader.prepare_values(r, tile2, j2, next_slot)
                 return ahead3, p2.astype(p.dtype), state2
 
-            ahead3, *sums = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
-            return i2, ahead3, tile2, j2, n + 1, q_regs2, *sums
+            ahead3, *softmax_state = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
+            return i2, ahead3, tile2, j2, n + 1, q_regs2, *softmax_state
 
-        def run(o_acc):
+        def mainloop(o_acc):
             tile = scheduler.tile(r, scheduler.first_tile(r))
             j = tile.stop - 1
             plgpu.barrier_wait(r.q_ready.at[0])
             plgpu.barrier_wait(r.k_ready.at[0])
 
             zero = jnp.int32(0)
-            q_regs = load_q_registers(zero)
+            q_regs = load_q(zero)
 
             def first(s_acc):
-                multiply(s_acc, q_regs, zero, zero)
+                scores(s_acc, q_regs, zero, zero)
                 return s_acc[...]
 
             s = pl.run_scoped(first, plgpu.ACC(shape, F32))
@@ -211,16 +211,16 @@ class ForwardKernel:
                 _, (number, *_), tile, j, *_ = carry
                 return (number >= 0) | (j > tile.start)
 
-            carry = lax.while_loop(has_work, lambda carry: step(carry, o_acc), carry)
+            carry = lax.while_loop(has_work, lambda carry: mainloop_step(carry, o_acc), carry)
             _, _, tile, _, n, _, p_now, state = carry
             plgpu.wgmma(o_acc, p_now, r.v_smem.at[lax.rem(n, t.stages)])
             self.epilogue.finish(r, tile, o_acc[...], state)
             plgpu.wait_smem_to_gmem(0)
-            if t.cluster > 1:  # nobody leaves while another may still signal to it
+            if t.cluster > 1:  # no program exits while another may still signal to it
                 plgpu.barrier_arrive(r.done.at[0])
                 plgpu.barrier_wait(r.done.at[0])
 
-        pl.run_scoped(run, plgpu.ACC((ROWS, p.value_dim), F32))
+        pl.run_scoped(mainloop, plgpu.ACC((ROWS, p.value_dim), F32))
 
     # ---- launch -----------------------------------------------------------------------------
 
@@ -284,14 +284,14 @@ class ForwardKernel:
                     self.prologue.consume(self, r)
                 self.scheduler.run_consumer(r, lambda: self.run_tiles(r))
 
-        together: dict[str, Any] = {"cluster": (t.cluster,), "cluster_names": (MEMBER,)}
+        cluster: dict[str, Any] = {"cluster": (t.cluster,), "cluster_names": (MEMBER,)}
         return plgpu.kernel(
             body,
             out_type=tuple(outputs.values()),
             scratch_types=self.scratch(),
             grid=(self.scheduler.grid,),
             grid_names=("program",),
-            **(together if t.cluster > 1 else {}),
+            **(cluster if t.cluster > 1 else {}),
             num_threads=t.consumers + 1,
             thread_name="wg",
             kernel_name=self.name,
@@ -313,14 +313,14 @@ def flash_kernel(
 def flash_forward(
     problem: Problem, tiles: ForwardTiles, tensors: dict[str, jax.Array], programs: int
 ) -> tuple[jax.Array, ...]:
-    """Returns (o [b, q, h, dv], lse float32 [b, h, q], base likewise: lse as ``units`` counts).
+    """Returns (o [b, q, h, dv], lse float32 [b, h, q], base likewise: lse in ``units``).
 
     base is +inf in rows that see nothing. ``tensors``: q, k, v and the operands of ``Form`` by
     name.
     """
     t, p = tiles, problem
     kernel = flash_kernel(problem, tiles, tuple(tensors), programs)
-    inputs = {name: whole(tensors[name]) for name in ("q", "k", "v")}
+    inputs = {name: pad_rows(tensors[name]) for name in ("q", "k", "v")}
     inputs |= {"order": kernel.scheduler.order(tensors)}
     inputs |= {name: x for name, x in tensors.items() if name not in inputs}
     if has_one_id(kernel.form):
@@ -328,7 +328,7 @@ def flash_forward(
         inputs["kv_one_id"] = only_ids(inputs["kv_ids"], t.block_kv, -2)
     rows = kernel.scheduler.strips * t.cluster * t.block_q
     outputs = {
-        "o": jax.ShapeDtypeStruct((p.batch, whole_rows(p.q_len), p.heads, p.value_dim), p.dtype),
+        "o": jax.ShapeDtypeStruct((p.batch, padded_rows(p.q_len), p.heads, p.value_dim), p.dtype),
         **dict.fromkeys(("lse", "base"), jax.ShapeDtypeStruct((p.batch, p.heads, rows), F32)),
     }
     o, lse, base = kernel.launch(tuple(inputs), outputs)(*inputs.values())

@@ -37,7 +37,7 @@ class Form:
 
     @property
     def log2_scale(self) -> float:
-        """Positive factor of base-2 logits: of tanh of capped logits, else of dot products."""
+        """Positive factor of base-2 logits: of tanh of capped ones, else of dot products."""
         return unit(self.problem) * LOG2E
 
     @property
@@ -45,12 +45,12 @@ class Form:
         """Returns whether probabilities are exponentials of one multiply-add (see ``softmax``)."""
         if self.shift is not None or self.problem.dtype == "float16":
             return False
-        # wide heads have no registers for what it keeps of a row: they spill and lose 14%
+        # wide heads have no registers for its row state: they spill and lose 14%
         return max(self.problem.dim, self.problem.value_dim) <= 128
 
     @property
     def large(self) -> float:
-        """Logits from here on, 2^30 in base 2, are multiplied by ``power``."""
+        """Bound, 2^30 in base 2: values of at least this are multiplied by ``power``."""
         return min(2.0**30 / self.log2_scale, float(np.finfo(np.float32).max))
 
     @property
@@ -60,11 +60,11 @@ class Form:
 
     @property
     def shift(self) -> float | None:
-        """Shift of capped base-2 logits, where it is a constant and not the rows' maxima.
+        """Constant shift of capped base-2 logits; None if they are shifted by the rows' maxima.
 
         They lie in [-c, c]. Up to c = 80 (a cap of 55) exponentials so shifted lie in
         [2^-80, 2^80], and float32 leaves 2^46 on either side for values and for the number of keys.
-        float16 has not that range for p.
+        float16 lacks that range for p.
         """
         p, c = self.problem, math.ceil(self.log2_scale)
         if p.soft_cap is None or c > 80 or p.dtype != "bfloat16":
@@ -78,7 +78,7 @@ class Form:
 
     @property
     def read(self) -> bool:
-        """Returns whether what a tile visits is read from memory."""
+        """Returns whether the blocks of a tile are read from memory."""
         return self.listed or self.rules.arrays
 
     @property

@@ -1,4 +1,4 @@
-"""The softmax of a forward step: logits to probabilities, and the state of a row."""
+"""The softmax of a forward step: logits to probabilities and row state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def only_ids(ids: jax.Array, block: int, other: int) -> jax.Array:
 
 
 def has_one_id(form: Form) -> bool:
-    """Returns whether steps compare what is known of whole blocks of ids; lists know it already."""
+    """Returns whether steps compare ids of full blocks; lists already separate such blocks."""
     return "q_ids" in form.operands and not form.listed
 
 
@@ -55,8 +55,8 @@ def _hide(
     """Returns ``x`` with ``fill`` where this warpgroup's rows do not see keys of block j."""
     form, scheduler = kernel.form, kernel.scheduler
     if form.listed:
-        shown = lambda x: _hide_listed(kernel, r, x, tile, j, fill)  # noqa: E731
-        return lax.cond(tile.masked(j), shown, lambda x: x, x)
+        listed = lambda x: _hide_listed(kernel, r, x, tile, j, fill)  # noqa: E731
+        return lax.cond(tile.masked(j), listed, lambda x: x, x)
     p, t, band = form.problem, form.tiles, form.rules.band
     wg = lax.axis_index("wg") * ROWS
     first_row, position = scheduler.first_row(tile) + wg, scheduler.position(tile) + wg
@@ -81,7 +81,7 @@ def _hide(
             return lax.cond(one_id[0] == one_id[1], lambda: x, lambda: segments(x))
 
         return when(tile.masked(j), both)
-    # either edge by itself: few blocks meet both
+    # each edge separately: few blocks meet both
     if band.lo is not None:
         x = when(j < tile.full_start, lambda x: hide(x, Band(lo=band.lo), None))
     if band.hi is not None or end is not None:
@@ -95,13 +95,10 @@ def _hide_segments(form: Form, r: Any, tile: Tile, first_row, first_key, fill, x
     return hide_other_segments(x, r.q_ids.at[*b, rows], r.kv_ids.at[*b, keys], fill)
 
 
-def _hide_listed(kernel: Any, r: Any, x, tile: Tile, step: Any, fill: float) -> jax.Array:
-    """Returns ``x`` with the mask of a listed block that needs one.
-
-    All of the block past the end is hidden.
-    """
+def _hide_listed(kernel: Any, r: Any, x, tile: Tile, position: Any, fill: float) -> jax.Array:
+    """Hides pairs of a listed block that needs a mask; the block past the end is fully hidden."""
     form = kernel.form
-    j = kernel.loader.key_block(r, tile, step)
+    j = kernel.loader.key_block(r, tile, position)
     group = tile.block * form.tiles.consumers + lax.axis_index("wg")
     first_row, first_key = group * ROWS, j * form.tiles.block_kv
     left = form.problem.kv_len - first_key
@@ -114,17 +111,17 @@ def _hide_listed(kernel: Any, r: Any, x, tile: Tile, step: Any, fill: float) -> 
 
 
 def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tuple):
-    """Returns one step of the online softmax: (p, state, factor of the accumulators).
+    """Runs one step of the online softmax: (p, state, factor of the old accumulators).
 
-    state is (m, total, e). m, by which the sums are shifted, follows a row's maximum no closer
+    state is (m, total, e). m, the shift of the accumulators, follows a row's maximum no closer
     than ``slack``.
 
     A probability is exp2 of one multiply-add, s * c - b, with b = m * c as rounded. A multiply-add
-    rounds once, at its end, so that p and the sums of a row have the factor exp2(e) in common,
-    e = m * c - b being what the rounding of b lost, itself a float32 number; the end takes it out.
-    From 2^30 on e might grow too large. There float32 logits differ by 64 or not at all (in base
-    2), and a power of two for c keeps e at 0 and a difference large. float16 has not the range for
-    exp2(e): there m is subtracted first, an instruction more, and state is (m, total).
+    rounds once, at its end, so that p and the accumulators of a row share the factor exp2(e);
+    e = m * c - b is the rounding error of b, itself a float32 value; the end divides by it. At
+    logits of 2^30 and more e might grow too large. There float32 logits differ by 64 or not at all
+    (in base 2), and a power of two for c keeps e at 0 and differences large. float16 lacks the
+    range for exp2(e): there m is subtracted first, one more instruction, and state is (m, total).
     """
     form = kernel.form
     p, c = form.problem, form.log2_scale
@@ -154,7 +151,7 @@ def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tu
 
 
 def start(form: Form) -> tuple:
-    """The state of rows of which nothing has been seen."""
+    """Returns the state of rows that have seen no key."""
     low = -jnp.inf if form.shift is None else form.shift / form.log2_scale
     values = (low, 0.0, 0.0) if form.fused else (low, 0.0)
     return tuple(plgpu.layout_cast(jnp.full((ROWS,), x, F32), ROW) for x in values)

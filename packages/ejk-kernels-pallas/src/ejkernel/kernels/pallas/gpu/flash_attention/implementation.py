@@ -1,6 +1,6 @@
-"""Flash attention on Hopper as one kernel object: what it takes, its tiles, its two kernels.
+"""Flash attention on Hopper as one kernel object: supported calls, tiles, kernels.
 
-Residuals are q, k, v, o, the lse of every row and what the caller gave; the [q, k] matrix is
+Residuals are q, k, v, o, the lse of every row and the arguments of the caller; the [q, k] matrix is
 recomputed tile by tile.
 """
 
@@ -37,8 +37,8 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     """Exact attention in memory linear in the lengths, on a Hopper GPU.
 
     q, k and v are float16 or bfloat16, promoted to one dtype, with head dims 64, 128, 192 with
-    values of 128, or 256. Masks are bands by index and segment ids. The tangent of a soft cap is
-    the hardware's, exact to 2^-11. Sums are added in a fixed order, so two runs give the same
+    values of 128, or 256. Masks are bands by index and segment ids. The tanh of a soft cap is
+    the hardware's, exact to 2^-11. All additions have a fixed order, so two runs give the same
     bits. ``cfg``: ``fwd_params`` (q_blocksize, taken as 128; kv_blocksize, a multiple of 64;
     num_stages; or WarpgroupParams: 192 queries of three warpgroups where heads are 64 wide, 160
     keys of two where heads are 128 wide and nothing is masked) and ``bwd_params`` (num_stages;
@@ -80,14 +80,14 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     def neighbours(
         self, problem: Problem, target: Chip, chosen: FlashTiles
     ) -> Iterable[FlashTiles]:
-        for given in (
+        for params in (
             {"q_blocksize": 128},
             {"kv_blocksize": 128},
             {"q_blocksize": 128, "kv_blocksize": 64, "num_stages": 3},
             {"num_stages": chosen.fwd.stages + 1},
         ):
             with contextlib.suppress(ConfigError):  # it does not fit
-                yield chosen.apply_config({"fwd_params": given}, problem, target)
+                yield chosen.apply_config({"fwd_params": params}, problem, target)
 
     def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         pattern, mask = arrays.get("pattern"), arrays["mask"]
@@ -110,20 +110,20 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         if "sink" in arrays:
             tensors["sink"] = arrays["sink"]
 
-        def run(problem: Problem, tensors: Arrays) -> Any:
+        def attend(problem: Problem, tensors: Arrays) -> Any:
             if problem.batch != p.batch:
-                tensors.pop("order", None)  # that of other rows
+                tensors.pop("order", None)  # the order of other rows
             tensors = with_lists(problem, tensors, work.target.cores)
             return flash_forward(problem, t, tensors, work.target.cores)
 
-        o, lse, base = operands.folding(p, run, tensors)
+        o, lse, base = operands.folding(p, attend, tensors)
         return (o, lse), base
 
     def backward_tiles(self, work: Work) -> Iterable[tuple[int, int]]:
         return ((t.block_q, t.block_kv) for t in (work.tiles.bwd, OF_QUERIES))
 
     def finds_delta(self, work: Work) -> bool:
-        """The kernel of dq that holds its rows does."""
+        """Returns whether the dq kernel computes delta: where it keeps its rows in registers."""
         return holds_rows(work.problem)
 
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
@@ -134,18 +134,18 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             arrays["mask"], pattern, p, t
         )
 
-        def run(problem: Problem, tensors: Arrays) -> Any:
+        def differentiate(problem: Problem, tensors: Arrays) -> Any:
             if problem.batch != p.batch:
                 tensors = {name: x for name, x in tensors.items() if not name.endswith("_order")}
             return backward(problem, t, work.target.cores, **tensors)
 
-        return dict(zip("qkv", operands.folding(p, run, tensors), strict=True))
+        return dict(zip("qkv", operands.folding(p, differentiate, tensors), strict=True))
 
 
 class ScaledDotProductAttention(FlashAttention):
-    """The kernels of flash attention for the operation of this name, whose options are fewer.
+    """The kernels of flash attention for the operation of this name, which has fewer options.
 
-    Dtypes, head dims and masks are those of ``flash_attention``; tiles are the kernel's own choice.
+    Dtypes, head dims and masks are as in ``flash_attention``; tiles are the kernel's own choice.
     """
 
     call = calls.ScaledDotProductAttention
@@ -157,8 +157,8 @@ class FlashMLA(FromLatent, FlashAttention):
     """The kernels of flash attention on keys and values expanded from latent rows; see
     ``mla_attention``.
 
-    Dtypes, head dims (with the rotary part; of values), masks and ``cfg`` are those of
-    ``flash_attention``. The backward pass expands anew: nothing expanded is kept.
+    Dtypes, head dims (with the rotary part; of values), masks and ``cfg`` are as in
+    ``flash_attention``. The backward pass expands again: no expanded array is saved.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """

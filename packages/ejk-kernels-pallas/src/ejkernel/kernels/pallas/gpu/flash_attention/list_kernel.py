@@ -1,8 +1,8 @@
 """Lists of tiles and their order, made on the device: a small kernel each.
 
 A warp makes a list. Its threads vote, 32 tiles at a time, whether theirs is visited, and find its
-place by counting the votes before their own. The place of a tile among those ordered together is
-the number of longer ones, and of equally long ones before it.
+position by counting the votes before their own. The position of a tile among the tiles ordered
+together is the number of longer ones, and of equally long ones before it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ RANKED = 16  # tiles of a program that finds ranks
 VOTES = 8  # taken before the first is used: reads of memory that overlap
 
 
-class Walk(NamedTuple):
-    """A walk whose lists are to be made.
+class TileBits(NamedTuple):
+    """Visibility of tiles, to make lists of.
 
     Attributes:
         tiles: int8 ``[#b, #h, rows, tiles]``, bits ``SOME`` and ``EVERY``.
-        by_query: as ``forward_lists`` makes them, else as ``backward_lists``.
+        by_query: whether lists are as in ``forward_lists``, else as in ``backward_lists``.
     """
 
     tiles: jax.Array
@@ -60,39 +60,39 @@ class Lengths(NamedTuple):
     """Tiles to be ordered.
 
     Attributes:
-        lengths: int32 ``[groups, places]``; those of a group are ordered together.
-        slots: int32, where the i-th longest tile of group g goes, at ``g * places + i``; then the
-            slots of -1. None: each to its own place.
+        lengths: int32 ``[groups, places]``; the tiles of a group are ordered together.
+        slots: int32, slot of the i-th longest tile of group g at ``g * places + i``; then the
+            slots of -1. None: the slot is that index.
     """
 
     lengths: jax.Array
     slots: np.ndarray | None = None
 
 
-def make_lists(*walks: Walk) -> list[tuple[jax.Array, jax.Array]]:
-    """(lists, their lengths ``[#b, #h, rows]``) of each walk, in one launch."""
-    rows = [x.tiles.reshape(-1, x.tiles.shape[-1]) for x in walks]
+def make_lists(*sides: TileBits) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns (lists, their lengths ``[#b, #h, rows]``) of each side, in one launch."""
+    rows = [x.tiles.reshape(-1, x.tiles.shape[-1]) for x in sides]
     kinds, programs = [], []
-    for x, walk in zip(rows, walks, strict=True):
-        start = COUNTS if walk.by_query else 1
+    for x, side in zip(rows, sides, strict=True):
+        start = COUNTS if side.by_query else 1
         kinds += [_int32(len(x), start + x.shape[1]), _int32(len(x))]
         programs.append(cdiv(len(x), THREADS // WARP))
 
     def work(n: int) -> Callable[..., None]:
         def make(item: Any, tiles: Any, lists: Any, lengths: Any) -> None:
-            _make_list(item, tiles, lists, lengths, rows[n].shape, walks[n].by_query)
+            _make_list(item, tiles, lists, lengths, rows[n].shape, sides[n].by_query)
 
         return make
 
-    found = _launch("tile_lists", [work(n) for n in range(len(walks))], programs, rows, kinds)
+    made = _launch_lists("tile_lists", [work(n) for n in range(len(sides))], programs, rows, kinds)
     return [
-        (lists.reshape(*walk.tiles.shape[:3], -1), lengths.reshape(walk.tiles.shape[:3]))
-        for walk, lists, lengths in zip(walks, found[::2], found[1::2], strict=True)
+        (lists.reshape(*side.tiles.shape[:3], -1), lengths.reshape(side.tiles.shape[:3]))
+        for side, lists, lengths in zip(sides, made[::2], made[1::2], strict=True)
     ]
 
 
 def longest_first(*orders: Lengths) -> list[jax.Array]:
-    """The tiles' numbers at their slots, int32, in one launch."""
+    """Returns the tiles' indices at their slots, int32, in one launch."""
     inputs, kinds, programs = [], [], []
     for lengths, slots in orders:
         inputs.append(lengths)
@@ -105,21 +105,21 @@ def longest_first(*orders: Lengths) -> list[jax.Array]:
         lengths, slots = orders[n]
 
         def make(item: Any, lengths_ref: Any, order: Any, *constants: Any) -> None:
-            given = None if slots is None else constants[number[n]]
+            slots_ref = None if slots is None else constants[number[n]]
             size = 0 if slots is None else slots.size
-            _place_tiles(item, lengths_ref, order, given, lengths.shape, size)
+            _place_tiles(item, lengths_ref, order, slots_ref, lengths.shape, size)
 
         return make
 
     works = [work(n) for n in range(len(orders))]
-    return list(_launch("tile_order", works, programs, inputs, kinds, constants))
+    return list(_launch_lists("tile_order", works, programs, inputs, kinds, constants))
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _launch(
+def _launch_lists(
     name: str, works: Sequence[Callable[..., None]], programs: Sequence[int],
     inputs: Sequence[jax.Array], kinds: Sequence[Any], constants: Sequence[jax.Array] = (),
 ) -> Any:  # fmt: skip
@@ -127,19 +127,21 @@ def _launch(
     outputs = len(kinds) // len(works)
 
     def body(*refs: Any) -> None:
-        given, more, made = (
+        input_refs, constant_refs, output_refs = (
             refs[: len(inputs)],
             refs[len(inputs) : len(inputs) + len(constants)],
             refs[len(inputs) + len(constants) :],
         )
         item, first = lax.axis_index("item"), 0
         for n, (work, count) in enumerate(zip(works, programs, strict=True)):
-            mine = made[n * outputs : (n + 1) * outputs]
+            mine = output_refs[n * outputs : (n + 1) * outputs]
 
-            def run(work: Any = work, first: int = first, n: int = n, mine: Any = mine) -> None:
-                work(item - first, given[n], *mine, *more)
+            def run_work(
+                work: Any = work, first: int = first, n: int = n, mine: Any = mine
+            ) -> None:
+                work(item - first, input_refs[n], *mine, *constant_refs)
 
-            pl.when((item >= first) & (item < first + count))(run)
+            pl.when((item >= first) & (item < first + count))(run_work)
             first += count
 
     kernel = plgpu.kernel(
@@ -156,18 +158,18 @@ def _launch(
 
 
 def _by_thread(function: Callable[..., None], item: Any, *refs: Any) -> None:
-    """``function(item, *refs)`` as each thread does it, in the compiler's own operations."""
+    """Runs ``function(item, *refs)`` in each thread, in the compiler's own operations."""
     made = plgpu.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType(),) * len(refs)))
     made(lambda _, item, *refs: function(item.registers.item(), *refs))(jnp.int32(item), *refs)
 
 
-def _store_if(test: Any, value: Any, ref: Any, *place: Any) -> None:
+def _store_if(test: Any, value: Any, ref: Any, *index: Any) -> None:
     with when(test):
-        memref.store(value, ref, indices(*place))
+        memref.store(value, ref, indices(*index))
 
 
 def _vote(test: Any) -> Any:
-    """A bit for each thread of the warp."""
+    """Returns a bit for each thread of the warp."""
     text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
     return asm(text, "=r,r", i32(), arith.extui(i32(), test))
 
@@ -191,73 +193,74 @@ def _make_list(
         t, zero = thread(), constant(0)
         lane = arith.andi(t, constant(WARP - 1))
         row = arith.addi(arith.muli(item, constant(THREADS // WARP)), arith.shrui(t, constant(5)))
-        row = arith.minsi(row, constant(rows - 1))  # the last may be made by several warps, alike
+        # several warps may make the last list, identically
+        row = arith.minsi(row, constant(rows - 1))
         before = arith.subi(arith.shli(constant(1), lane), constant(1))
 
         def votes(first: Any) -> list[tuple[Any, ...]]:
-            """(column, inside, visited, whole, votes of either) of tiles from ``first`` on."""
+            """Returns (column, inside, any, all, votes of both) of tiles starting at ``first``."""
             columns = [
                 arith.addi(first, arith.addi(lane, constant(c))) for c in range(0, step, WARP)
             ]
-            found = [
+            loaded = [
                 memref.load(tiles, indices(row, arith.minsi(column, constant(n - 1))))
                 for column in columns
             ]
             out = []
-            for column, bits in zip(columns, found, strict=True):
+            for column, bits in zip(columns, loaded, strict=True):
                 inside = compare("slt", column, constant(n))
                 bits = arith.select(inside, arith.extui(i32(), bits), zero)
-                some, every = (
+                any_pair, all_pairs = (
                     compare("ne", arith.andi(bits, constant(bit)), zero) for bit in (SOME, EVERY)
                 )
-                every = arith.andi(some, every)
-                out.append((column, inside, some, every, _vote(some), _vote(every)))
+                all_pairs = arith.andi(any_pair, all_pairs)
+                out.append((column, inside, any_pair, all_pairs, _vote(any_pair), _vote(all_pairs)))
             return out
 
-        def count(first: Any, some: Any, every: Any) -> list[Any]:
-            for *_, some_votes, every_votes in votes(first):
-                some = arith.addi(some, math.ctpop(some_votes))
-                every = arith.addi(every, math.ctpop(every_votes))
-            return [some, every]
+        def count(first: Any, visited: Any, full: Any) -> list[Any]:
+            for *_, any_votes, all_votes in votes(first):
+                visited = arith.addi(visited, math.ctpop(any_votes))
+                full = arith.addi(full, math.ctpop(all_votes))
+            return [visited, full]
 
-        visited, whole = _loop(n, step, count, zero, zero)
+        visited, full = _loop(n, step, count, zero, zero)
         # rows of queries that see nothing visit the block past the end
         length = arith.maxsi(visited, constant(1)) if by_query else visited
-        head = (whole, length) if by_query else (length,)
-        for place, value in enumerate(head):
-            _store_if(compare("eq", lane, constant(place)), value, lists, row, constant(place))
+        head = (full, length) if by_query else (length,)
+        for entry, value in enumerate(head):
+            _store_if(compare("eq", lane, constant(entry)), value, lists, row, constant(entry))
         _store_if(compare("eq", lane, constant(len(head))), length, lengths, row)
 
         def earlier(votes: Any) -> Any:
             return math.ctpop(arith.andi(votes, before))
 
         def put(first: Any, left: Any, right: Any) -> list[Any]:
-            """Those that everybody sees from place ``left`` on, the others from ``right`` on."""
-            for column, inside, some, every, some_votes, every_votes in votes(first):
+            """Stores fully visible tiles starting at ``left``, the others starting at ``right``."""
+            for column, inside, any_pair, all_pairs, any_votes, all_votes in votes(first):
                 if by_query:
-                    rest_votes = arith.xori(some_votes, every_votes)
-                    place = arith.select(
-                        every,
-                        arith.addi(left, earlier(every_votes)),
-                        arith.addi(right, earlier(rest_votes)),
+                    partial_votes = arith.xori(any_votes, all_votes)
+                    position = arith.select(
+                        all_pairs,
+                        arith.addi(left, earlier(all_votes)),
+                        arith.addi(right, earlier(partial_votes)),
                     )
                     value, nothing = column, constant(n)
-                    left = arith.addi(left, math.ctpop(every_votes))
-                    right = arith.addi(right, math.ctpop(rest_votes))
+                    left = arith.addi(left, math.ctpop(all_votes))
+                    right = arith.addi(right, math.ctpop(partial_votes))
                 else:
-                    place = arith.addi(left, earlier(some_votes))
-                    value = arith.select(every, column, arith.addi(column, constant(LIMIT)))
+                    position = arith.addi(left, earlier(any_votes))
+                    value = arith.select(all_pairs, column, arith.addi(column, constant(LIMIT)))
                     nothing = zero
-                    left = arith.addi(left, math.ctpop(some_votes))
-                _store_if(some, value, lists, row, place)
-                # places that no tile takes
+                    left = arith.addi(left, math.ctpop(any_votes))
+                _store_if(any_pair, value, lists, row, position)
+                # positions that no tile takes
                 unused = arith.andi(inside, compare("sge", column, visited))
                 end = arith.addi(column, constant(len(head)))
                 _store_if(unused, nothing, lists, row, end)
             return [left, right]
 
         start = constant(len(head))
-        _loop(n, step, put, start, arith.addi(start, whole))
+        _loop(n, step, put, start, arith.addi(start, full))
 
     _by_thread(by_thread, item, tiles, lists, lengths)
 
@@ -267,7 +270,7 @@ def _place_tiles(
 ) -> None:
     groups, places = shape
     parts = cdiv(places, RANKED)
-    each = RANKED * WARP // THREADS  # tiles of a warp
+    per_warp = RANKED * WARP // THREADS  # tiles of a warp
     step = min(16, cdiv(places, WARP)) * WARP
 
     def by_thread(item: Any, lengths: Any, order: Any, slots: Any = None) -> None:
@@ -275,40 +278,40 @@ def _place_tiles(
         lane = arith.andi(t, constant(WARP - 1))
         group, part = arith.divsi(item, constant(parts)), arith.remsi(item, constant(parts))
         first_place = arith.muli(group, constant(places))
-        warp = arith.muli(arith.shrui(t, constant(5)), constant(each))
+        warp = arith.muli(arith.shrui(t, constant(5)), constant(per_warp))
         first = arith.addi(arith.muli(part, constant(RANKED)), warp)
-        mine = [arith.addi(first, constant(i)) for i in range(each)]
+        mine = [arith.addi(first, constant(i)) for i in range(per_warp)]
         last = constant(places - 1)
-        own = [memref.load(lengths, indices(group, arith.minsi(i, last))) for i in mine]
+        own_lengths = [memref.load(lengths, indices(group, arith.minsi(i, last))) for i in mine]
 
         def count(begin: Any, *ranks: Any) -> list[Any]:
             begin = arith.addi(begin, lane)
             others = [arith.addi(begin, constant(c)) for c in range(0, step, WARP)]
-            found = [memref.load(lengths, indices(group, arith.minsi(i, last))) for i in others]
+            loaded = [memref.load(lengths, indices(group, arith.minsi(i, last))) for i in others]
             out = list(ranks)
-            for i, length in zip(others, found, strict=True):
+            for i, length in zip(others, loaded, strict=True):
                 inside = compare("slt", i, constant(places))
                 length = arith.select(inside, length, constant(-1))
-                for n in range(each):
-                    # of equally long ones those before go before
+                for n in range(per_warp):
+                    # equally long tiles keep their order
                     less = arith.extui(i32(), compare("slt", i, mine[n]))
-                    votes = _vote(compare("sgt", arith.addi(length, less), own[n]))
+                    votes = _vote(compare("sgt", arith.addi(length, less), own_lengths[n]))
                     out[n] = arith.addi(out[n], math.ctpop(votes))
             return out
 
-        ranks = _loop(places, step, count, *[constant(0)] * each)
+        ranks = _loop(places, step, count, *[constant(0)] * per_warp)
         # a thread for each of the warp's tiles
         rank = ranks[0]
-        for n in range(1, each):
+        for n in range(1, per_warp):
             rank = arith.select(compare("eq", lane, constant(n)), ranks[n], rank)
-        place = arith.addi(first, lane)
+        index = arith.addi(first, lane)
         inside = arith.andi(
-            compare("slt", lane, constant(each)), compare("slt", place, constant(places))
+            compare("slt", lane, constant(per_warp)), compare("slt", index, constant(places))
         )
         slot = arith.addi(first_place, arith.minsi(rank, last))
         if slots is not None:
             slot = memref.load(slots, indices(slot))
-        _store_if(inside, arith.addi(first_place, place), order, slot)
+        _store_if(inside, arith.addi(first_place, index), order, slot)
         for e in range(groups * places, size, THREADS):
             end = arith.addi(t, constant(e))
             left = arith.andi(compare("eq", item, constant(0)), compare("slt", end, constant(size)))

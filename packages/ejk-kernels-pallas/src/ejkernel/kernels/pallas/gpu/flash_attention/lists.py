@@ -1,8 +1,7 @@
-"""Sparse walks: a pattern of blocks and the mask as lists of tiles.
+"""Lists of the tiles to visit, from a pattern of blocks and the mask.
 
 A tile is visited if any block of the pattern that it meets is set and the mask shows a pair of it;
-it needs an element mask unless all are. What a tile has of blocks smaller than itself is a word of
-bits for 64 rows.
+it needs an element mask unless all are. Blocks smaller than a tile are a word of bits for 64 rows.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.blocks import cdiv
 from ejkernel.types.masks.pattern import inside_blocks, visited_tiles
 
-COUNTS = 2  # numbers before the blocks of a list: how many need no element mask, how many there are
+COUNTS = 2  # entries before the blocks of a list: count without an element mask, total count
 GROUP = 16  # rows and keys of a bit
 LIMIT = 2**15  # blocks of an axis that a visit can name; added where it needs an element mask
-SOME, EVERY = 1, 2  # of a tile: somebody sees it, everybody does
+SOME, EVERY = 1, 2  # of a tile: any row sees it, every row sees all of it
 
 
 def unsupported_reason(problem: Problem) -> str | None:
-    """Why a pattern of these blocks cannot be walked over, None if it can."""
+    """Returns the reason why a pattern of these blocks is not supported, None if it is."""
     if problem.pattern_blocks is None:
         return None
     lengths = (problem.q_len, problem.kv_len)
@@ -43,7 +42,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 def forward_lists(
     problem: Problem, mask: MaskInfo, pattern: Any, tile: tuple[int, int]
 ) -> dict[str, Any]:
-    """Operands of a walk over key blocks.
+    """Returns the operands of a loop over key blocks.
 
     lists int32 ``[#b, #h, query blocks, COUNTS + key blocks]``: blocks that need no element mask,
     then the others, either in rising order. A block of queries that sees nothing visits the block
@@ -52,20 +51,20 @@ def forward_lists(
     Where arrays are traced, tiles int8 ``[#b, #h, query blocks, key blocks]`` in place of lists,
     of which ``list_kernel`` makes them.
     """
-    some, every = _tiles(problem, mask, pattern, tile)
-    n = some.shape[-1]
+    any_pair, all_pairs = _tiles(problem, mask, pattern, tile)
+    n = any_pair.shape[-1]
     if problem.kv_len % tile[1]:
-        every = every & (np.arange(n) < n - 1)
+        all_pairs = all_pairs & (np.arange(n) < n - 1)
     operands: dict[str, Any] = {}
-    if isinstance(some, jax.Array) or isinstance(every, jax.Array):
-        operands["tiles"] = _as_bits(some, every)
+    if isinstance(any_pair, jax.Array) or isinstance(all_pairs, jax.Array):
+        operands["tiles"] = _as_bits(any_pair, all_pairs)
     else:
-        whole, rest = some & every, some & ~every
-        first, count = (x.sum(-1, keepdims=True, dtype=np.int32) for x in (whole, some))
-        place = np.where(whole, _before(whole), first + _before(rest))
-        empty = np.broadcast_to(np.int32(n), some.shape)
+        full, partial = any_pair & all_pairs, any_pair & ~all_pairs
+        first, count = (x.sum(-1, keepdims=True, dtype=np.int32) for x in (full, any_pair))
+        position = np.where(full, _count_before(full), first + _count_before(partial))
+        empty = np.broadcast_to(np.int32(n), any_pair.shape)
         start = np.concatenate([first, np.maximum(count, 1), empty], axis=-1)
-        operands["lists"] = _put(start, some, place + COUNTS, np.arange(n, dtype=np.int32))
+        operands["lists"] = _put(start, any_pair, position + COUNTS, np.arange(n, dtype=np.int32))
     if not _inside(problem, tile):
         bits = _bits(problem, pattern, *tile, by_key=False)
         operands["bits"] = namespace(bits).pad(bits, [(0, 0), (0, 0), (0, 0), (0, 1)])
@@ -75,47 +74,49 @@ def forward_lists(
 def backward_lists(
     problem: Problem, mask: MaskInfo, pattern: Any, tile: tuple[int, int]
 ) -> dict[str, Any]:
-    """Operands of a walk over query blocks.
+    """Returns the operands of a loop over query blocks.
 
-    lists int32 ``[#b, #h, key blocks, 1 + query blocks]``: how many visits, then the visits in
+    lists int32 ``[#b, #h, key blocks, 1 + query blocks]``: the number of visits, then the visits in
     rising order, the query block and LIMIT more if it needs an element mask. bits: see ``_bits``.
     Tiles in place of lists as there, ``[#b, #h, key blocks, query blocks]``.
     """
-    some, every = (x.swapaxes(-1, -2) for x in _tiles(problem, mask, pattern, tile))
+    any_pair, all_pairs = (x.swapaxes(-1, -2) for x in _tiles(problem, mask, pattern, tile))
     operands: dict[str, Any] = {}
-    if isinstance(some, jax.Array) or isinstance(every, jax.Array):
-        operands["tiles"] = _as_bits(some, every)
+    if isinstance(any_pair, jax.Array) or isinstance(all_pairs, jax.Array):
+        operands["tiles"] = _as_bits(any_pair, all_pairs)
     else:
-        visit = np.arange(some.shape[-1], dtype=np.int32) + LIMIT * (~every).astype(np.int32)
-        count = some.sum(-1, keepdims=True, dtype=np.int32)
-        start = np.concatenate([count, np.zeros(some.shape, np.int32)], axis=-1)
-        operands["lists"] = _put(start, some, _before(some) + 1, visit)
+        visit = np.arange(any_pair.shape[-1], dtype=np.int32) + LIMIT * (~all_pairs).astype(
+            np.int32
+        )
+        count = any_pair.sum(-1, keepdims=True, dtype=np.int32)
+        start = np.concatenate([count, np.zeros(any_pair.shape, np.int32)], axis=-1)
+        operands["lists"] = _put(start, any_pair, _count_before(any_pair) + 1, visit)
     if not _inside(problem, tile):
         operands["bits"] = _bits(problem, pattern, *tile[::-1], by_key=True)
     return operands
 
 
-def _as_bits(some: Any, every: Any) -> jax.Array:
-    return jnp.where(some, SOME + EVERY * jnp.asarray(every, jnp.int8), 0).astype(jnp.int8)
+def _as_bits(any_pair: Any, all_pairs: Any) -> jax.Array:
+    return jnp.where(any_pair, SOME + EVERY * jnp.asarray(all_pairs, jnp.int8), 0).astype(jnp.int8)
 
 
-def _before(x: np.ndarray) -> np.ndarray:
-    """How many are set before each along the last axis, int32."""
+def _count_before(x: np.ndarray) -> np.ndarray:
+    """Returns the number of set entries before each along the last axis, int32."""
     return np.cumsum(x, axis=-1, dtype=np.int32) - x
 
 
-def _put(start: np.ndarray, some: np.ndarray, place: np.ndarray, values: Any) -> np.ndarray:
-    """``start`` with values at their places along the last axis where ``some`` is set."""
+def _put(start: np.ndarray, is_set: np.ndarray, position: np.ndarray, values: Any) -> np.ndarray:
+    """Returns ``start`` with values at their positions along the last axis where ``is_set``."""
     n = start.shape[-1]
     out = np.pad(start, [(0, 0)] * (start.ndim - 1) + [(0, 1)])
-    values = np.broadcast_to(values, some.shape)
-    np.put_along_axis(out, np.where(some, place, np.int32(n)), values, axis=-1)
+    values = np.broadcast_to(values, is_set.shape)
+    np.put_along_axis(out, np.where(is_set, position, np.int32(n)), values, axis=-1)
     return out[..., :n]
 
 
 def _tiles(problem: Problem, mask: MaskInfo, pattern: Any, tile: tuple[int, int]) -> tuple:
     if isinstance(pattern, jax.Array):
-        # a pattern that is a constant of the program all the same: XLA would take seconds to sort
+        # without this XLA would fold a constant pattern, and take seconds to sort it
         pattern = lax.optimization_barrier(pattern)
     return visited_tiles(
         mask, pattern, problem.pattern_blocks, problem.q_len, problem.kv_len, *tile
@@ -128,10 +129,10 @@ def _inside(problem: Problem, tile: tuple[int, int]) -> bool:
 
 
 def _bits(problem: Problem, pattern: Any, rows: int, columns: int, *, by_key: bool) -> Any:
-    """What 64 rows have of the pattern in a tile of up to 128 columns, int32 ``[.., rows, tiles]``.
+    """Returns the pattern of 64 rows in tiles of up to 128 columns, int32 ``[.., rows, tiles]``.
 
     A byte for 16 rows, a bit of it for 16 columns. Rows are queries; ``by_key``: keys. They are
-    those of whole programs, which have ``rows`` each: all of its warpgroups read.
+    padded to full programs of ``rows`` each, because all warpgroups of a program read.
     """
     assert problem.pattern_blocks is not None
     xp, x = namespace(pattern), pattern
@@ -143,6 +144,6 @@ def _bits(problem: Problem, pattern: Any, rows: int, columns: int, *, by_key: bo
     wide = columns // GROUP
     x = xp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % (rows // GROUP)), (0, -x.shape[3] % wide)])
     x = x.reshape(*x.shape[:2], x.shape[2] // 4, 4, cdiv(x.shape[3], wide), wide)
-    place = 8 * np.arange(4)[:, None, None] + np.arange(wide)
-    word = (x.astype(np.uint32) << place.astype(np.uint32)).sum((3, 5), dtype=np.uint32)
+    shift = 8 * np.arange(4)[:, None, None] + np.arange(wide)
+    word = (x.astype(np.uint32) << shift.astype(np.uint32)).sum((3, 5), dtype=np.uint32)
     return lax.bitcast_convert_type(word, np.int32) if xp is jnp else word.view(np.int32)

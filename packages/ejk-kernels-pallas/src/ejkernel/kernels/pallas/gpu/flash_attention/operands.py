@@ -20,7 +20,7 @@ HIDDEN = {"q_ids": -1, "kv_ids": -2}  # ids of padding: never equal
 
 
 def _segment_ids(mask: MaskInfo, p: Problem) -> dict[str, jax.Array]:
-    """int32 ids ``[#b, len]`` of which only those of pairs that may see each other are equal."""
+    """int32 ids ``[#b, len]`` that are equal only for pairs that may see each other."""
     if "q_ids" not in p.rules.names:
         return {}
     _, arrays = split_mask(mask)
@@ -62,41 +62,41 @@ def folding(problem: Problem, run: Callable, tensors: dict[str, jax.Array]) -> t
 def forward_masks(
     mask: MaskInfo, pattern: jax.Array | None, p: Problem, tiles: ForwardTiles
 ) -> dict[str, Any]:
-    """What the forward kernel reads of a mask with arrays or a pattern.
+    """Returns the operands of the forward kernel for a mask with arrays or a pattern.
 
-    Ranges or lists of blocks to visit, and segment ids padded to whole blocks, those of keys to
+    Ranges or lists of blocks to visit, and segment ids padded to full blocks; ids of keys cover
     the block past the end too where there are lists.
     """
     blocks = (tiles.block_q, tiles.block_kv)
     if pattern is not None:
-        found = forward_lists(p, mask, pattern, blocks)
+        arrays = forward_lists(p, mask, pattern, blocks)
     elif p.rules.arrays:
-        found = {"ranges": block_ranges(mask, p.q_len, p.kv_len, *blocks, transposed=False)}
+        arrays = {"ranges": block_ranges(mask, p.q_len, p.kv_len, *blocks, transposed=False)}
     else:
         return {}
-    more = tiles.block_kv if pattern is not None else 0
+    block_past_end = tiles.block_kv if pattern is not None else 0
     for (name, x), block in zip(_segment_ids(mask, p).items(), blocks, strict=False):
-        past = more if name == "kv_ids" else 0
+        past = block_past_end if name == "kv_ids" else 0
         x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % block + past)], constant_values=HIDDEN[name])
-        found[name] = x
-    return found
+        arrays[name] = x
+    return arrays
 
 
 def backward_masks(
     mask: MaskInfo, pattern: jax.Array | None, p: Problem, tiles: BackwardTiles
 ) -> dict[str, Any]:
-    """What the backward kernels read of a mask with arrays or a pattern: as forward, not padded.
+    """Returns the operands of the backward kernels for a mask: as forward, not padded.
 
-    A pattern has two walks: ``by_key_``, of dk and dv, and ``by_query_``, of dq.
+    A pattern has two sets of lists: ``by_key_``, of dk and dv, and ``by_query_``, of dq.
     """
     blocks = (tiles.block_q, tiles.block_kv)
     if pattern is not None:
-        walks = {
+        sides = {
             "by_key": backward_lists(p, mask, pattern, blocks),
             "by_query": forward_lists(p, mask, pattern, (OF_QUERIES.block_q, OF_QUERIES.block_kv)),
         }
-        found = {f"{by}_{name}": x for by, walk in walks.items() for name, x in walk.items()}
-        return found | _segment_ids(mask, p)
+        arrays = {f"{by}_{name}": x for by, made in sides.items() for name, x in made.items()}
+        return arrays | _segment_ids(mask, p)
     if not p.rules.arrays:
         return {}
     ranges = block_ranges(mask, p.q_len, p.kv_len, *blocks, transposed=True)

@@ -1,4 +1,4 @@
-"""Which calls the Hopper kernels do faster than the kernels for every GPU."""
+"""Priorities of the Hopper kernels against the kernels for every GPU, by measured speed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FEW_QUERIES = 512
 
 
 def priority(problem: Problem) -> int:
-    """Behind the kernels for every GPU where heads are narrow and walks are short.
+    """Returns the priority: behind the kernels for every GPU for narrow heads and short loops.
 
-    A walk over few tiles of 64 columns is over before its ends are paid for, and with few blocks
-    of queries the programs of many keys wait for their turns to add to dq.
+    A loop over few tiles of 64 columns does not amortize its prologue and epilogue, and with few
+    blocks of queries the programs of many keys wait to add to dq in order.
 
-    Behind them with one query, too, for which they cut the keys between programs.
+    Also behind them with one query, for which they split the keys between programs.
     """
     rules = problem.rules
     if problem.q_len == 1:
@@ -36,14 +36,14 @@ def priority(problem: Problem) -> int:
 
 
 def of_pattern(problem: Problem) -> int:
-    """Ahead with heads of 128 and blocks of whole tiles, behind where nobody measured.
+    """Returns the priority of a pattern: ahead with heads of 128 and full tiles, as measured.
 
-    On an H200 at 16k, one block in ten of 128 under a causal mask: forward 0.203 ms beside 0.273 of
-    the Triton kernels, with gradients 0.80 beside 1.05.
+    On an H200 at 16k, one block in ten of 128 under a causal mask: forward 0.203 ms against 0.273
+    of the Triton kernels, with gradients 0.80 against 1.05.
     """
     assert problem.pattern_blocks is not None
     lengths = (problem.q_len, problem.kv_len)
     blocks = zip(problem.pattern_blocks, lengths, strict=True)
-    whole = all(block % 128 == 0 or block >= length for block, length in blocks)
+    full_tiles = all(block % 128 == 0 or block >= length for block, length in blocks)
     measured = problem.dim == problem.value_dim == 128 and problem.q_len > FEW_QUERIES
-    return AHEAD if whole and measured else BEHIND
+    return AHEAD if full_tiles and measured else BEHIND

@@ -22,7 +22,7 @@ from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, Form
 from ejkernel.kernels.pallas.gpu.flash_attention.list_kernel import (
     Lengths,
-    Walk,
+    TileBits,
     longest_first,
     make_lists,
 )
@@ -32,43 +32,42 @@ SORTED = 256  # tiles ordered together by length: two a program, their keys and 
 
 
 def _read_ahead(order: np.ndarray) -> np.ndarray:
-    """Returns the table with one column more, because tiles are read one early."""
+    """Adds one end marker: indices are read one tile ahead."""
     return np.pad(order, [(0, 0), (0, 1)], constant_values=-1)
 
 
 def sorted_rows(rows: int, blocks: int, tiles: int = SORTED) -> int:
-    """Returns how many rows of (batch, head) have their tiles ordered together."""
+    """Returns the number of rows of (batch, head) whose tiles are ordered together."""
     return max(d for d in range(1, max(tiles // blocks, 1) + 1) if rows % d == 0)
 
 
 def known_order(lengths: np.ndarray, problem: Problem, programs: int) -> np.ndarray:
-    """Returns the order of tiles of known lengths ``[#b, #h, blocks]``, with an axis in front.
+    """Returns the order of tiles of known lengths ``[#b, #h, blocks]``, with a leading axis.
 
-    More tiles are ordered together where the last program then ends sooner by more than their keys
-    cost that no longer fit L2: under a causal mask a call of 16k took 188 us, not 197, without one
-    345, not 340.
+    More tiles are ordered together where the last program then ends sooner by more than the cost
+    of keys that no longer fit L2: under a causal mask a call of 16k took 188 us, not 197, without
+    one 345, not 340.
     """
     blocks = lengths.shape[2]
-    shape = (problem.batch, problem.heads, blocks)
-    row_lengths = np.broadcast_to(lengths, shape).reshape(-1, blocks)
-    rows = len(row_lengths)
+    full = np.broadcast_to(lengths, (problem.batch, problem.heads, blocks)).reshape(-1, blocks)
+    rows = len(full)
     grid = min(programs, rows * blocks)
     orders = [
-        schedule.assign_lengths(row_lengths, sorted_rows(rows, blocks, tiles), grid)
+        schedule.assign_lengths(full, sorted_rows(rows, blocks, tiles), grid)
         for tiles in (SORTED, 2 * SORTED)
     ]
-    costs = np.append(row_lengths.reshape(-1) + schedule.TILE_COST, 0.0)  # -1 is no tile
+    costs = np.append(full.reshape(-1) + schedule.TILE_COST, 0.0)  # -1 is no tile
     near, far = (costs[order].sum(axis=1).max() for order in orders)
     return _read_ahead(orders[1] if far < 0.97 * near else orders[0])[None]
 
 
 def traced_order(lengths: jax.Array, problem: Problem, programs: int) -> jax.Array:
-    """Returns the same of lengths that only the device knows."""
+    """Returns the order like ``known_order``, for lengths computed on the device."""
     blocks = lengths.shape[2]
     rows = problem.batch * problem.heads
-    order = _assigned_slots(rows, blocks, min(programs, rows * blocks))
+    order = _assigned_places(rows, blocks, min(programs, rows * blocks))
     flat, most = order.reshape(-1), np.iinfo(np.int32).max
-    # tiles' slots in the order of their places, then those after a program's last
+    # slots of tiles in the order of their places, then slots after a program's last tile
     slots = np.argsort(np.where(flat < 0, most, flat), kind="stable").astype(np.int32)
     lengths = jnp.broadcast_to(lengths, (problem.batch, problem.heads, blocks))
     lengths = lengths.reshape(-1, sorted_rows(rows, blocks) * blocks)
@@ -77,21 +76,21 @@ def traced_order(lengths: jax.Array, problem: Problem, programs: int) -> jax.Arr
 
 
 def with_lists(problem: Problem, tensors: dict[str, Any], programs: int) -> dict[str, Any]:
-    """Returns the operands with lists of tiles and the order of these lists."""
-    operands = dict(tensors)
-    if "tiles" in operands:
-        ((operands["lists"], lengths),) = make_lists(Walk(operands.pop("tiles"), by_query=True))
-    elif "lists" in operands:
-        lengths = operands["lists"][..., 1]
+    """Returns the operands with the lists of their tiles and the order of tiles."""
+    tensors = dict(tensors)
+    if "tiles" in tensors:
+        ((tensors["lists"], lengths),) = make_lists(TileBits(tensors.pop("tiles"), by_query=True))
+    elif "lists" in tensors:
+        lengths = tensors["lists"][..., 1]
     else:
-        return operands
-    if "order" not in operands:
-        operands["order"] = traced_order(lengths, problem, programs)
-    return operands
+        return tensors
+    if "order" not in tensors:
+        tensors["order"] = traced_order(lengths, problem, programs)
+    return tensors
 
 
-def _assigned_slots(rows: int, blocks: int, programs: int) -> np.ndarray:
-    """Returns the slots of each program; the longest tile of a few rows takes their first slot."""
+def _assigned_places(rows: int, blocks: int, programs: int) -> np.ndarray:
+    """Assigns places of tiles to programs; the longest tile of a few rows has their first place."""
     group = sorted_rows(rows, blocks)
     return _read_ahead(schedule.assign_places(rows // group, group * blocks, programs))
 
@@ -145,7 +144,7 @@ class StaticScheduler:
         """Assigns slots ahead of time; the longest tile of a few heads takes the first slot."""
         p = self.form.problem
         slots = sorted_rows(rows, n) * n
-        order = _assigned_slots(rows, n, self.grid)
+        order = _assigned_places(rows, n, self.grid)
         lengths = jnp.broadcast_to(lengths, (p.batch, p.heads, n))
         longest = jnp.argsort(-lengths.reshape(-1, slots), axis=-1).astype(jnp.int32)
         tile = order // slots * slots + longest[order // slots, order % slots]

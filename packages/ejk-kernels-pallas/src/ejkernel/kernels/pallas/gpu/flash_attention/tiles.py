@@ -13,29 +13,29 @@ from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.structure import Rules
 
 REGISTERS = 65536  # of a multiprocessor
-ROWS = 64  # of one warpgroup's product
+ROWS = 64  # of one warpgroup's matmul
 # Tiles that are no powers of two: three warpgroups, and 160 keys for pairs of programs
 UNEVEN = ((192, 64), (192, 128), (128, 160))
 
 
 @dataclass(frozen=True)
 class ForwardTiles:
-    """How the forward kernel cuts a problem.
+    """Tile sizes of the forward kernel.
 
     Attributes:
         block_q: query rows of a tile, 64 for each warpgroup that computes.
         block_kv: keys of one step, a multiple of 32.
         stages, q_stages: buffers of k and v, and of q, in shared memory.
         q_held: columns of q that consumers keep in registers, a multiple of 64; the others are
-            read from shared memory for every product.
+            read from shared memory for every matmul.
         cluster: programs that take neighbouring query blocks of a head together and share the
             copies of k and v; more than 1 only if all tiles visit the same keys.
         o_columns: columns of o that are staged in shared memory at once.
         head_group: heads whose tiles are worked on together, where lengths are known.
-        slack: powers of two by which a row's maximum may grow before what was summed is scaled
-            anew; 0 scales at every step.
-        registers: of a thread that computes, a multiple of 8; 0: as many as leave the least to
-            those that copy.
+        slack: powers of two by which a row's maximum may grow before the accumulators are
+            rescaled; 0 rescales at every step.
+        registers: of a consumer thread, a multiple of 8; 0: as many as leave the producer the
+            least.
     """
 
     block_q: int = 128
@@ -56,12 +56,12 @@ class ForwardTiles:
 
     @property
     def swizzle(self) -> int:
-        """Bytes of a row of shared memory's pattern; a product's keys are whole rows of it."""
+        """Bytes of a row of shared memory's pattern; the keys of a matmul are full rows of it."""
         return 128 if self.block_kv % 64 == 0 else 64
 
     @property
     def consumer_registers(self) -> int:
-        """Of a thread, a multiple of 8; the producer leaves most of its share."""
+        """Registers of a consumer thread, a multiple of 8; the producer gives up most of its."""
         return self.registers or (160 if self.consumers == 3 else 240)
 
     @property
@@ -88,7 +88,7 @@ class FlashTiles:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As fields of a config."""
+        """Fields of a config."""
         fwd = {
             "q_blocksize": self.fwd.block_q,
             "kv_blocksize": self.fwd.block_kv,
@@ -106,7 +106,7 @@ class FlashTiles:
         }
 
     def apply_config(self, cfg: Any, problem: Problem, chip: Chip) -> FlashTiles:
-        """These tiles with what a config says instead."""
+        """Returns these tiles, overridden by a config."""
         return FlashTiles(
             override_forward(self.fwd, problem, chip, config_field(cfg, "fwd_params")),
             override_backward(self.bwd, problem, chip, config_field(cfg, "bwd_params")),
@@ -122,25 +122,25 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
     """The tiles that the arithmetic below gives."""
     widest = max(problem.dim, problem.value_dim)
     pattern = problem.pattern_blocks
-    whole = rules.band.empty and not rules.arrays and pattern is None
+    is_dense = rules.band.empty and not rules.arrays and pattern is None
     if widest <= 64:
         # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit and share
         # k and v
         tiles = ForwardTiles(block_q=192)
     elif widest <= 128:
-        tiles = _of_128(problem, whole)
+        tiles = _of_128(problem, is_dense)
     elif problem.value_dim <= 128:
         # o takes 64 registers: as many keys as above, q from shared memory
         tiles = ForwardTiles()
     else:
-        # o alone takes 128 registers: half as many keys a step. Half of q fits beside them where
-        # neither masks nor a cap's constants need the rest
+        # o alone takes 128 registers: half as many keys a step. Half of q also fits where
+        # neither masks nor a cap's constants need registers
         simple = problem.soft_cap is None and not rules.arrays and rules.band.lo is None
         simple = simple and pattern is None
-        held = simple and (whole or problem.q_len % 128 == problem.kv_len % 64 == 0)
-        tiles = ForwardTiles(block_kv=64, q_held=128 if held else 0)
+        hold_q = simple and (is_dense or problem.q_len % 128 == problem.kv_len % 64 == 0)
+        tiles = ForwardTiles(block_kv=64, q_held=128 if hold_q else 0)
     if pattern is not None:
-        # tiles that lie in a block, or of the fewest keys that products take
+        # tiles inside a block, or with the fewest keys that matmuls take
         tiles = replace(tiles, block_q=128)
         if pattern[1] % 128 and pattern[1] < problem.kv_len:
             tiles = replace(tiles, block_kv=64)
@@ -149,24 +149,24 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
     if tiles.shared(problem) > chip.shared:
         tiles = replace(tiles, block_kv=64)
     if rules.arrays or rules.band.lo is not None or pattern is not None:
-        # short tiles: o leaves in one piece, so that their ends wait for no copy
-        whole_o = replace(tiles, o_columns=problem.value_dim)
-        tiles = whole_o if whole_o.shared(problem) <= chip.shared else tiles
-    return replace(tiles, head_group=_head_group(problem, whole, chip))
+        # short tiles: o is stored at once, so that their epilogue waits for no copy
+        full_o = replace(tiles, o_columns=problem.value_dim)
+        tiles = full_o if full_o.shared(problem) <= chip.shared else tiles
+    return replace(tiles, head_group=_head_group(problem, is_dense, chip))
 
 
-def _of_128(problem: Problem, whole: bool) -> ForwardTiles:
-    """Tiles of heads of 128, where shared memory gives what products read, or the power runs out.
+def _of_128(problem: Problem, is_dense: bool) -> ForwardTiles:
+    """Returns tiles of heads of 128, where reads of shared memory or power are the limit.
 
-    o takes 64 registers, s and p 96 at 128 keys: 32 of 240 are left for q, of which products then
-    read nothing. Without masks 160 keys in their place read as little more, step less often, and
+    o takes 64 registers, s and p 96 at 128 keys: 32 of 240 are left for q, which matmuls then do
+    not read. Without masks 160 keys in their place read as little more, step less often, and
     two programs may copy k and v for each other, which saves half of the reads of L2.
     """
     blocks = -(-problem.q_len // 128)
     padded = {keys: -(-problem.kv_len // keys) * keys for keys in (128, 160)}
     # keys past the end are computed too: 160 a step must save more than that. Programs without
     # a partner compute rows past the end
-    if whole and padded[160] <= 1.05 * padded[128] and (blocks % 2 == 0 or blocks > 16):
+    if is_dense and padded[160] <= 1.05 * padded[128] and (blocks % 2 == 0 or blocks > 16):
         return _paired(ForwardTiles())
     return _alone(problem, ForwardTiles())
 
@@ -178,19 +178,19 @@ def _paired(tiles: ForwardTiles) -> ForwardTiles:
 
 def _alone(problem: Problem, tiles: ForwardTiles) -> ForwardTiles:
     """Tiles of heads of 128 for programs without a partner: q takes the place of more keys."""
-    # a cap that follows maxima has constants where q would be
-    held = 128 if problem.soft_cap is None else 0
-    return replace(tiles, cluster=1, q_stages=2, q_held=held)
+    # a cap that follows maxima has constants in the registers of q
+    q_held = 128 if problem.soft_cap is None else 0
+    return replace(tiles, cluster=1, q_stages=2, q_held=q_held)
 
 
-def _head_group(problem: Problem, whole: bool, chip: Chip) -> int:
+def _head_group(problem: Problem, is_dense: bool, chip: Chip) -> int:
     """Heads to work on together.
 
     Tiles alike need none: one key head at a time is read from L2 most often. Where tiles differ in
     length, several heads at once let short tiles fill the ends of long ones; their keys and values
     should fit a third of the near L2, the rest is in flight.
     """
-    if whole and max(problem.dim, problem.value_dim) > 64:
+    if is_dense and max(problem.dim, problem.value_dim) > 64:
         return problem.group
     bytes_a_head = problem.kv_len * (problem.dim + problem.value_dim) * problem.itemsize
     return problem.group * max(1, chip.cache // 3 // max(bytes_a_head, 1))
@@ -199,7 +199,7 @@ def _head_group(problem: Problem, whole: bool, chip: Chip) -> int:
 def override_forward(
     tiles: ForwardTiles, problem: Problem, chip: Chip, params: Any
 ) -> ForwardTiles:
-    """What a config's ``fwd_params`` say instead: q_blocksize (128), kv_blocksize, num_stages.
+    """Overrides tiles by ``fwd_params`` of a config: q_blocksize (128), kv_blocksize, num_stages.
 
     With ``warpgroups`` they are tiles of UNEVEN, which run as they are given.
 
@@ -218,16 +218,17 @@ def override_forward(
                 tiles = _alone(problem, tiles)
             tiles = replace(tiles, block_kv=max(block_kv // ROWS, 1) * ROWS)
         if tiles.block_kv > 192:
-            tiles = replace(tiles, block_q=128)  # a third has no registers for so many logits
+            # a third warpgroup has too few registers for these logits
+            tiles = replace(tiles, block_q=128)
     if tiles.block_kv > 128 and problem.pattern_blocks is not None:
         raise ConfigError(
-            f"fwd_params: kv_blocksize={block_kv!r}: a pattern of blocks is walked over in tiles "
+            f"fwd_params: kv_blocksize={block_kv!r}: a pattern of blocks is visited in tiles "
             "of 64 or 128 keys"
         )
     if stages is not None:
         tiles = replace(tiles, stages=max(stages, 2))
-    what = f"kv_blocksize={tiles.block_kv}, num_stages={tiles.stages}"
-    _check_fits(f"fwd_params: {what}", tiles.shared(problem), chip)
+    text = f"kv_blocksize={tiles.block_kv}, num_stages={tiles.stages}"
+    _check_fits(f"fwd_params: {text}", tiles.shared(problem), chip)
     return tiles
 
 
@@ -235,26 +236,26 @@ def _uneven(tiles: ForwardTiles, problem: Problem, params: Any) -> ForwardTiles:
     """The tiles of a config that gives ``warpgroups``, for the calls that have them."""
     groups = config_field(params, "warpgroups")
     block_q, block_kv = config_field(params, "q_blocksize"), config_field(params, "kv_blocksize")
-    given = f"fwd_params: q_blocksize={block_q}, kv_blocksize={block_kv}, warpgroups={groups}"
+    text = f"fwd_params: q_blocksize={block_q}, kv_blocksize={block_kv}, warpgroups={groups}"
     if (block_q, block_kv) not in UNEVEN or block_q != ROWS * groups:
         allowed = ", ".join(f"{q} x {kv} of {q // ROWS}" for q, kv in UNEVEN)
-        raise ConfigError(f"{given}: the Hopper kernel has {allowed}")
+        raise ConfigError(f"{text}: the Hopper kernel has {allowed}")
     if config_field(params, "num_stages") == 1:
-        raise ConfigError(f"{given}, num_stages=1: at least 2")
+        raise ConfigError(f"{text}, num_stages=1: at least 2")
     if block_q == 192:
         if max(problem.dim, problem.value_dim) > 64:
-            raise ConfigError(f"{given}: three warpgroups are for heads of 64")
+            raise ConfigError(f"{text}: three warpgroups are for heads of 64")
         return replace(tiles, block_q=block_q, block_kv=block_kv)
-    whole = problem.rules.band.empty and not problem.rules.arrays
-    if not whole or (problem.dim, problem.value_dim) != (128, 128):
-        raise ConfigError(f"{given}: 160 keys are for heads of 128 without masks")
+    is_dense = problem.rules.band.empty and not problem.rules.arrays
+    if not is_dense or (problem.dim, problem.value_dim) != (128, 128):
+        raise ConfigError(f"{text}: 160 keys are for heads of 128 without masks")
     return tiles if tiles.block_kv == block_kv else _paired(tiles)
 
 
 def override_backward(
     tiles: BackwardTiles, problem: Problem, chip: Chip, params: Any
 ) -> BackwardTiles:
-    """What a config's ``bwd_params`` say instead: num_stages.
+    """Overrides tiles by ``bwd_params`` of a config: num_stages.
 
     Block sizes have one form for each head dim. Wide heads fill shared memory with theirs: they
     keep their tiles.
@@ -265,10 +266,10 @@ def override_backward(
     if max(problem.dim, problem.value_dim) > 128:
         return tiles
     for name, only in (("q_blocksize", tiles.block_q), ("kv_blocksize", tiles.block_kv)):
-        given = config_field(params, name)
-        if given not in (None, only):
+        value = config_field(params, name)
+        if value not in (None, only):
             raise ConfigError(
-                f"bwd_params: {name}={given!r}: the Hopper kernel for heads of {problem.dim} "
+                f"bwd_params: {name}={value!r}: the Hopper kernel for heads of {problem.dim} "
                 f"takes {only} only"
             )
     stages = config_field(params, "num_stages")
@@ -278,6 +279,6 @@ def override_backward(
     return tiles
 
 
-def _check_fits(what: str, need: int, chip: Chip) -> None:
+def _check_fits(text: str, need: int, chip: Chip) -> None:
     if need > chip.shared:
-        raise ConfigError(f"{what}: {need} bytes of shared memory, a program has {chip.shared}")
+        raise ConfigError(f"{text}: {need} bytes of shared memory, a program has {chip.shared}")

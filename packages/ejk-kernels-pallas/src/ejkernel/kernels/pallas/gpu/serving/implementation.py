@@ -28,7 +28,8 @@ from ejkernel.kernels.pallas.gpu.serving.tiles import (
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.stages import ComposedKernel, ReferenceGradients, Stage, StagedKernel
+from ejkernel.ops.stages import ComposedKernel, Stage, StagedKernel
+from ejkernel.ops.xla_gradients import XlaGradients
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import LatentProblem, RaggedProblem
@@ -162,7 +163,7 @@ def _launch_in_int32(
     return tuple(untracked(in_int32, types)(*operands))
 
 
-class MLADecode(ReferenceGradients, StagedKernel, PallasKernel):
+class MLADecode(XlaGradients, StagedKernel, PallasKernel):
     """Latent attention of the last tokens over a paged cache, on a Hopper GPU.
 
     Queries are float16 or bfloat16, the cache of their dtype, int8, float8_e4m3fn or float8_e5m2;

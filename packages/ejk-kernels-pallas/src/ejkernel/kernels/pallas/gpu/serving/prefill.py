@@ -177,7 +177,8 @@ class QueueScheduler:
         prefill_index = r.program - decoding
         is_first = i == 0
         number = taken_by_warpgroup(r.counter, r.queue, line, is_first & (prefill_index < 0))
-        number = jnp.where(is_first & (prefill_index >= 0), prefill_index, self.grid - decoding + number)
+        is_own = is_first & (prefill_index >= 0)
+        number = jnp.where(is_own, prefill_index, self.grid - decoding + number)
         values = tile_of(number, lambda m, c: r.work_tiles[m, c], last, heads)
         for column, value in enumerate(values):
             r.queue[line, column] = value

@@ -26,7 +26,7 @@ _interpreter: ContextVar[tuple[Any, str]] = ContextVar(
 
 @dataclass(frozen=True)
 class Chip:
-    """What tiles depend on.
+    """Properties of the TPU that tiles depend on.
 
     Attributes:
         vmem: bytes of vector memory of a core.

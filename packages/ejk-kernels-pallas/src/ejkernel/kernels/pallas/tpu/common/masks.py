@@ -1,7 +1,7 @@
-"""Which keys a row sees, on a TPU: scalar arithmetic on blocks, vector masks of tiles.
+"""Masks on a TPU: scalar arithmetic on blocks, vector masks of tiles.
 
-A kernel holds a block of one side and walks those blocks of the other that the mask lets it see.
-Values given per token (segment ids, chunk numbers, positions) come as pairs of rows
+A kernel loops over the blocks of one side that a block of the other side, the outer one, can see.
+Values per token (segment ids, chunk indices, positions) come as pairs of rows
 ``[1, tokens]``; those along the sublanes of a tile are spread to columns of equal lanes first, so
 that a comparison is one operation a register.
 """
@@ -32,10 +32,10 @@ _NO_QUERY, _NO_KEY = -1, -2
 
 @dataclass(frozen=True)
 class TileRules:
-    """The static part of a mask as kernels read it.
+    """The static part of a mask, as kernels read it.
 
     Attributes:
-        band: bounds of key - query by index. position_band: by given positions.
+        band: bounds of key - query by index. position_band: by positions of the caller.
         pairs: names of the value pairs, in operand order: "ids", "padding", "chunks",
             "positions"; all but positions are compared for equality.
         q_len, kv_len: lengths; tokens past them are padding.
@@ -48,11 +48,11 @@ class TileRules:
     kv_len: int
 
 
-def _chunk_numbers(arrays: dict[str, Any], chunk: tuple[int, int], q_len: int, kv_len: int) -> Any:
+def _chunk_indices(arrays: dict[str, Any], chunk: tuple[int, int], q_len: int, kv_len: int) -> Any:
     size, offset = chunk
     q = arrays.get("q_positions", jnp.arange(q_len, dtype=jnp.int32)[None])
     kv = arrays.get("kv_positions", jnp.arange(kv_len, dtype=jnp.int32)[None])
-    # numbers may be negative; equality is all that counts, so they are moved above the padding
+    # indices may be negative; only equality counts, so they are moved above the padding
     q, kv = jnp.floor_divide(q + offset, size), jnp.floor_divide(kv, size)
     least = jnp.minimum(q.min(), kv.min())
     return q - least, kv - least
@@ -73,43 +73,43 @@ def tile_rules(
             "attention_mask: a dense [q, k] mask is not supported; give its structure (causal, "
             "window, segment ids) in mask_info"
         )
-    given = operands(mask, arrays, q_len, kv_len)
+    token_values = operands(mask, arrays, q_len, kv_len)
     pairs: dict[str, tuple[jax.Array, jax.Array]] = {}
-    if "q_ids" in given:
-        q, kv = given["q_ids"], given["kv_ids"]
+    if "q_ids" in token_values:
+        q, kv = token_values["q_ids"], token_values["kv_ids"]
         pairs["ids"] = jnp.where(q < 0, _NO_QUERY, q), jnp.where(kv < 0, _NO_KEY, kv)
     if padding is not None:
         kv = jnp.where(jnp.asarray(padding)[:, 0, 0] != 0, 0, _NO_KEY)
         kv = jnp.broadcast_to(kv, (kv.shape[0], kv_len)).astype(jnp.int32)
         pairs["padding"] = jnp.zeros((kv.shape[0], q_len), jnp.int32), kv
     if rules.chunk is not None:
-        pairs["chunks"] = _chunk_numbers(given, rules.chunk, q_len, kv_len)
-    if "q_positions" in given and not rules.position_band.empty:
-        pairs["positions"] = given["q_positions"], given["kv_positions"]
+        pairs["chunks"] = _chunk_indices(token_values, rules.chunk, q_len, kv_len)
+    if "q_positions" in token_values and not rules.position_band.empty:
+        pairs["positions"] = token_values["q_positions"], token_values["kv_positions"]
     return TileRules(rules.band, rules.position_band, tuple(pairs), q_len, kv_len), pairs
 
 
 @dataclass(frozen=True)
 class Visits:
-    """Blocks a kernel visits for each held block.
+    """Blocks that a kernel visits for each outer block.
 
     Attributes:
-        table: int32 ``[#b * held_blocks * 4]``: start, full_start, full_stop, stop of each.
+        table: int32 ``[#b * outer_blocks * 4]``: start, full_start, full_stop, stop of each.
         rows: batch rows of the table, 1 or all.
-        steps: most blocks visited for one held block.
-        some_full, some_partial: whether tiles without and with an element mask may occur.
+        steps: most blocks visited for one outer block.
+        has_full, has_partial: whether tiles without and with an element mask may occur.
     """
 
     table: jax.Array | np.ndarray
     rows: int
     steps: int
-    some_full: bool = True
-    some_partial: bool = True
+    has_full: bool = True
+    has_partial: bool = True
 
     @property
     def static_flags(self) -> tuple[int, int, bool, bool]:
         """All but the table."""
-        return self.rows, self.steps, self.some_full, self.some_partial
+        return self.rows, self.steps, self.has_full, self.has_partial
 
 
 def visits(
@@ -142,14 +142,14 @@ def fit(x: jax.Array, width: int) -> jax.Array:
 
 
 def touches(rules: TileRules, first_q: Any, first_kv: Any, q: int, kv: int) -> Any:
-    """Whether a tile of ``q`` queries by ``kv`` keys meets the band and the lengths; scalar."""
-    near = (first_q < rules.q_len) & (first_kv < rules.kv_len)
+    """Returns whether a tile of ``q`` queries and ``kv`` keys meets band and lengths; scalar."""
+    meets = (first_q < rules.q_len) & (first_kv < rules.kv_len)
     distance = first_kv - first_q
     if rules.band.lo is not None:
-        near &= distance + kv - 1 >= rules.band.lo
+        meets &= distance + kv - 1 >= rules.band.lo
     if rules.band.hi is not None:
-        near &= distance - q + 1 <= rules.band.hi
-    return near
+        meets &= distance - q + 1 <= rules.band.hi
+    return meets
 
 
 def visible(
@@ -167,7 +167,7 @@ def visible(
 
     Queries lie along sublanes and keys along lanes, or the reverse (``queries_on_lanes``).
     ``columns`` ``[n, 128]`` are the pairs' values along sublanes, ``rows`` ``[1, m]`` those along
-    lanes. The length that is checked is the walked one: ``check_queries`` or that of the keys.
+    lanes. The length of the inner side is checked: of queries with ``check_queries``, else of keys.
     """
     sublane, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     i, j = (lane, sublane) if queries_on_lanes else (sublane, lane)
@@ -193,6 +193,6 @@ def visible(
         if rules.position_band.hi is not None:
             seen.append(distance <= rules.position_band.hi)
     result = seen[0]
-    for one in seen[1:]:
-        result &= one
+    for test in seen[1:]:
+        result &= test
     return result

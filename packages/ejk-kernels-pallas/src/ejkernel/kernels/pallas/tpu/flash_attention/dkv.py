@@ -2,12 +2,13 @@
 
     p = exp(x - lse);  dv = p^T do;  ds = p * (do v^T - delta);  dk = scale * ds^T q
 
-Keys are held and queries walked. Grid (batch, kv head, key block, head of the group, step): the
-heads that share a key add up in its accumulators, in a fixed order. Tiles have two forms:
+Key blocks are the outer loop and query blocks the inner one. Grid (batch, kv head, key block, head
+of the group, step): the heads that share a key add up in its accumulators, in a fixed order. Tiles
+have two forms:
 
-* ``[keys, queries]``, gradients ``[keys, d]``: plain products of what the exponentials give; lse
-  and delta, one number a query, lie along lanes and are never spread. A matrix unit of 128 columns
-  is full in all four products.
+* ``[keys, queries]``, gradients ``[keys, d]``: plain matmuls of p and ds; lse
+  and delta, one value a query, lie along lanes and are never spread. A matrix unit of 128 columns
+  is full in all four matmuls.
 * ``[queries, keys]``, gradients ``[d, keys]``: do^T p has as many columns as there are keys, where
   p^T do has only d of them and half fills a unit of 256 columns when d is 128. q and do are
   transposed as they are read, lse and delta spread, on units that are idle otherwise.
@@ -35,17 +36,17 @@ from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
     tile_gradients,
 )
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch
-from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place, step_of
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch_kernel
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 
 
-def _kernel(layout: Layout, table: Any, *given: Any) -> None:
+def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
     wide = layout.tiles.transposed
-    x, refs = operands(layout, given, queries_on_lanes=not wide)
+    x, refs = operands(layout, all_refs, queries_on_lanes=not wide)
     dk_ref, dv_ref, dk_acc, dv_acc, *columns = refs
     b, ki, g, t = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     first = entry(layout, layout.kv_blocks, b, ki)
-    step = step_of(layout, table, first, ki, t, keys_held=True, queries_on_lanes=not wide)
+    step = step_of(layout, table, first, ki, t, keys_outer=True, queries_on_lanes=not wide)
 
     @pl.when((t == 0) & (g == 0))
     def _begin() -> None:
@@ -55,8 +56,8 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
             for row, spread in zip(x.kv_rows, columns, strict=True):
                 spread[...] = column(row[0])
 
-    def add(place: Place, pair: Pair, mask: Any = None) -> None:
-        queries, keys = place
+    def add(position: TilePosition, pair: Pair, mask: Any = None) -> None:
+        queries, keys = position
         q, do = x.q[0, 0, queries], x.do[0, 0, queries]
         lse, delta = x.statistics(queries)
         if wide:
@@ -70,16 +71,16 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
             dv_acc[keys] += layout.dot(p, do, (1, 0))
             dk_acc[keys] += layout.dot(ds, q, (1, 0))
 
-    def masked(place: Place, pair: Pair) -> None:
-        queries, keys = place
+    def masked(position: TilePosition, pair: Pair) -> None:
+        queries, keys = position
         if wide:
             down = [column(r[0, :, queries]) for r in x.q_rows]
             across = [r[0, :, keys] for r in x.kv_rows]
         else:
             down, across = [c[keys] for c in columns], [r[0, :, queries] for r in x.q_rows]
-        add(place, pair, step.mask(place, down, across))
+        add(position, pair, step.mask(position, down, across))
 
-    step.run(x.products, add, masked)
+    step.run(x.scores, add, masked)
 
     @pl.when((t == layout.steps - 1) & (g == layout.problem.group - 1))
     def _end() -> None:
@@ -91,7 +92,7 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
 def key_gradients(
     layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: Pairs
 ) -> list[jax.Array]:
-    """dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]``, of what ``query_gradient`` takes."""
+    """Returns dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]``; operands as in ``query_gradient``."""
     p, keys = layout.problem, layout.tiles.block_kv
     dims = (layout.dim, layout.value_dim)
     if layout.tiles.transposed:
@@ -99,9 +100,9 @@ def key_gradients(
     else:
         scratch = [pltpu.VMEM((keys, width), jnp.float32) for width in dims]
         scratch += [pltpu.VMEM((keys, LANES), jnp.int32) for _ in pairs]
-    specs, (_, k, v, *_) = Specs(layout, keys_held=True), arrays
+    specs, (_, k, v, *_) = Specs(layout, keys_outer=True), arrays
     shape = (p.batch, p.kv_heads, layout.kv_padded)
-    return launch(
+    return launch_kernel(
         _kernel,
         "ejkernel_flash_dkv",
         specs,

@@ -2,11 +2,11 @@
 
     p = exp(x - lse);  ds = p * (do v^T - delta);  dq = scale * ds k
 
-Grid and steps are those of the forward pass; the first two products of a strip (q k^T, do v^T) run
-under the exponentials and the third product of the strip before it. Tiles have two forms:
+Grid and steps are as in the forward pass; the first two matmuls of a strip (q k^T, do v^T) overlap
+the exponentials and the third matmul of the strip before it. Tiles have two forms:
 
 * ``[queries, keys]``, gradient ``[queries, d]``: lse and delta are spread from lanes to sublanes
-  once a query block. A matrix unit of 128 columns is full in all three products.
+  once a query block. A matrix unit of 128 columns is full in all three matmuls.
 * transposed ``[keys, queries]``, gradient ``[d, queries]``: k^T ds^T has as many columns as there
   are queries, where ds k has only d of them and half fills a unit of 256 columns when d is 128.
   lse and delta lie as they are needed; k is transposed as it is read.
@@ -34,13 +34,13 @@ from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
     tile_gradients,
 )
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch
-from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place, step_of
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch_kernel
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 
 
-def _kernel(layout: Layout, table: Any, *given: Any) -> None:
+def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
     wide = layout.tiles.transposed
-    x, refs = operands(layout, given, queries_on_lanes=wide)
+    x, refs = operands(layout, all_refs, queries_on_lanes=wide)
     dq_ref, acc_ref, *columns = refs
     # unless transposed: columns of lse and delta, then of the pairs
     statistics, columns = columns[:2], columns[2:]
@@ -57,8 +57,8 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
             for row, spread in zip(x.q_rows, columns, strict=True):
                 spread[...] = column(row[0])
 
-    def add(place: Place, pair: Pair, mask: Any = None) -> None:
-        queries, keys = place
+    def add(position: TilePosition, pair: Pair, mask: Any = None) -> None:
+        queries, keys = position
         k = x.k[0, 0, keys]
         if wide:
             lse, delta = x.statistics(queries)
@@ -71,16 +71,16 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
         else:
             acc_ref[queries] += layout.dot(ds, k, (1, 0))
 
-    def masked(place: Place, pair: Pair) -> None:
-        queries, keys = place
+    def masked(position: TilePosition, pair: Pair) -> None:
+        queries, keys = position
         if wide:
             down = [column(r[0, :, keys]) for r in x.kv_rows]
             across = [r[0, :, queries] for r in x.q_rows]
         else:
             down, across = [c[queries] for c in columns], [r[0, :, keys] for r in x.kv_rows]
-        add(place, pair, step.mask(place, down, across))
+        add(position, pair, step.mask(position, down, across))
 
-    step.run(x.products, add, masked)
+    step.run(x.scores, add, masked)
 
     @pl.when(t == layout.steps - 1)
     def _end() -> None:
@@ -93,7 +93,7 @@ def query_gradient(
 ) -> jax.Array:
     """dq ``[b, h, q, d]`` of padded, head-major q, k, v, do, lse, delta.
 
-    lse (as ``Layout.numbers``, large where a row sees nothing) and delta are float32
+    lse (as ``Layout.raw_logits``, large where a row sees no key) and delta are float32
     ``[b, h, 1, q]``.
     """
     p, rows = layout.problem, layout.tiles.block_q
@@ -104,7 +104,7 @@ def query_gradient(
         scratch = [pltpu.VMEM((rows, width), jnp.float32) for width in (d, LANES, LANES)]
         scratch += [pltpu.VMEM((rows, LANES), jnp.int32) for _ in pairs]
     specs, (q, _, _, do, *_) = Specs(layout), arrays
-    (dq,) = launch(
+    (dq,) = launch_kernel(
         _kernel,
         "ejkernel_flash_dq",
         specs,

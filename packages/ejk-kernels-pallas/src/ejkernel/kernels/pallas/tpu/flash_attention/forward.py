@@ -3,14 +3,14 @@
     x = scale * q k^T;  x = cap * tanh(x / cap);  o = exp(x - lse) v
 
 Grid (batch, head, query block, step): a step multiplies one block of queries with one block of
-keys that the mask lets it see; the block numbers come from a table in scalar memory, so blocks
+keys that it can see; the block indices come from a table in scalar memory, so blocks
 outside the mask are neither fetched nor computed. Within a step the queries are cut into strips of
-``rows``: the products q k^T of a strip are issued before the exponentials of the strip above it,
+``rows``: the matmuls q k^T of a strip are issued before the exponentials of the strip above it,
 so that the matrix units never wait for a maximum.
 
 Bound: 4 q k d FLOPs a head against 2 (q + k) d elements of memory: at 4096 x 4096 x 128 that is
 2048 FLOPs a byte, far above what any TPU can load (240 on v5e, 560 on v6e), so the matrix units
-are the limit; on 256-column units head dim 128 half fills them in both products.
+are the limit; on 256-column units head dim 128 half fills them in both matmuls.
 
 Sources: Milakov and Gimelshein 2018 (online softmax); Dao 2023, FlashAttention-2, section 3.1.
 """
@@ -28,14 +28,14 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch
-from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place, step_of
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch_kernel
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 from ejkernel.types.attention.problem import LOG2E
 
 
 def _softmax_strip(
     layout: Layout,
-    products: jax.Array,
+    scores: jax.Array,
     mask: jax.Array | None,
     v: jax.Array,
     strip: Any,
@@ -48,7 +48,7 @@ def _softmax_strip(
     Maximum and sum are ``[rows, 128]``: the maximum is equal in all lanes; the sum is of the
     keys congruent to the lane, so that lanes are summed once per row, at the end.
     """
-    x, factor = layout.numbers(products), layout.log2_unit
+    x, factor = layout.raw_logits(scores), layout.log2_unit
     if mask is not None:
         x = jnp.where(mask, x, layout.hidden)
     m_old = m_ref[strip]
@@ -69,9 +69,9 @@ def _softmax_strip(
     acc_ref[strip] = acc_ref[strip] * fit(alpha, acc_ref.shape[1]) + layout.dot(p, v, (1, 0))
 
 
-def _kernel(with_sink: bool, layout: Layout, table: Any, *given: Any) -> None:
-    sink = given[0] if with_sink else None
-    refs = list(given[1:] if with_sink else given)
+def _kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) -> None:
+    sink = all_refs[0] if with_sink else None
+    refs = list(all_refs[1:] if with_sink else all_refs)
     q_ref, k_ref, v_ref, *refs = refs
     n = len(layout.pair_names)
     q_rows, kv_rows, refs = refs[:n], refs[n : 2 * n], refs[2 * n :]
@@ -88,20 +88,20 @@ def _kernel(with_sink: bool, layout: Layout, table: Any, *given: Any) -> None:
         for row, spread in zip(q_rows, columns, strict=True):
             spread[...] = column(row[0])
 
-    def products(place: Place) -> jax.Array:
-        queries, keys = place
+    def scores(position: TilePosition) -> jax.Array:
+        queries, keys = position
         return layout.dot(q_ref[0, 0, queries], k_ref[0, 0, keys], (1, 1))
 
-    def add(place: Place, product: jax.Array, mask: jax.Array | None = None) -> None:
-        queries, keys = place
-        _softmax_strip(layout, product, mask, v_ref[0, 0, keys], queries, m_ref, l_ref, acc_ref)
+    def add(position: TilePosition, tile_scores: jax.Array, mask: jax.Array | None = None) -> None:
+        queries, keys = position
+        _softmax_strip(layout, tile_scores, mask, v_ref[0, 0, keys], queries, m_ref, l_ref, acc_ref)
 
-    def masked(place: Place, product: jax.Array) -> None:
-        queries, keys = place
+    def masked(position: TilePosition, tile_scores: jax.Array) -> None:
+        queries, keys = position
         down, across = [c[queries] for c in columns], [r[0, :, keys] for r in kv_rows]
-        add(place, product, step.mask(place, down, across))
+        add(position, tile_scores, step.mask(position, down, across))
 
-    step.run(products, add, masked)
+    step.run(scores, add, masked)
 
     @pl.when(t == layout.steps - 1)
     def _end() -> None:
@@ -134,14 +134,14 @@ def forward(
 ) -> list[jax.Array]:
     """o ``[b, h, q, dv]`` and lse float32 ``[b, h, 1, q]`` of padded, head-major q, k, v.
 
-    And lse as ``Layout.numbers``, large where a row sees nothing, for the gradients.
+    Third is lse as ``Layout.raw_logits``, large where a row sees no key, for the gradients.
     """
     p, rows = layout.problem, layout.tiles.block_q
     d, dv = layout.dim, layout.value_dim
     specs, scalars = Specs(layout), [] if sink is None else [sink]
     of_queries, of_keys = ([pair[side] for pair in pairs] for side in (0, 1))
     row = (specs.statistic(), (p.batch, p.heads, 1, layout.q_padded), "float32")
-    return launch(
+    return launch_kernel(
         functools.partial(_kernel, sink is not None),
         "ejkernel_flash_fwd",
         specs,

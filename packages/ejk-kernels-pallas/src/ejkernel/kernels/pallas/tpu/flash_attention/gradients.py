@@ -1,4 +1,4 @@
-"""What both backward kernels share: their operands, two products of a tile, and p and ds of it."""
+"""Shared by both backward kernels: operands, the two score matmuls of a tile, p and ds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs
-from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition
 
 Pair = tuple[jax.Array, jax.Array]
 Pairs = list[tuple[jax.Array, jax.Array]]
@@ -36,9 +36,9 @@ class Operands:
     q_rows: Sequence[Any]
     kv_rows: Sequence[Any]
 
-    def products(self, place: Place) -> Pair:
-        """q k^T and do v^T of a place, or both transposed."""
-        queries, keys = place
+    def scores(self, position: TilePosition) -> Pair:
+        """q k^T and do v^T of a position, or both transposed."""
+        queries, keys = position
         q, k, v, do = (
             self.q[0, 0, queries],
             self.k[0, 0, keys],
@@ -56,19 +56,19 @@ class Operands:
 
 
 def operands(
-    layout: Layout, given: Sequence[Any], *, queries_on_lanes: bool
+    layout: Layout, refs: Sequence[Any], *, queries_on_lanes: bool
 ) -> tuple[Operands, list[Any]]:
-    """The operands among a kernel's refs, and the rest: outputs and scratch."""
+    """Splits a kernel's refs into operands, and outputs and scratch."""
     n = len(layout.pair_names)
-    arrays, rows = given[:6], given[6 : 6 + 2 * n]
+    arrays, rows = refs[:6], refs[6 : 6 + 2 * n]
     made = Operands(layout, queries_on_lanes, *arrays, rows[:n], rows[n:])
-    return made, list(given[6 + 2 * n :])
+    return made, list(refs[6 + 2 * n :])
 
 
 def operand_specs(
     specs: Specs, arrays: tuple[jax.Array, ...], pairs: Pairs
 ) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-    """What a kernel reads, in the order of ``operands``, and the block specs of it."""
+    """Returns the inputs of a kernel, in the order of ``operands``, and their block specs."""
     d, dv = specs.layout.dim, specs.layout.value_dim
     of_queries, of_keys = ([pair[side] for pair in pairs] for side in (0, 1))
     return [*arrays, *of_queries, *of_keys], [
@@ -81,24 +81,24 @@ def operand_specs(
 
 def tile_gradients(
     layout: Layout,
-    products: Pair,
+    scores: Pair,
     mask: jax.Array | None,
     lse: jax.Array,
     delta: jax.Array,
     dtype: Any,
 ) -> Pair:
-    """p and ds of a tile, as operands of the next products.
+    """Returns p and ds of a tile, as operands of the next matmuls.
 
         p = exp2(x - lse);  ds = p * (dp - delta) * (1 - tanh^2)
 
-    ``products`` are q k^T and do v^T, or both transposed; lse (as ``Layout.numbers``) and delta
+    ``scores`` are q k^T and do v^T, or both transposed; lse (as ``Layout.raw_logits``) and delta
     broadcast.
     """
-    x = layout.numbers(products[0])
+    x = layout.raw_logits(scores[0])
     p = jnp.exp2((x - lse) * layout.log2_unit)
     if mask is not None:
         p = jnp.where(mask, p, 0.0)
-    ds = p * (products[1] - delta)
+    ds = p * (scores[1] - delta)
     if layout.problem.soft_cap is not None:
         ds = ds * (1.0 - x * x)
     return (p, ds) if layout.tiles.unpacked else (p.astype(dtype), ds.astype(dtype))

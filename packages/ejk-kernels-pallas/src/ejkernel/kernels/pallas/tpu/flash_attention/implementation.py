@@ -1,8 +1,8 @@
-"""Flash attention on TPU as one kernel object: what it takes, its tiles, its three kernels.
+"""Flash attention on TPU as one kernel object: supported calls, tiles, three kernels.
 
-Residuals are q, k, v, o, the lse of every row and what the caller gave; the [q, k] matrix is
+Residuals are q, k, v, o, the lse of every row and the arguments of the caller; the [q, k] matrix is
 recomputed tile by tile. The kernels read head-major arrays padded to whole tiles: one transpose
-and pad that XLA fuses into what produced the array.
+and pad that XLA fuses into the producer of the array.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     """Exact attention in memory linear in the lengths, on a TPU.
 
     q, k and v are bfloat16 or float32, promoted to one dtype, with head dims up to 256; a dense
-    mask, a bias and dropout are not supported. ``precision`` of float32 products: None is one
+    mask, a bias and dropout are not supported. ``precision`` of float32 matmuls: None is one
     bfloat16 pass, "high" and "highest" float32. Two runs give the same bits. ``cfg``:
     ``fwd_params`` (q_blocksize, kv_blocksize) and ``bwd_params`` (the same for the key gradients;
     blocksize_m, blocksize_n for the query gradient); sizes below 128 mean 128.
@@ -78,14 +78,14 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem
         layout, table, pairs = _prepare(work, work.tiles.fwd, arrays["mask"])
-        operands = _operands(layout, _without_hidden(p, arrays))
+        operands = _operands(layout, _clear_hidden(p, arrays))
         o, lse, base = forward(layout, table, operands, arrays.get("sink"), pairs)
         lse, base = (x[:, :, 0, : p.q_len] for x in (lse, base))
         return (_natural(o, p.q_len, p.value_dim), lse), base
 
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
         p, t, mask = work.problem, work.tiles, arrays["mask"]
-        arrays = _without_hidden(p, arrays)
+        arrays = _clear_hidden(p, arrays)
 
         def gradient(run: Any, tiles: Tiles, transposed: bool) -> Any:
             layout, table, pairs = _prepare(work, tiles, mask, transposed)
@@ -108,17 +108,17 @@ def _prepare(
     """Layout, table of visited blocks and padded value pairs ``[#b, 1, tokens]`` of a kernel."""
     p = work.problem
     rules, pairs = tile_rules(mask, p.q_len, p.kv_len)
-    found = visits(mask, rules, tiles.block_q, tiles.block_kv, transposed)
-    layout = Layout(p, tiles, rules, work.target, *found.static_flags)
+    visited = visits(mask, rules, tiles.block_q, tiles.block_kv, transposed)
+    layout = Layout(p, tiles, rules, work.target, *visited.static_flags)
     rows = [
         (padded(q[:, None], layout.q_padded), padded(kv[:, None], layout.kv_padded))
         for q, kv in pairs.values()
     ]
-    return layout, found.table, rows
+    return layout, visited.table, rows
 
 
-def _without_hidden(p: Problem, arrays: Arrays) -> Arrays:
-    """What nobody sees may hold NaN; XLA fuses its removal into the transposes below."""
+def _clear_hidden(p: Problem, arrays: Arrays) -> Arrays:
+    """Clears keys that no row sees, which may be NaN; XLA fuses this into the transposes below."""
     seen = seen_keys(arrays["mask"].terms, p.q_len, p.kv_len)
     return arrays | dict(zip("kv", cleared(seen, arrays["k"], arrays["v"]), strict=True))
 

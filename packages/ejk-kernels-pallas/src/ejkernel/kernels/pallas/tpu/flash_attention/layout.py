@@ -24,8 +24,8 @@ class Layout:
     """One kernel of one call.
 
     Attributes:
-        problem: sizes as given. tiles, rules, chip: how it is cut, masked and where it runs.
-        table_rows, steps, some_full, some_partial: of ``Visits``.
+        problem: sizes of the call. tiles, rules, chip: its tiles, its mask and its TPU.
+        table_rows, steps, has_full, has_partial: of ``Visits``.
     """
 
     problem: Problem
@@ -34,12 +34,12 @@ class Layout:
     chip: Chip
     table_rows: int
     steps: int
-    some_full: bool
-    some_partial: bool
+    has_full: bool
+    has_partial: bool
 
     @property
     def dim(self) -> int:
-        """Of a head after padding."""
+        """Head dim after padding."""
         return padded_dim(self.problem.dim)
 
     @property
@@ -64,47 +64,47 @@ class Layout:
 
     @property
     def log2_unit(self) -> float:
-        """What one of ``numbers`` is worth in base 2; positive."""
+        """Returns the base-2 logit of a raw logit of 1; positive."""
         return unit(self.problem) * LOG2E
 
     @property
     def floor(self) -> float:
-        """Below every number, above ``hidden``: a row that has seen nothing keeps it, and
+        """Below every raw logit, above ``hidden``: a row that has seen no key keeps it, and
         exp2(hidden - floor) is 0 where exp2(-inf + inf) would be NaN."""
         return -max(1e30, min(1e30 / self.log2_unit, 1.5e38))
 
     @property
     def hidden(self) -> float:
-        """The number of a masked key."""
+        """The raw logit of a masked key."""
         return 2.0 * self.floor
 
     @property
     def precision(self) -> Any:
-        """Of products of float32; one bfloat16 pass is exact enough for bfloat16 operands."""
-        whole = self.problem.dtype == "float32" and self.problem.precision in ("high", "highest")
-        return lax.Precision.HIGHEST if whole else lax.Precision.DEFAULT
+        """Precision of float32 matmuls; one bfloat16 pass is exact enough for bfloat16 operands."""
+        is_full = self.problem.dtype == "float32" and self.problem.precision in ("high", "highest")
+        return lax.Precision.HIGHEST if is_full else lax.Precision.DEFAULT
 
     @property
     def pair_names(self) -> tuple[str, ...]:
         return self.rules.pairs
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-        """Product of two tiles over one axis each, float32."""
-        numbers = (((axes[0],), (axes[1],)), ((), ()))
+        """Returns the matmul of two tiles over one axis each, float32."""
+        dimensions = (((axes[0],), (axes[1],)), ((), ()))
         return lax.dot_general(
-            a, b, numbers, precision=self.precision, preferred_element_type=jnp.float32
+            a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32
         )
 
-    def numbers(self, products: jax.Array) -> jax.Array:
-        """Logits in units of ``log2_unit``: products, or tanh of what is capped.
+    def raw_logits(self, scores: jax.Array) -> jax.Array:
+        """Returns logits in units of ``log2_unit``: dot products, or tanh of capped ones.
 
-        What is subtracted from them is, before the difference is scaled: the largest logit then
+        Maxima and lse are subtracted before the difference is scaled: the largest logit then
         counts exactly, however large it is.
         """
         cap = self.problem.soft_cap
         if cap is None:
-            return products if sign(self.problem) > 0.0 else -products
-        return jnp.tanh(products * (self.problem.scale / cap))
+            return scores if sign(self.problem) > 0.0 else -scores
+        return jnp.tanh(scores * (self.problem.scale / cap))
 
     def compiler_params(self, semantics: Sequence[Any], vmem: int) -> Any:
         limit = min(self.chip.vmem, max(vmem, 16 * 2**20))
@@ -114,7 +114,7 @@ class Layout:
 
 
 def padded_dim(dim: int) -> int:
-    """64, or whole registers of 128 lanes: memory is laid out so in any case."""
+    """Returns 64, or full registers of 128 lanes: memory is laid out so in any case."""
     return 64 if dim <= 64 else math.ceil(dim / LANES) * LANES
 
 

@@ -1,4 +1,4 @@
-"""Which block of each array a grid step reads, by the table of visited blocks, and the launch."""
+"""Block specs of a grid step, from the table of visited blocks, and the launch."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 
 
 def entry(layout: Layout, blocks: int, batch: Any, block: Any) -> Any:
-    """Where the table says what a held block visits."""
+    """Returns the index of an outer block's entry in the table."""
     return ((batch if layout.table_rows > 1 else 0) * blocks + block) * 4
 
 
 @dataclass(frozen=True)
 class Specs:
-    """Blocks of the grid (batch, head, query block, step) over key blocks, or with ``keys_held``
+    """Blocks of the grid (batch, head, query block, step) over key blocks, or with ``keys_outer``
     (batch, kv head, key block, head of the group, step) over query blocks."""
 
     layout: Layout
-    keys_held: bool = False
+    keys_outer: bool = False
 
     @property
     def grid(self) -> tuple[int, ...]:
         p, layout = self.layout.problem, self.layout
-        if self.keys_held:
+        if self.keys_outer:
             return p.batch, p.kv_heads, layout.kv_blocks, p.group, layout.steps
         return p.batch, p.heads, layout.q_blocks, layout.steps
 
     @property
     def semantics(self) -> tuple[str, ...]:
-        return ("parallel",) * 3 + ("arbitrary",) * (2 if self.keys_held else 1)
+        return ("parallel",) * 3 + ("arbitrary",) * (2 if self.keys_outer else 1)
 
     def _visited(self, at: tuple) -> Any:
-        layout, (b, _, held, *_, step, table) = self.layout, at
-        first = entry(layout, layout.kv_blocks if self.keys_held else layout.q_blocks, b, held)
-        # past the last visited block its number stays, so that nothing more is fetched
+        layout, (b, _, outer, *_, step, table) = self.layout, at
+        first = entry(layout, layout.kv_blocks if self.keys_outer else layout.q_blocks, b, outer)
+        # past the last visited block its index stays, so that nothing more is fetched
         return jnp.minimum(table[first] + step, jnp.maximum(table[first + 3] - 1, 0))
 
     def _q_block(self, at: tuple) -> Any:
-        return self._visited(at) if self.keys_held else at[2]
+        return self._visited(at) if self.keys_outer else at[2]
 
     def _kv_block(self, at: tuple) -> Any:
-        return at[2] if self.keys_held else self._visited(at)
+        return at[2] if self.keys_outer else self._visited(at)
 
     def _head(self, at: tuple) -> Any:
-        return at[1] * self.layout.problem.group + at[3] if self.keys_held else at[1]
+        return at[1] * self.layout.problem.group + at[3] if self.keys_outer else at[1]
 
     def _kv_head(self, at: tuple) -> Any:
-        return at[1] if self.keys_held else at[1] // self.layout.problem.group
+        return at[1] if self.keys_outer else at[1] // self.layout.problem.group
 
     def query(self, width: int) -> pl.BlockSpec:
         block = (1, 1, self.layout.tiles.block_q, width)
@@ -67,12 +67,12 @@ class Specs:
         return pl.BlockSpec(block, lambda *at: (at[0], self._kv_head(at), self._kv_block(at), 0))
 
     def statistic(self) -> pl.BlockSpec:
-        """Of ``[b, h, 1, q]``: lse and delta."""
+        """Returns the block spec of ``[b, h, 1, q]``: lse and delta."""
         block = (1, 1, 1, self.layout.tiles.block_q)
         return pl.BlockSpec(block, lambda *at: (at[0], self._head(at), 0, self._q_block(at)))
 
     def query_values(self, x: jax.Array) -> pl.BlockSpec:
-        """Of ``[#b, 1, q]``."""
+        """Returns the block spec of ``[#b, 1, q]``."""
         block, many = (1, 1, self.layout.tiles.block_q), x.shape[0] > 1
         return pl.BlockSpec(block, lambda *at: (at[0] if many else 0, 0, self._q_block(at)))
 
@@ -81,7 +81,7 @@ class Specs:
         return pl.BlockSpec(block, lambda *at: (at[0] if many else 0, 0, self._kv_block(at)))
 
 
-def launch(
+def launch_kernel(
     body: Callable[..., None],
     name: str,
     specs: Specs,
@@ -95,16 +95,16 @@ def launch(
     columns: int,
     moved: int,
 ) -> list[jax.Array]:
-    """The outputs, each a block spec, shape and dtype, of ``body(layout, table, *refs)``.
+    """Launches ``body(layout, table, *refs)``; outputs are block spec, shape and dtype each.
 
-    ``columns``: of the products of a visited pair, for its operations; ``moved``: bytes beside
-    those of the blocks that are walked over.
+    ``columns``: of the matmuls of a visited pair, for the cost; ``moved``: bytes in addition to
+    the inner blocks.
     """
     layout, p, t = specs.layout, specs.layout.problem, specs.layout.tiles
-    held, walked = (t.block_kv, t.block_q) if specs.keys_held else (t.block_q, t.block_kv)
-    length = layout.kv_padded if specs.keys_held else layout.q_padded
-    visited = p.batch * p.heads * length * layout.steps * walked
-    blocks = visited // held * (layout.dim + layout.value_dim) * p.itemsize
+    outer, inner = (t.block_kv, t.block_q) if specs.keys_outer else (t.block_q, t.block_kv)
+    length = layout.kv_padded if specs.keys_outer else layout.q_padded
+    visited = p.batch * p.heads * length * layout.steps * inner
+    blocks = visited // outer * (layout.dim + layout.value_dim) * p.itemsize
     return pl.pallas_call(
         functools.partial(body, layout),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -115,7 +115,7 @@ def launch(
             scratch_shapes=scratch,
         ),
         out_shape=[result(shape, dtype, *operands) for _, shape, dtype in outputs],
-        compiler_params=layout.compiler_params(specs.semantics, t.vmem(p, held, accumulators)),
+        compiler_params=layout.compiler_params(specs.semantics, t.vmem(p, outer, accumulators)),
         cost_estimate=pl.CostEstimate(
             flops=2 * visited * columns, transcendentals=visited, bytes_accessed=moved + blocks
         ),

@@ -1,4 +1,4 @@
-"""What a grid step does with the tile it visits: no mask, a mask in parts, or nothing at all."""
+"""One grid step: runs the visited tile without a mask, with a mask in parts, or not at all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels.pallas.tpu.common.masks import touches, visible
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 
-Place = tuple[Any, Any]  # slices of a block of queries and of a block of keys
+TilePosition = tuple[Any, Any]  # slices of a block of queries and of a block of keys
 
 
 def strips(first: Any, length: int, size: int) -> list[Any]:
-    """Slices of at most ``size`` from ``first`` on; ``first`` may be traced."""
+    """Returns slices of at most ``size`` starting at ``first``, which may be traced."""
     size = min(size, length)
     starts = range(0, length, size)
     if isinstance(first, int):
@@ -26,28 +26,28 @@ def strips(first: Any, length: int, size: int) -> list[Any]:
 
 
 def overlapped(
-    places: Sequence[Any], products: Callable[[Any], Any], add: Callable[..., None]
+    positions: Sequence[Any], scores: Callable[[Any], Any], add: Callable[..., None]
 ) -> None:
-    """``add(place, products(place))`` for every place, the products one place ahead.
+    """Runs ``add(position, scores(position))`` for every position, scores one position ahead.
 
-    Straight code: the compiler runs the matrix units on the next tile under the exponentials of
-    this one.
+    Straight-line code: the compiler runs the matrix units on the next tile under the exponentials
+    of this one.
     """
-    ready = products(places[0])
-    for n, place in enumerate(places):
-        following = products(places[n + 1]) if n + 1 < len(places) else None
-        add(place, ready)
+    ready = scores(positions[0])
+    for n, position in enumerate(positions):
+        following = scores(positions[n + 1]) if n + 1 < len(positions) else None
+        add(position, ready)
         ready = following
 
 
 @dataclass(frozen=True)
 class Step:
-    """The tile of a grid step: block (qi, ki), and what the table says about the held block.
+    """The tile of a grid step: block (qi, ki), and the table entry of the outer block.
 
     Attributes:
-        keys_held: whether queries are walked, not keys.
+        keys_outer: whether the outer blocks are keys and the inner ones queries.
         queries_on_lanes: whether tiles are ``[keys, queries]``.
-        full_start, full_stop, stop: walked blocks that need no mask, end of those visited.
+        full_start, full_stop, stop: inner blocks that need no mask, end of the visited blocks.
     """
 
     layout: Layout
@@ -56,68 +56,68 @@ class Step:
     full_start: Any
     full_stop: Any
     stop: Any
-    keys_held: bool
+    keys_outer: bool
     queries_on_lanes: bool
 
-    def places(self, i: Any, j: Any, size_q: int, size_kv: int) -> list[Place]:
-        """A part of the block from (i, j) on, cut into tiles of ``rows`` by ``columns``."""
+    def positions(self, i: Any, j: Any, size_q: int, size_kv: int) -> list[TilePosition]:
+        """Returns the part of the block at (i, j), cut into tiles of ``rows`` by ``columns``."""
         tiles = self.layout.tiles
         q, kv = tiles.rows, tiles.columns
         if self.queries_on_lanes:
             q, kv = kv, q
         queries, keys = strips(i, size_q, q), strips(j, size_kv, kv)
-        if self.keys_held:
+        if self.keys_outer:
             return [(x, y) for y in keys for x in queries]
         return [(x, y) for x in queries for y in keys]
 
     def run(
         self,
-        products: Callable[[Place], Any],
-        add: Callable[[Place, Any], None],
-        masked: Callable[[Place, Any], None],
+        scores: Callable[[TilePosition], Any],
+        add: Callable[[TilePosition, Any], None],
+        masked: Callable[[TilePosition, Any], None],
     ) -> None:
-        """Adds ``products`` of every visible place, by ``masked`` where elements are hidden."""
+        """Adds ``scores`` of every visible position, by ``masked`` where elements are hidden."""
         layout, tiles = self.layout, self.layout.tiles
-        walked = self.qi if self.keys_held else self.ki
-        full = (walked >= self.full_start) & (walked < self.full_stop)
+        inner = self.qi if self.keys_outer else self.ki
+        full = (inner >= self.full_start) & (inner < self.full_stop)
 
-        if layout.some_full:
+        if layout.has_full:
 
             @pl.when(full)
             def _full_tile() -> None:
-                overlapped(self.places(0, 0, tiles.block_q, tiles.block_kv), products, add)
+                overlapped(self.positions(0, 0, tiles.block_q, tiles.block_kv), scores, add)
 
-        if layout.some_partial:
+        if layout.has_partial:
 
-            @pl.when((walked < self.stop) & ~full)
+            @pl.when((inner < self.stop) & ~full)
             def _masked_tile() -> None:
                 self._parts(
                     lambda i, j: overlapped(
-                        self.places(i, j, tiles.edge_q, tiles.edge_kv), products, masked
+                        self.positions(i, j, tiles.edge_q, tiles.edge_kv), scores, masked
                     )
                 )
 
     def _parts(self, do_part: Callable[[Any, Any], None]) -> None:
-        """Runs ``do_part(i, j)`` on the parts of the block that the band and the lengths let
-        anything see; each has ``edge_q`` by ``edge_kv`` pairs and starts at (i, j) in the block."""
+        """Runs ``do_part(i, j)`` on the parts of the block that meet the band and the lengths;
+        each has ``edge_q`` by ``edge_kv`` pairs and starts at (i, j) in the block."""
         layout, tiles = self.layout, self.layout.tiles
         edge_q, edge_kv = tiles.edge_q, tiles.edge_kv
         across = tiles.block_kv // edge_kv
 
-        def one(index: Any, carry: None) -> None:
+        def visit_part(index: Any, carry: None) -> None:
             i = pl.multiple_of(index // across * edge_q, edge_q)
             j = pl.multiple_of(index % across * edge_kv, edge_kv)
             first_q, first_kv = self.qi * tiles.block_q + i, self.ki * tiles.block_kv + j
             seen = touches(layout.rules, first_q, first_kv, edge_q, edge_kv)
             pl.when(seen)(lambda: do_part(i, j))
 
-        lax.fori_loop(0, tiles.block_q // edge_q * across, one, None)
+        lax.fori_loop(0, tiles.block_q // edge_q * across, visit_part, None)
 
     def mask(
-        self, place: Place, columns: Sequence[jax.Array], rows: Sequence[jax.Array]
+        self, position: TilePosition, columns: Sequence[jax.Array], rows: Sequence[jax.Array]
     ) -> jax.Array:
-        """Element mask of a place; ``columns`` and ``rows`` as ``visible`` takes them."""
-        queries, keys = place
+        """Element mask of a position; ``columns`` and ``rows`` as ``visible`` takes them."""
+        queries, keys = position
         tiles, shape = self.layout.tiles, (queries.size, keys.size)
         return visible(
             self.layout.rules,
@@ -127,7 +127,7 @@ class Step:
             tuple(columns),
             tuple(rows),
             queries_on_lanes=self.queries_on_lanes,
-            check_queries=self.keys_held,
+            check_queries=self.keys_outer,
         )
 
 
@@ -135,14 +135,14 @@ def step_of(
     layout: Layout,
     table: Any,
     first: Any,
-    held: Any,
+    outer: Any,
     step: Any,
     *,
-    keys_held: bool = False,
+    keys_outer: bool = False,
     queries_on_lanes: bool = False,
 ) -> Step:
-    """Step number ``step`` of block ``held``, whose entry in the table starts at ``first``."""
+    """Returns step ``step`` of block ``outer``, whose entry in the table starts at ``first``."""
     start, full_start, full_stop, stop = (table[first + i] for i in range(4))
-    walked = start + step
-    qi, ki = (walked, held) if keys_held else (held, walked)
-    return Step(layout, qi, ki, full_start, full_stop, stop, keys_held, queries_on_lanes)
+    inner = start + step
+    qi, ki = (inner, outer) if keys_outer else (outer, inner)
+    return Step(layout, qi, ki, full_start, full_stop, stop, keys_outer, queries_on_lanes)

@@ -1,4 +1,4 @@
-"""Tile sizes of TPU flash attention: arithmetic with a reason beside each line."""
+"""Tile sizes of TPU flash attention: arithmetic with a reason next to each line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ejkernel.types.attention.problem import Problem
 
 LANES = 128
 LARGEST = 1024  # a config names no larger tile
-# Smaller parts follow a diagonal more closely, but have too few products to run under the
+# Smaller parts follow a diagonal more closely, but have too few matmuls to hide the
 # exponentials: 256 x 256 takes half the bundles of 512 x 512, a quarter of whose pairs it has.
 EDGE = 512
 
@@ -24,8 +24,8 @@ class Tiles:
     Attributes:
         block_q, block_kv: queries and keys of a grid step.
         rows, columns: tokens along sublanes and along lanes of the tiles that a block is cut into;
-            products of a tile run under the exponentials of the one before it.
-        unpacked: probabilities enter their product as float32: a matrix unit of 128 columns takes
+            matmuls of a tile overlap the exponentials of the one before it.
+        unpacked: probabilities enter their matmul as float32: a matrix unit of 128 columns takes
             them at the rate of bfloat16, and packing them costs vector slots.
         transposed: gradients are accumulated as ``[d, tokens]`` (see dq and dkv).
     """
@@ -46,18 +46,18 @@ class Tiles:
     def edge_kv(self) -> int:
         return min(self.block_kv, EDGE)
 
-    def vmem(self, problem: Problem, held: int, accumulators: int) -> int:
+    def vmem(self, problem: Problem, outer: int, accumulators: int) -> int:
         """Bytes of vector memory of a kernel, about.
 
         Two buffers of every block fetched or stored (queries, keys, values, output or gradients),
-        float32 accumulators and at most five columns of ``held`` rows, and what spills: up to 12
+        float32 accumulators and at most five columns of ``outer`` rows, and spills: up to 12
         bytes a pair of a strip, never more than of 512 rows.
         """
-        dims, walked = _dim(problem), self.block_q + self.block_kv - held
+        dims, inner = _dim(problem), self.block_q + self.block_kv - outer
         blocks = 2 * problem.itemsize * dims * 2 * (self.block_q + self.block_kv)
-        kept = 4 * held * (accumulators * dims + 5 * LANES)
-        converted = 4 * walked * dims if self.unpacked else 0
-        return blocks + kept + converted + 12 * min(self.rows, 512) * walked
+        outer_bytes = 4 * outer * (accumulators * dims + 5 * LANES)
+        converted = 4 * inner * dims if self.unpacked else 0
+        return blocks + outer_bytes + converted + 12 * min(self.rows, 512) * inner
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class FlashTiles:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As fields of a config."""
+        """Fields of a config."""
         fwd = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
         dkv = {theirs: getattr(self.dkv, mine) for mine, theirs in FIELDS.items()}
         dq = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
         return {"fwd_params": fwd, "bwd_params": dkv | dq}
 
     def apply_config(self, cfg: Any, problem: Problem, target: Chip) -> FlashTiles:
-        """These tiles with what a config says instead."""
+        """Returns these tiles, overridden by a config."""
         fwd, bwd = config_field(cfg, "fwd_params"), config_field(cfg, "bwd_params")
         dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
         return FlashTiles(override(self.fwd, fwd), dq, dkv)
@@ -111,7 +111,7 @@ def forward_tiles(problem: Problem, chip: Chip) -> Tiles:
     block_kv = _block(problem.kv_len, 512 if narrow else LARGEST)
     if problem.itemsize == 4:  # twice the bytes of everything
         block_q, block_kv = min(block_q, 512), min(block_kv, 512)
-    # products of the next strip run under the exponentials of this one: more rows hide more of
+    # matmuls of the next strip overlap the exponentials of this one: more rows hide more of
     # the latency, but spill more; chips with two vector slots a bundle are slower to spill
     rows = 256 if narrow and chip.generation > 4 else 512
     return _fitting(Tiles(block_q, block_kv, min(rows, block_q), unpacked=narrow), problem, chip, 1)
@@ -119,8 +119,8 @@ def forward_tiles(problem: Problem, chip: Chip) -> Tiles:
 
 def _fitting(tiles: Tiles, problem: Problem, chip: Chip, accumulators: int) -> Tiles:
     """``tiles`` with strips halved until vector memory suffices, then blocks."""
-    held = tiles.block_kv if accumulators == 2 else tiles.block_q
-    if tiles.vmem(problem, held, accumulators) <= chip.vmem or held <= LANES:
+    outer = tiles.block_kv if accumulators == 2 else tiles.block_q
+    if tiles.vmem(problem, outer, accumulators) <= chip.vmem or outer <= LANES:
         return tiles
     if tiles.rows > LANES:
         return _fitting(replace(tiles, rows=tiles.rows // 2), problem, chip, accumulators)
@@ -137,7 +137,7 @@ def _gradient_blocks(problem: Problem) -> tuple[int, int]:
 
 
 def dq_tiles(problem: Problem, chip: Chip) -> Tiles:
-    """Tiles of the query gradient: queries held, keys walked."""
+    """Tiles of the query gradient: outer queries, inner keys."""
     block_q, block_kv = _gradient_blocks(problem)
     if chip.mxu > 128:
         # a gradient [tokens, d] half fills a unit of 256 columns up to d 128, and at d 256 has a
@@ -152,7 +152,7 @@ def dq_tiles(problem: Problem, chip: Chip) -> Tiles:
 
 
 def dkv_tiles(problem: Problem, chip: Chip) -> Tiles:
-    """Tiles of the key gradients: keys held, queries walked."""
+    """Tiles of the key gradients: outer keys, inner queries."""
     block_q, block_kv = _gradient_blocks(problem)
     large = _dim(problem) > LANES
     if chip.mxu > 128 and not large:  # as dq
@@ -177,15 +177,15 @@ DQ_FIELDS = {"block_q": "blocksize_m", "block_kv": "blocksize_n"}
 
 
 def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:
-    """``tiles`` with what a config says instead, in whole registers of 128 lanes."""
-    given = {mine: config_field(params, theirs) for mine, theirs in fields.items()}
-    sizes = {k: max(LANES, int(v)) for k, v in given.items() if v is not None}
+    """Returns ``tiles`` overridden by a config, in full registers of 128 lanes."""
+    values = {mine: config_field(params, theirs) for mine, theirs in fields.items()}
+    sizes = {k: max(LANES, int(v)) for k, v in values.items() if v is not None}
     return replace(tiles, **sizes)
 
 
 def neighbours(tiles: Tiles) -> list[Tiles]:
     """Tiles one step away: half or twice the queries, half or twice the keys."""
-    near = [
+    candidates = [
         replace(tiles, block_q=tiles.block_q // 2),
         replace(tiles, block_kv=tiles.block_kv // 2),
         replace(tiles, block_q=tiles.block_q * 2),
@@ -193,6 +193,6 @@ def neighbours(tiles: Tiles) -> list[Tiles]:
     ]
     return [
         t
-        for t in near
+        for t in candidates
         if LANES <= min(t.block_q, t.block_kv) and max(t.block_q, t.block_kv) <= LARGEST
     ]

@@ -1,4 +1,4 @@
-"""Kernels of Hopper that do the large part of a call, beside the kernels for every GPU."""
+"""Hopper kernels that run the large part of a call; Triton kernels run the other parts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported
 
 
-class BesideTriton(PallasKernel):
-    """A kernel that leaves everything but its own part to the one of ``ejkernel.kernels.triton``.
+class HybridKernel(PallasKernel):
+    """A hybrid kernel that leaves all but one part of a call to ``ejkernel.kernels.triton``.
 
-    That one is found through the registry, since this package does not depend on it. It says what
-    a call is and does it; its tiles, as ``choose`` returns them here, name what takes part of it
-    over. An argument is read only if both kernels read it.
+    The Triton kernel is found through the registry, since this package does not depend on it. It
+    defines and runs the call; its tiles, as ``choose`` returns them here, hold the replacement of
+    one part. An argument is read only if both kernels read it.
     """
 
     chip = staticmethod(current_chip)
 
     @cached_property
-    def rest(self) -> Any:
-        """The kernel that does the rest of a call.
+    def triton_kernel(self) -> Any:
+        """The Triton kernel, which runs the other parts of a call.
 
         Raises:
             KernelNotFound, KernelNotSupported: it is not installed, or cannot run here.
@@ -36,34 +36,34 @@ class BesideTriton(PallasKernel):
         reason = super().unavailable_reason()
         if reason is None:
             try:
-                reason = self.rest.unavailable_reason()
+                reason = self.triton_kernel.unavailable_reason()
             except (KernelNotFound, KernelNotSupported) as error:
                 reason = f"part of the work is done by the Triton kernels: {error}"
         return reason
 
     def target(self) -> Any:
-        return self.rest.target()
+        return self.triton_kernel.target()
 
     def unread_argument(self, a: Mapping[str, Any]) -> str | None:
-        return super().unread_argument(a) or self.rest.unread_argument(a)
+        return super().unread_argument(a) or self.triton_kernel.unread_argument(a)
 
     def problem(self, a: Mapping[str, Any]) -> Any:
-        return self.rest.problem(a)
+        return self.triton_kernel.problem(a)
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
-        return self.rest.operands(a, problem)
+        return self.triton_kernel.operands(a, problem)
 
     def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
-        return self.rest.empty_outputs(a, problem)
+        return self.triton_kernel.empty_outputs(a, problem)
 
     def neighbours(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
-        return self.rest.neighbours(problem, target, chosen)
+        return self.triton_kernel.neighbours(problem, target, chosen)
 
     def apply_config(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
-        return self.rest.apply_config(chosen, cfg, problem, target)
+        return self.triton_kernel.apply_config(chosen, cfg, problem, target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        return self.rest.forward(work, arrays)
+        return self.triton_kernel.forward(work, arrays)
 
     def backward(
         self,
@@ -73,4 +73,4 @@ class BesideTriton(PallasKernel):
         saved: Any,
         cotangents: tuple[Any, ...],
     ) -> Mapping[str, Any]:
-        return self.rest.backward(work, arrays, outputs, saved, cotangents)
+        return self.triton_kernel.backward(work, arrays, outputs, saved, cotangents)

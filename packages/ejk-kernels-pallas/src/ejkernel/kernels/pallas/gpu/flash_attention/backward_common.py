@@ -1,4 +1,4 @@
-"""What the backward kernels share: how programs walk, the mask of a tile, their launch."""
+"""Shared by the backward kernels: loops over block lists, the mask of a tile, the launch."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import LIMIT
 from ejkernel.types.attention.problem import LOG2E, Problem
 
-ROWS = 64  # of a warpgroup's product
+ROWS = 64  # of a warpgroup's matmul
 CONSUMERS = 2
 CONSUMER_REGISTERS, OTHER_REGISTERS = 240, 24
 
 
-def walk_visits(table: Any, at: tuple, step: Callable[..., None]) -> Any:
+def for_each_visit(table: Any, at: tuple, step: Callable[..., None]) -> Any:
     """``step(query block, steps before, whether a mask is needed)`` for the blocks of a list.
 
-    Gives their number.
+    Returns their number.
     """
 
     last = table.shape[-1] - 1
@@ -48,10 +48,10 @@ def walk_visits(table: Any, at: tuple, step: Callable[..., None]) -> Any:
     return length
 
 
-def next_place(counter: Any, count: int, place_of: Callable[[Any], Any]) -> Any:
-    """``place_of`` the next of ``count`` numbers that nobody took, then -1; for a single warp."""
-    ticket = taken_by_warp(counter)
-    return lax.select(ticket < count, place_of(lax.min(ticket, count - 1)), -1)
+def next_unit(counter: Any, count: int, unit_of: Callable[[Any], Any]) -> Any:
+    """Returns ``unit_of(n)`` for the next of ``count`` work indices, then -1; for a single warp."""
+    index = taken_by_warp(counter)
+    return lax.select(index < count, unit_of(lax.min(index, count - 1)), -1)
 
 
 def needs_masks(plan: Plan, r: Any) -> bool:
@@ -65,7 +65,7 @@ def hide(
 ) -> jax.Array:  # fmt: skip
     """Logits of a tile of a (batch, head), -inf where a pair is invisible.
 
-    Rows are queries, or keys with ``by_key``; ``word``: where the tile's bits are.
+    Rows are queries, or keys with ``by_key``; ``word``: the index of the tile's bits.
     """
     if plan.kv_tail or not plan.band.empty:
         left = plan.problem.kv_len - first_key if plan.kv_tail else None
@@ -84,7 +84,7 @@ def hide(
 
 
 def base2(problem: Problem, s: jax.Array, less: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Base-2 logits of products, with what ``less`` says of their rows, and the slope of a cap."""
+    """Returns base-2 logits of dot products plus the row term ``less``, and the slope of a cap."""
     if problem.soft_cap is None:
         return (s + less) * (scale(problem) * LOG2E), None
     tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
@@ -92,7 +92,7 @@ def base2(problem: Problem, s: jax.Array, less: jax.Array) -> tuple[jax.Array, j
 
 
 def copy_step(r: Any, batch: Any, head: Any, i: Any, n: Any, block: int, stages: int) -> None:
-    """Copies block i of q with lse and do with delta for step n, where their places are free."""
+    """Copies block i of q with lse and do with delta for step n, once their buffers are free."""
     slot, rows = lax.rem(n, stages), pl.ds(i * block, block)
     for tile, row, tile_s, row_s, full, empty in (
         (r.q, r.lse, r.q_s, r.lse_s, r.q_full, r.q_empty),
@@ -103,7 +103,7 @@ def copy_step(r: Any, batch: Any, head: Any, i: Any, n: Any, block: int, stages:
         plgpu.copy_gmem_to_smem(row.at[batch, head, rows], row_s.at[slot], full.at[slot])
 
 
-def launch(
+def launch_backward(
     name: str,
     programs: int,
     program: Callable[[Any], Any],
@@ -113,10 +113,10 @@ def launch(
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     scratch: Mapping[str, Any],
 ) -> tuple[jax.Array, ...]:
-    """The outputs of a kernel whose warpgroups compute, ``consumers``, or copy, ``move``.
+    """Launches a kernel whose warpgroups compute, ``consumers``, or copy, ``move``.
 
-    Each is called with all references by name, what ``program`` makes of them and the warpgroup's
-    number. One consumer is for both warpgroups, of two each is for one.
+    Each is called with all references by name, the result of ``program`` on them and the index of
+    the warpgroup. A single consumer runs in both warpgroups, of two each runs in one.
     """
     names = (*operands, *outputs, *scratch)
 
