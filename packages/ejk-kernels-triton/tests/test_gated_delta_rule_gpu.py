@@ -78,7 +78,8 @@ def test_equal_keys_with_beta_of_two(dtype):
     args |= {"beta": jnp.full_like(args["beta"], 2.0), "g": jnp.zeros_like(args["g"])}
     o = gated_delta_rule(**args, normalize_qk=True)
     want = oracle.gated_delta_rule(**args, normalize_qk=True)
-    check_close(o, want.o, rms_limit=2e-3 if dtype == "float32" else None)
+    # every chunk rounds its updates to the dtype of the matmuls, and no reflection forgets that
+    check_close(o, want.o, rms_limit=2e-3 if dtype == "float32" else 8e-2)
 
 
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])

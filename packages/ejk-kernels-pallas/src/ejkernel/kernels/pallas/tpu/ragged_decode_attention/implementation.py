@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
-
-import jax.numpy as jnp
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.tpu.page_attention import tiles
 from ejkernel.kernels.pallas.tpu.page_attention.caches import ROW_UNIT, Rows
-from ejkernel.kernels.pallas.tpu.page_attention.decode import decode, row_factors
+from ejkernel.kernels.pallas.tpu.page_attention.decode import decode
 from ejkernel.kernels.pallas.tpu.page_attention.tiles import BLOCK_BYTES, MAX_COLUMNS, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.params import config_field
+from ejkernel.ops.stages import Stage, StagedKernel
 from ejkernel.ops.xla_gradients import XlaGradients
 from ejkernel.types import calls
-from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import PagedProblem
 
 
-class RaggedDecodeAttention(XlaGradients, PallasKernel):
+def decode_rows(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the outputs over a contiguous cache."""
+    p = work.problem
+    return decode(work, arrays, functools.partial(Rows, work.tiles, p.page_size, p.kv_heads))
+
+
+class RaggedDecodeAttention(XlaGradients, PallasKernel, StagedKernel):
     """One new token per sequence over a slice of its contiguous cache, on a TPU.
 
     bfloat16 and float32; head dims are multiples of 128, and tokens times kv heads one of 16. Two
@@ -31,6 +36,7 @@ class RaggedDecodeAttention(XlaGradients, PallasKernel):
 
     call = calls.RaggedDecodeAttention
     reads = arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end"}
+    stages: ClassVar[Mapping[str, Stage]] = {"decode": decode_rows}
     chip = staticmethod(current_chip)
 
     def unsupported_reason(self, problem: PagedProblem, target: Chip) -> str | None:
@@ -50,29 +56,6 @@ class RaggedDecodeAttention(XlaGradients, PallasKernel):
 
     def fields(self, chosen: Tiles) -> dict[str, Any]:
         return {"fwd_params": {"kv_blocksize": chosen.tokens}}
-
-    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, t, query = work.problem, work.tiles, arrays["query"]
-        length = p.page_size
-        starts, ends = (
-            jnp.clip(arrays[name], 0, length).astype(jnp.int32)
-            for name in ("sequence_start", "sequence_end")
-        )
-        if p.window_left is not None:
-            starts = jnp.maximum(starts, ends - 1 - p.window_left)
-        pools = tuple(
-            arrays[name].reshape(p.batch, length * p.kv_heads, -1) for name in ("key", "value")
-        )
-        o = decode(
-            *(p, t, work.target, functools.partial(Rows, t, length, p.kv_heads)),
-            query.reshape(p.batch, p.heads, p.dim),
-            pools,
-            starts,
-            ends,
-            jnp.arange(p.batch, dtype=jnp.int32)[:, None, None],
-            row_factors(p, arrays),
-        )
-        return (name_output(o.reshape(*query.shape[:-1], p.value_dim)),), ()
 
 
 def _legal(p: PagedProblem, tokens: int) -> Tiles:
