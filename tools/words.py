@@ -22,13 +22,13 @@ SOURCES = ("packages/*/src/**/*.py", "tools/**/*.py")
 TEXTS = ("docs/**/*.md", "README.md", "CONTRIBUTING.md")
 CEILINGS = {
     "docs": 0,
-    "ejk-kernels-pallas": 129,
+    "ejk-kernels-pallas": 2,
     "ejk-kernels-triton": 338,
     "ejk-kernels-xla": 0,
     "ejk-modules": 4,
     "ejk-ops": 2,
     "ejk-types": 1,
-    "tools": 12,
+    "tools": 10,
 }
 """The most findings in each part of the tree; 0 for a part without an entry."""
 

@@ -14,6 +14,7 @@ Exits with 1 when something is found, or wrong.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -44,14 +45,12 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (  # noqa
     flash_attention,
 )
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights  # noqa: E402
-from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import (  # noqa: E402
-    MIN_ROWS,
-    prefill_kernel,
-)
-from ejkernel.kernels.pallas.gpu.serving.mla_implementation import (  # noqa: E402
+from ejkernel.kernels.pallas.gpu.serving.implementation import (  # noqa: E402
     decode_stage,
     merge_stage,
 )
+from ejkernel.kernels.pallas.gpu.serving.prefill import prefill, prefill_kernel  # noqa: E402
+from ejkernel.kernels.pallas.gpu.serving.tiles import MIN_ROWS, long_prefill_of  # noqa: E402
 from ejkernel.types.serving.layout import KVLayout  # noqa: E402
 from ejkernel.types.serving.problem import (  # noqa: E402
     LatentProblem,
@@ -59,7 +58,6 @@ from ejkernel.types.serving.problem import (  # noqa: E402
     RaggedProblem,
 )
 from ejkernel.types.serving.schedule import (  # noqa: E402
-    LongPrefill,
     ScheduleSizes,
     work_tiles,
 )
@@ -72,7 +70,7 @@ from ejktest.oracles import grouped as oracle  # noqa: E402
 from gpu.named import chosen, label  # noqa: E402
 
 # writes whose order does not matter: warpgroups write the same, and read only what they wrote
-ALIKE = ("PagedForward.clear.behind",)
+ALIKE = ("PagedLoader.clear.behind",)
 Call = tuple[Callable[[], Any], Callable[[Any], float]]  # a run, its error over what may be
 LATENT = {
     "128 heads": ((130, 0, 70, 700, 1), 128, 1, 64),
@@ -137,10 +135,9 @@ def hopper_ragged(name: str) -> Call:
     sizes = (len(rows), m.h, m.hk, m.d, m.d, pages, page_size, x["tables"].shape[1])
     layout = KVLayout.interleaved(m.hk, m.d)
     paged = PagedProblem(*sizes, m.q, m.kv, m.kv, m.d**-0.5, layout, soft_cap=m.cap)
-    kernel = prefill_kernel(RaggedProblem(paged, len(x["q"])), SMALL_CORES)
-    mine, single = rows >= MIN_ROWS, (rows == 1) & kernel.decodes
-    block_q, block_kv = kernel.tiles.block_q, kernel.tiles.block_kv
-    long = LongPrefill(MIN_ROWS, 0, block_q, block_kv, kernel.decodes)
+    problem = RaggedProblem(paged, len(x["q"]))
+    kernel, long = prefill_kernel(problem, SMALL_CORES), long_prefill_of(problem, SMALL_CORES)
+    mine, single = rows >= MIN_ROWS, (rows == 1) & long.decodes
     scheduled = ScheduleSizes(
         len(x["q"]), paged.capacity, m.h, m.hk, 64, 16, 1, 8, 1, SMALL_CORES, 1000, long=long
     )
@@ -152,7 +149,7 @@ def hopper_ragged(name: str) -> Call:
     sampled, exact = ragged_cases.reference(m, x, x["cache"])
     sequence = np.searchsorted(np.cumsum(rows), sampled, side="right")
     compared = (mine | single)[sequence]
-    run = jax.jit(kernel.attend)
+    run = jax.jit(functools.partial(prefill, kernel))
     return lambda: run(*operands), lambda o: relative(o[sampled[compared]], exact[compared]) / 6e-3
 
 

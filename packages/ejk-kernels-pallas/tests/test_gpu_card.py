@@ -16,7 +16,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     flash_attention,
     mla_attention,
 )
-from ejkernel.kernels.pallas.gpu.serving.mla_implementation import mla_decode
+from ejkernel.kernels.pallas.gpu.serving.implementation import mla_decode
 from ejkernel.kernels.pallas.gpu.serving.mla_split import find_unit
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.serving.split import split_schedule

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention import (
     lists,
     tiles,
 )
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
+from ejkernel.kernels.pallas.gpu.flash_attention.forward import flash_kernel
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     flash_attention,
     scaled_dot_product_attention,
@@ -150,16 +149,16 @@ def test_sums_stay_exact_where_maxima_cross(monkeypatch, unit, dtype, slack):
             return jnp.asarray((x * factors + terms).astype(np.float32))
 
     monkeypatch.setattr(forward_softmax, "multiply_add", multiply_add)
-    monkeypatch.setattr(forward_softmax, "_hide", lambda form, r, x, *_: x)
+    monkeypatch.setattr(forward_softmax, "_hide", lambda kernel, r, x, *_: x)
     monkeypatch.setattr(forward_softmax.plgpu, "layout_cast", lambda x, _: x)
     x, block = large_logits.wandering_maxima(unit, blocks=5), 16
     problem = Problem(1, 64, x.shape[1], 1, 1, 64, 64, dtype, unit)
-    form = Form(problem, tiles.ForwardTiles(slack=slack), (), 132)
+    kernel = flash_kernel(problem, tiles.ForwardTiles(slack=slack), (), 132)
     v = np.random.default_rng(1).standard_normal(x.shape[1])
-    state, acc = forward_softmax.start(form), 0.0
+    state, acc = forward_softmax.start(kernel.form), 0.0
     for n in range(0, x.shape[1], block):
         s = jnp.asarray(x[:, n : n + block])
-        p, state, alpha = forward_softmax.softmax(form, None, s, None, None, (), state)
+        p, state, alpha = forward_softmax.softmax(kernel, None, s, None, None, (), state)
         acc = acc * np.asarray(alpha, np.float64) + np.asarray(p, np.float64) @ v[n : n + block]
     m, total, e = (np.asarray(a, np.float64) for a in (*state, 0.0)[:3])
     logits = x.astype(np.float64) * unit
@@ -225,16 +224,12 @@ def _attention(problem, visible, q, k, v, sink=None):
     return jnp.einsum("bhqk,bkhd->bqhd", prob, v), total
 
 
-class ForwardDouble:
-    def __init__(self, problem, tiles, names, programs):
-        self.s = SimpleNamespace(problem=problem, tiles=tiles, names=names)
-
-    def __call__(self, t):
-        s, (q, k, v) = self.s, (t[name] for name in "qkv")
-        assert tuple(t) == s.names and q.shape[0] == k.shape[0] == s.problem.batch
-        seen = _visible(s.problem, s.tiles.block_q, s.tiles.block_kv, t, False)
-        o, lse = _attention(s.problem, seen, q, k, v, t.get("sink"))
-        return o.astype(q.dtype), lse, jnp.where(jnp.isfinite(lse), lse / unit(s.problem), jnp.inf)
+def forward_double(problem, tiles, t, programs):
+    q, k, v = (t[name] for name in "qkv")
+    assert q.shape[0] == k.shape[0] == problem.batch
+    seen = _visible(problem, tiles.block_q, tiles.block_kv, t, False)
+    o, lse = _attention(problem, seen, q, k, v, t.get("sink"))
+    return o.astype(q.dtype), lse, jnp.where(jnp.isfinite(lse), lse / unit(problem), jnp.inf)
 
 
 def backward_double(
@@ -273,7 +268,7 @@ def backward_double(
 
 @pytest.fixture
 def doubles(monkeypatch):
-    monkeypatch.setattr(implementation, "Forward", ForwardDouble)
+    monkeypatch.setattr(implementation, "flash_forward", forward_double)
     monkeypatch.setattr(implementation, "backward", backward_double)
     monkeypatch.setattr(implementation, "with_lists", lambda problem, tensors, programs: tensors)
     monkeypatch.setattr(flash_attention, "target", Chip)

@@ -18,7 +18,7 @@ from ejkernel.kernels.pallas import compat
 if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
-from ejkernel.kernels.pallas.gpu.serving.mla_implementation import mla_decode
+from ejkernel.kernels.pallas.gpu.serving.implementation import mla_decode
 from ejkernel.kernels.pallas.gpu.serving.mla_merge import merge_lse
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.serving.split import split_schedule

@@ -21,7 +21,8 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     falling_heads,
     visit_tables,
 )
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form, known_order
+from ejkernel.kernels.pallas.gpu.flash_attention.forward import flash_kernel
+from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import known_order
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import forward_tiles
 from ejkernel.types import combine_masks
 from ejkernel.types.attention.problem import Problem
@@ -171,14 +172,14 @@ def test_tiles_of_lengths_in_arrays_are_dealt_once_and_evenly(shape):
     batch, heads, length = 3, 8, 16384
     rules = Rules(Band(None, 0), arrays=True)
     p = Problem(batch, length, length, heads, heads, 128, 128, "bfloat16", 1.0, rules=rules)
-    form = Form(p, forward_tiles(p, rules, Chip()), ("ranges",), 132)
-    n, rng = form.q_blocks, np.random.default_rng(sum(shape))
+    kernel = flash_kernel(p, forward_tiles(p, rules, Chip()), ("ranges",), 132)
+    n, rng = kernel.scheduler.q_blocks, np.random.default_rng(sum(shape))
     ranges = np.zeros((*shape, n, 4), np.int32)
     for row in ranges.reshape(-1, n, 4):  # packed sequences of any lengths
         starts = np.unique(rng.integers(0, n, 6))
         row[:, 0] = [max([0, *starts[starts <= i]]) for i in range(n)]
         row[:, 3] = np.arange(n) + 1
-    order = np.asarray(form.order({"ranges": jnp.asarray(ranges)}))
+    order = np.asarray(kernel.scheduler.order({"ranges": jnp.asarray(ranges)}))
     assert (order[:, -2:] == -1).all() and (order[:, 0] >= 0).all()
     assert sorted(order[order >= 0]) == list(range(batch * heads * n))
     wide = np.broadcast_to(ranges, (batch, heads, n, 4)).reshape(-1, 4)

@@ -57,11 +57,9 @@ PACKAGE = KernelPackage(
         _hopper("blocksparse_attention", *_HOPPER),
         _hopper("scaled_dot_product_attention", module="flash_attention.implementation"),
         _hopper("mla_attention", *_HOPPER, module="flash_attention.implementation"),
-        _hopper("ragged_page_attention", *_RAGGED),
-        _hopper(
-            "ragged_page_attention_v3", *_RAGGED, module="ragged_page_attention.implementation"
-        ),
-        _hopper("mla_decode", module="serving.mla_implementation"),
+        _hopper("ragged_page_attention", *_RAGGED, module="serving.implementation"),
+        _hopper("ragged_page_attention_v3", *_RAGGED, module="serving.implementation"),
+        _hopper("mla_decode", module="serving.implementation"),
         _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
         _tpu("grouped_matmul", "block_m", "block_n", "block_k"),
         _tpu("mean_pooling"),

@@ -13,10 +13,10 @@ from ejkernel.kernels.pallas.gpu.common.registers import arith, asm, constant, i
 from ejkernel.kernels.pallas.gpu.common.tma import GROUP
 
 TILE_BYTES = 128  # of a row, in one tile of shared memory
-PIECE = 16  # numbers of a thread and turn
+PIECE = 16  # values of a thread and turn
 TOGETHER = 4  # turns read before the first is written
 
-# four numbers, $2, to float16: two in $0 and two in $1
+# four values, $2, to float16: two in $0 and two in $1
 TO_FLOAT16 = {
     "int8": (  # 1024 + 128 + number, minus 1152
         ".reg .b32 x, y; mov.b32 y, 0xe480e480; xor.b32 x, $2, 0x80808080; "
@@ -53,8 +53,8 @@ def convert_rows(source: Any, target: Any, kind: str) -> None:
     """
     rows, columns = target.shape
     tiles = columns * 2 // TILE_BYTES
-    each = columns // PIECE  # pieces of a row
-    turns = rows * each // 128
+    pieces = columns // PIECE  # of a row
+    turns = rows * pieces // 128
     in_place = tiles == 1  # so the source may be
     to = {"float16": TO_FLOAT16, "bfloat16": TO_BFLOAT16}[jnp.dtype(target.dtype).name]
     text = f"{{ {to[kind]} }}"
@@ -67,8 +67,8 @@ def convert_rows(source: Any, target: Any, kind: str) -> None:
         (row_of_tiles, *_), _ = ir.MemRefType(target.type).get_strides_and_offset()
         source, target = (llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(x)) for x in (source, target))
         number = arith.andi(thread(), constant(127))
-        piece = arith.remui(number, constant(each))
-        line = arith.divui(number, constant(each))
+        piece = arith.remui(number, constant(pieces))
+        line = arith.divui(number, constant(pieces))
         row = arith.remui(line, constant(GROUP))
         group = arith.divui(line, constant(GROUP))
         tile = arith.divui(piece, constant(4))
@@ -76,41 +76,43 @@ def convert_rows(source: Any, target: Any, kind: str) -> None:
         swapped = arith.xori(arith.shrui(number, constant(2)), arith.shrui(number, constant(3)))
         swapped = arith.andi(swapped, constant(int(tiles > 1)))
         chunk = arith.muli(arith.remui(piece, constant(4)), constant(2))
-        here = arith.addi(arith.muli(tile, constant(1024)), arith.muli(row, constant(TILE_BYTES)))
-        here = arith.addi(here, arith.muli(group, constant(2 * row_of_tiles)))
-        here = arith.addi(target, here)
-        there = arith.addi(arith.muli(line, constant(pitch)), arith.muli(piece, constant(PIECE)))
-        there = arith.addi(source, there)
+        tile_start = arith.muli(tile, constant(1024))
+        write_at = arith.addi(tile_start, arith.muli(row, constant(TILE_BYTES)))
+        write_at = arith.addi(write_at, arith.muli(group, constant(2 * row_of_tiles)))
+        write_at = arith.addi(target, write_at)
+        line_start = arith.muli(line, constant(pitch))
+        read_at = arith.addi(line_start, arith.muli(piece, constant(PIECE)))
+        read_at = arith.addi(source, read_at)
 
-        def half(which: int) -> tuple[Any, Any]:
-            """Where half a piece of the first turn is read, and where it goes."""
-            mine = arith.xori(swapped, constant(which))
+        def half(index: int) -> tuple[Any, Any]:
+            """Returns the addresses of half a piece of the first turn: its source and target."""
+            mine = arith.xori(swapped, constant(index))
             at = arith.xori(arith.addi(chunk, mine), row)
-            read = arith.addi(there, arith.muli(mine, constant(8)))
-            return read, arith.addi(here, arith.muli(at, constant(16)))
+            read = arith.addi(read_at, arith.muli(mine, constant(8)))
+            return read, arith.addi(write_at, arith.muli(at, constant(16)))
 
-        halves = [half(which) for which in range(2)]
-        lines = 128 // each  # rows of a turn
+        halves = [half(index) for index in range(2)]
+        lines = 128 // pieces  # rows of a turn
         stride = lines // GROUP * 2 * row_of_tiles
 
         def read(turn: int) -> list[Any]:
             load = f"ld.shared.v2.b32 {{$0, $1}}, [$2+{turn * lines * pitch}];"
-            found = [asm(load, "=r,=r,r", two, at) for at, _ in halves]
-            return [[llvm.extractvalue(i32(), x, [i]) for i in range(2)] for x in found]
+            words_read = [asm(load, "=r,=r,r", two, at) for at, _ in halves]
+            return [[llvm.extractvalue(i32(), x, [i]) for i in range(2)] for x in words_read]
 
-        def write(turn: int, found: list[Any]) -> None:
+        def write(turn: int, words_read: list[Any]) -> None:
             store = f"st.shared.v4.b32 [$0+{turn * stride}], {{$1, $2, $3, $4}};"
-            for (_, at), words in zip(halves, found, strict=True):
+            for (_, at), words in zip(halves, words_read, strict=True):
                 pairs = [asm(text, "=&r,=&r,r", two, word) for word in words]
                 wide = [llvm.extractvalue(i32(), x, [i]) for x in pairs for i in range(2)]
                 asm(store, "r,r,r,r,r", None, at, *wide)
 
         for first in range(0, turns, TOGETHER):
-            some = range(first, min(first + TOGETHER, turns))
-            found = [read(turn) for turn in some]
+            turns_together = range(first, min(first + TOGETHER, turns))
+            words_read = [read(turn) for turn in turns_together]
             if in_place:
                 mgpu.utils.warpgroup_barrier()
-            for turn, x in zip(some, found, strict=True):
+            for turn, x in zip(turns_together, words_read, strict=True):
                 write(turn, x)
 
     apply(source, target)

@@ -36,12 +36,12 @@ from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
 
 def _reduce_rows(x: Any, combine: Any) -> list[Any]:
     """Returns the reduction of a lane's elements of each of its two rows."""
-    found = []
+    results = []
     for row in range(2):
         pairs = [p for at, p in np.ndenumerate(x.registers) if at[4] == row]
         both = functools.reduce(combine, pairs)
-        found.append(combine(element(both, 0), element(both, 1)))
-    return found
+        results.append(combine(element(both, 0), element(both, 1)))
+    return results
 
 
 def _pack_rows(like_this: Any, values: list[Any]) -> Any:
@@ -71,25 +71,25 @@ def sum_over_lanes(rows: jax.Array) -> jax.Array:
 
     @on_registers(rows, ROW)
     def apply(rows: Any) -> Any:
-        found = []
+        results = []
         for x in (element(r, 0) for r in rows.registers.flat):
             for distance in (1, 2):
                 x = arith.addf(x, other_lane(x, distance))
-            found.append(x)
-        return _pack_rows(rows, found)
+            results.append(x)
+        return _pack_rows(rows, results)
 
     return apply(rows)
 
 
 def raise_maxima(m: jax.Array, x: jax.Array, slack: float | jax.Array) -> jax.Array:
-    """Returns maxima ``m`` of rows, raised to those of ``x`` that are more than ``slack`` above."""
+    """Returns maxima ``m`` of rows, raised where ``x`` is more than ``slack`` above."""
     traced = () if isinstance(slack, float) else (slack,)
 
     @on_registers(m, ROW, LAYOUT, *(SCALAR for _ in traced))
-    def apply(m: Any, x: Any, *given: Any) -> Any:
+    def apply(m: Any, x: Any, *scalars: Any) -> Any:
         old = [element(r, 0) for r in m.registers.flat]
-        more = given[0].registers.item() if isinstance(slack, jax.Array) else constant(slack)
-        limit = [arith.addf(o, more) for o in old]
+        allowed = scalars[0].registers.item() if isinstance(slack, jax.Array) else constant(slack)
+        limit = [arith.addf(o, allowed) for o in old]
         seen = _reduce_rows(x, arith.maxnumf)
         above = arith.CmpFPredicate.OGT
         over = [arith.cmpf(above, a, b) for a, b in zip(seen, limit, strict=True)]

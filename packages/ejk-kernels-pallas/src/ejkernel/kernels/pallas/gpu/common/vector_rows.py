@@ -34,9 +34,9 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
 )
 
 
-def _bit(which: int) -> Any:
+def _bit(mask: int) -> Any:
     """Returns whether this lane's number has a bit."""
-    return compare("ne", arith.andi(thread(), constant(which)), constant(0))
+    return compare("ne", arith.andi(thread(), constant(mask)), constant(0))
 
 
 def _exchanged(bit: Any, distance: int, a: Any, b: Any) -> tuple[Any, Any]:
@@ -65,16 +65,16 @@ def load_rows(ref: Any) -> jax.Array:
         row, column = thread_place()
         start, pitch = address(ref, row, arith.muli(column, constant(4)))
         four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
-        found = {}
+        loaded = {}
         for group in range(0, groups, 4):
             for half in range(2):
                 text = f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{half * 8 * pitch + group * 16}];"
-                found[group, half] = asm(text, "=r,=r,=r,=r,l", four, start)
+                loaded[group, half] = asm(text, "=r,=r,=r,=r,l", four, start)
         odd, upper = _bit(1), _bit(2)
         number = ir.MemRefType(ref.type).element_type
         pair = ir.VectorType.get((2,), number)
         registers = np.empty(LAYOUT.to_mgpu().registers_shape((64, groups * 8)), dtype=object)
-        for (group, half), words in found.items():
+        for (group, half), words in loaded.items():
             words = [llvm.extractvalue(i32(), words, [i]) for i in range(4)]
             for i, word in enumerate(_transposed(odd, upper, words)):
                 at = [0] * registers.ndim
@@ -88,14 +88,14 @@ def load_rows(ref: Any) -> jax.Array:
 def store_rows(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None:
     """Stores ``x``, 64 rows in the layout of matmuls, times ``factors`` of its rows, to ``ref``."""
     dtype = jnp.dtype(ref.dtype)
-    whole = dtype.itemsize == 4
+    is_32_bit = dtype.itemsize == 4
     rows = () if factors is None else (factors,)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, *(ROW,) * len(rows)))
     def apply(_: Any, ref: Any, x: Any, *rows: Any) -> None:
         odd, upper = _bit(1), _bit(2)
         row, column = thread_place()  # two columns of a lane
-        if whole:  # the odd lanes have the next eight columns
+        if is_32_bit:  # the odd lanes have the next eight columns
             column = arith.andi(column, constant(4))
             column = arith.select(odd, arith.addi(column, constant(8)), column)
         else:
@@ -109,11 +109,11 @@ def store_rows(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None
                 values = [arith.mulf(v, factor) for v in values]
             by[at[1], at[4]] = values
 
-        each = 2 if whole else 4
-        for group in range(0, x.shape[1] // 8, each):
+        groups_together = 2 if is_32_bit else 4
+        for group in range(0, x.shape[1] // 8, groups_together):
             for half in range(2):
-                mine = [by[group + i, half] for i in range(each)]
-                if whole:
+                mine = [by[group + i, half] for i in range(groups_together)]
+                if is_32_bit:
                     a, b = ([llvm.bitcast(i32(), v) for v in values] for values in mine)
                     pairs = [_exchanged(odd, 1, *both) for both in zip(a, b, strict=True)]
                     words = [low for low, _ in pairs] + [high for _, high in pairs]

@@ -49,14 +49,17 @@ def one_id(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
     return r.q_one_id[*b, q_group], r.kv_one_id[*b, j]
 
 
-def _hide(form: Form, r: Any, x, tile: Tile, j: Any, one_id: tuple, fill: float) -> jax.Array:
-    """``fill`` where this warpgroup's rows do not see keys of block j."""
+def _hide(
+    kernel: Any, r: Any, x: jax.Array, tile: Tile, j: Any, one_id: tuple, fill: float
+) -> jax.Array:
+    """Returns ``x`` with ``fill`` where this warpgroup's rows do not see keys of block j."""
+    form, scheduler = kernel.form, kernel.scheduler
     if form.listed:
-        listed = lambda x: _hide_listed(form, r, x, tile, j, fill)  # noqa: E731
+        listed = lambda x: _hide_listed(kernel, r, x, tile, j, fill)  # noqa: E731
         return lax.cond(tile.masked(j), listed, lambda x: x, x)
     p, t, band = form.problem, form.tiles, form.rules.band
     wg = lax.axis_index("wg") * ROWS
-    first_row, position = form.first_row(tile) + wg, form.position(tile) + wg
+    first_row, position = scheduler.first_row(tile) + wg, scheduler.position(tile) + wg
     first_key = j * t.block_kv
     end = p.kv_len - first_key if p.kv_len % t.block_kv else None
 
@@ -92,9 +95,10 @@ def _hide_segments(form: Form, r: Any, tile: Tile, first_row, first_key, fill, x
     return hide_other_segments(x, r.q_ids.at[*b, rows], r.kv_ids.at[*b, keys], fill)
 
 
-def _hide_listed(form: Form, r: Any, x, tile: Tile, position: Any, fill: float) -> jax.Array:
+def _hide_listed(kernel: Any, r: Any, x, tile: Tile, position: Any, fill: float) -> jax.Array:
     """Hides pairs of a listed block that needs a mask; the block past the end is fully hidden."""
-    j = form.key_block(r, tile, position)
+    form = kernel.form
+    j = kernel.loader.key_block(r, tile, position)
     group = tile.block * form.tiles.consumers + lax.axis_index("wg")
     first_row, first_key = group * ROWS, j * form.tiles.block_kv
     left = form.problem.kv_len - first_key
@@ -106,7 +110,7 @@ def _hide_listed(form: Form, r: Any, x, tile: Tile, position: Any, fill: float) 
     return x
 
 
-def softmax(form: Form, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tuple):
+def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tuple):
     """Runs one step of the online softmax: (p, state, factor of the old accumulators).
 
     state is (m, total, e). m, the shift of the accumulators, follows a row's maximum no closer
@@ -119,6 +123,7 @@ def softmax(form: Form, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tup
     (in base 2), and a power of two for c keeps e at 0 and differences large. float16 lacks the
     range for exp2(e): there m is subtracted first, one more instruction, and state is (m, total).
     """
+    form = kernel.form
     p, c = form.problem, form.log2_scale
     if p.soft_cap is not None:
         s = jnp.tanh(s * (p.scale / p.soft_cap))
@@ -126,9 +131,9 @@ def softmax(form: Form, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tup
         s = -s
     m, total, *e = state
     if form.shift is not None:
-        x = _hide(form, r, jnp.exp2(s * c - form.shift), tile, j, one_id, 0.0)
+        x = _hide(kernel, r, jnp.exp2(s * c - form.shift), tile, j, one_id, 0.0)
         return x, (m, total + jnp.sum(x, axis=1)), None
-    s = _hide(form, r, s, tile, j, one_id, -jnp.inf)
+    s = _hide(kernel, r, s, tile, j, one_id, -jnp.inf)
     top = jnp.maximum(m, jnp.max(s, axis=1))
     if form.tiles.slack:
         top = jnp.where(top > m + form.tiles.slack / c, top, m)

@@ -16,8 +16,8 @@ from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.gpu.flash_attention import operands, preference, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward, backward_orders
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import OF_QUERIES, holds_rows
-from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import known_order, with_lists
+from ejkernel.kernels.pallas.gpu.flash_attention.forward import flash_forward
+from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import known_order, with_lists
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import FlashTiles
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.core.invocation import BoundCall
@@ -114,7 +114,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             if problem.batch != p.batch:
                 tensors.pop("order", None)  # the order of other rows
             tensors = with_lists(problem, tensors, work.target.cores)
-            return Forward(problem, t, tuple(tensors), work.target.cores)(tensors)
+            return flash_forward(problem, t, tensors, work.target.cores)
 
         o, lse, base = operands.folding(p, attend, tensors)
         return (o, lse), base

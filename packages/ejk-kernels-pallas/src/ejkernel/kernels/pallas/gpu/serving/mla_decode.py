@@ -24,7 +24,7 @@ The values of a step are accumulated behind the next scores, during the exponent
 started with those scores, nothing would fill the tensor cores during the exponentials.
 Probabilities wait in registers until the next scores are started, so that the scores wait neither
 for values nor for writes to shared memory (0.263 -> 0.245 ms on an H200, 64 sequences of 8192). The
-score warpgroup decides how fast a step is: it reads page numbers before the matmul and lengths once
+score warpgroup decides how fast a step is: it reads page indices before the matmul and lengths once
 a sequence (0.237), and lanes share values only where they must (``lane_softmax``, 0.227).
 
 At the end of a partial result its last probabilities do not wait: values are accumulated and
@@ -140,7 +140,7 @@ class Step(NamedTuple):
 
     @property
     def is_last(self) -> Any:
-        """Whether it is the sequence's last step."""
+        """Returns whether it is the sequence's last step."""
         return self.j + 1 == self.steps
 
     def is_complete(self, n: Any) -> Any:
@@ -187,12 +187,12 @@ class MLADecodeKernel:
     @property
     def loader(self) -> Loader:
         p = self.problem
-        of = Loader if p.key_dtype == p.query_dtype else EightBitLoader
-        return of(self)
+        is_16_bit = p.key_dtype == p.query_dtype
+        return Loader(self) if is_16_bit else EightBitLoader(self)
 
     # ---- the range of a unit ----------------------------------------------------------------
 
-    def place(self) -> tuple[jax.Array, jax.Array]:
+    def program_position(self) -> tuple[jax.Array, jax.Array]:
         """Returns (unit, block of query rows) of this program."""
         program = lax.axis_index("program")
         return lax.div(program, self.blocks), lax.rem(program, self.blocks)
@@ -202,8 +202,8 @@ class MLADecodeKernel:
         return Step(sequence, r.unit.step, self.length(r, sequence))
 
     def partial(self, r: Any, at: Step, n: Any) -> jax.Array:
-        """Returns the number of what this program accumulates of a sequence until step n."""
-        inside = self.place()[0] * 2 + (at.sequence != r.unit.sequence).astype(jnp.int32)
+        """Returns the index of the result that this program has of a sequence after step n."""
+        inside = self.program_position()[0] * 2 + (at.sequence != r.unit.sequence).astype(jnp.int32)
         return jnp.where(at.is_complete(n), 2 * self.units + at.sequence, inside)
 
     def length(self, r: Any, sequence: Any) -> jax.Array:
@@ -239,7 +239,7 @@ class MLADecodeKernel:
 
     def load_queries(self, r: Any, sequence: Any) -> tuple[Any, ...]:
         """Returns the columns of this program's queries in registers; starts to copy the others."""
-        rows = pl.ds(self.place()[1] * ROWS, ROWS)
+        rows = pl.ds(self.program_position()[1] * ROWS, ROWS)
         tail = pl.ds(Q_TAIL, LATENT + ROPE - Q_TAIL)
         plgpu.copy_gmem_to_smem(r.q.at[sequence, rows, tail], r.q_tail, r.q_ready)
         return tuple(load_rows(r.q.at[sequence, rows, pl.ds(first, n)]) for _, first, n in HELD)
@@ -247,7 +247,7 @@ class MLADecodeKernel:
     def compute_scores(self, r: Any) -> None:
         plgpu.set_max_registers(REGISTERS["scores"], action="increase")
         p, loader = self.problem, self.loader
-        block = self.place()[1]
+        block = self.program_position()[1]
         token = lax.div(block * ROWS, self.rows // p.tokens)
         count = r.unit.steps
 
@@ -264,10 +264,10 @@ class MLADecodeKernel:
 
             plgpu.commit_smem()
 
-        def multiply(s_acc: Any, held: Any, n: Any, has_probs: Any, before: list) -> Any:
+        def multiply(s_acc: Any, q_regs: Any, n: Any, has_probs: Any, before: list) -> Any:
             slot = lax.rem(n, loader.stages)
             plgpu.barrier_wait(r.ready.at[slot])
-            for x, (half, _, columns) in zip(held, HELD, strict=True):
+            for x, (half, _, columns) in zip(q_regs, HELD, strict=True):
                 plgpu.wgmma(s_acc, x, r.main.at[slot, half, :, pl.ds(0, columns)].T)
             tail = r.main.at[slot, HALVES - 1, :, pl.ds(HALF - 64, 64)]
             plgpu.wgmma(s_acc, r.q_tail.at[:, pl.ds(0, 64)], tail.T)
@@ -279,7 +279,7 @@ class MLADecodeKernel:
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
         def step(carry: Any, n: Any, at: Step, is_last: Any) -> Any:
-            is_new, held, *state = carry
+            is_new, q_regs, *state = carry
             slot = lax.rem(n, loader.stages)
             # read before the matmul, used after it
             boxes = loader.boxes(r, self.next_step(r, at))
@@ -290,10 +290,10 @@ class MLADecodeKernel:
                 publish(n - 1, *state, jnp.bool_(True))
                 plgpu.barrier_arrive(r.p_ready)
 
-            held = lax.cond(is_new, lambda: self.load_queries(r, at.sequence), lambda: held)
+            q_regs = lax.cond(is_new, lambda: self.load_queries(r, at.sequence), lambda: q_regs)
             pl.when(is_new)(lambda: plgpu.barrier_wait(r.q_ready))
             s = pl.run_scoped(
-                lambda acc: multiply(acc, held, n, jnp.logical_not(is_new), state),
+                lambda acc: multiply(acc, q_regs, n, jnp.logical_not(is_new), state),
                 plgpu.ACC((ROWS, STEP), F32),
             )
             _, _, m, total = state
@@ -321,16 +321,16 @@ class MLADecodeKernel:
 
             @pl.when(is_last)
             def store_sums() -> None:
-                here = (self.partial(r, at, n), pl.ds(block * ROWS, ROWS))
-                compat.store_registers(r.m.at[here], top)
-                compat.store_registers(r.total.at[here], sum_over_lanes(total))
+                target = (self.partial(r, at, n), pl.ds(block * ROWS, ROWS))
+                compat.store_registers(r.m.at[target], top)
+                compat.store_registers(r.total.at[target], sum_over_lanes(total))
 
-            return is_last, held, probs, alpha, top, total
+            return is_last, q_regs, probs, alpha, top, total
 
         @pl.when(block == 0)
         def store_cut() -> None:  # for the merge
             for i, x in enumerate(r.unit.cut):
-                r.cuts[self.place()[0], i] = x
+                r.cut_sequences[self.program_position()[0], i] = x
 
         @pl.when(count > 0)
         def compute() -> None:
@@ -351,7 +351,7 @@ class MLADecodeKernel:
         plgpu.set_max_registers(REGISTERS["values"], action="decrease")
         loader = self.loader
         half = lax.axis_index("wg")
-        rows = pl.ds(self.place()[1] * ROWS, ROWS)
+        rows = pl.ds(self.program_position()[1] * ROWS, ROWS)
         count = r.unit.steps
 
         def store(at: Step, n: Any, *values: Any) -> None:
@@ -424,17 +424,17 @@ class MLADecodeKernel:
 
         o has the outputs of complete sequences; the others are unset. Partial results are float32:
         partial_o ``[partials, rows, 512]``, m and total ``[partials + b, rows]``. Those that no
-        program has are unset. cuts ``[units, 4]`` are the ``CutSequence`` of every unit.
+        program has are unset. cut_sequences ``[units, 4]`` are the ``CutSequence`` of every unit.
         """
         batch, partials = self.problem.batch, 2 * self.units
         sums = jax.ShapeDtypeStruct((partials + batch, self.rows), F32)
-        cuts = (self.units, len(CutSequence._fields))
+        cut_sequences = (self.units, len(CutSequence._fields))
         return {
             "o": jax.ShapeDtypeStruct((batch, self.rows, LATENT), self.dtype),
             "partial_o": jax.ShapeDtypeStruct((partials, self.rows, LATENT), F32),
             "m": sums,
             "total": sums,
-            "cuts": jax.ShapeDtypeStruct(cuts, jnp.int32),
+            "cut_sequences": jax.ShapeDtypeStruct(cut_sequences, jnp.int32),
         }
 
     def __call__(
@@ -454,7 +454,7 @@ class MLADecodeKernel:
         def body(*refs: Any, **scratch: Any) -> None:
             named = {"k_scale": None} | dict(zip((*inputs, *outputs), refs, strict=True))
             r = SimpleNamespace(**named, **self.loader.named(scratch))
-            unit, capacity = self.place()[0], self.problem.capacity
+            unit, capacity = self.program_position()[0], self.problem.capacity
             r.unit = find_unit(r.lengths, unit, units=self.units, step=STEP, capacity=capacity)
             wg = lax.axis_index("wg")
             pl.when(wg == SCORES)(lambda: self.compute_scores(r))
@@ -499,14 +499,14 @@ class Loader:
 
     def boxes(self, r: Any, at: Step) -> list[tuple[int, Any, Any]]:
         """Returns (first token in the step, page, first token in the page) of every copy."""
-        p, found = self.kernel.problem, []
+        p, boxes = self.kernel.problem, []
         page_size = p.page_size
         for token in range(0, STEP, self.box_tokens):
             column = jnp.minimum(lax.div(at.j * STEP + token, page_size), p.max_pages - 1)
             page = jnp.clip(r.tables[at.sequence, column], 0, p.pages - 1)
             first = 0 if page_size <= STEP else lax.rem(at.j, page_size // STEP) * STEP
-            found.append((token, page, first))
-        return found
+            boxes.append((token, page, first))
+        return boxes
 
     def load(self, r: Any, boxes: list, columns: Any, target: Any, ready: Any) -> None:
         for token, page, first in boxes:
@@ -551,7 +551,7 @@ class Loader:
         """Does nothing more."""
 
     def named(self, scratch: dict[str, Any]) -> dict[str, Any]:
-        """Returns shared memory by the names of what lies there."""
+        """Returns shared memory by name, with a name for each view of shared buffers."""
         return scratch
 
     def scratch(self) -> dict[str, Any]:

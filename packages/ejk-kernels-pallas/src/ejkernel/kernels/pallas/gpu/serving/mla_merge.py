@@ -30,27 +30,28 @@ ROWS_OF_FEW = 4  # rows whose loads are in flight together, of few partial resul
 
 
 def merge(
-    c: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array, cuts: jax.Array,
-    lengths: jax.Array, k_scale: jax.Array | None = None,
+    c: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array,
+    cut_sequences: jax.Array, lengths: jax.Array, k_scale: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Returns ``o [b, rows, d]``, in place, with the rows of all sequences.
 
-    The arrays are those of ``MLADecodeKernel.outputs``; c is the absolute base-2 logit of a dot
-    product of 1.
+    The arrays are ``MLADecodeKernel.outputs``; c is the absolute base-2 logit of a dot product of
+    1.
     """
     b, rows, d = o.shape
-    units, programs = len(cuts), PROGRAMS * rows // ROWS
+    units, programs = len(cut_sequences), PROGRAMS * rows // ROWS
     layout = plgpu.Layout.WG_STRIDED((d,), d // THREADS)
 
     def count_from(start: Any, stride: Any, end: int) -> Any:
-        """Returns how many numbers below ``end`` are ``start`` or some strides after it."""
+        """Returns the length of ``range(start, end, stride)``."""
         return lax.div(jnp.maximum(end - start, 0) + stride - 1, stride)
 
     def body(
-        out: Any, partial_o: Any, m: Any, total: Any, cuts: Any, lengths: Any, k_scale: Any = None
-    ) -> None:
+        out: Any, partial_o: Any, m: Any, total: Any, cut_sequences: Any, lengths: Any,
+        k_scale: Any = None,
+    ) -> None:  # fmt: skip
         unit, program = lax.axis_index("unit"), lax.axis_index("program")
-        cut = CutSequence(*(cuts[unit, i] for i in range(len(CutSequence._fields))))
+        cut = CutSequence(*(cut_sequences[unit, i] for i in range(len(CutSequence._fields))))
         scale = scale_of(k_scale, cut.sequence)
         factor = logit_unit(c, scale)
 
@@ -138,34 +139,34 @@ def merge(
         kernel_name="mla_decode_merge",
         compiler_params=OWN_BARRIERS,
     )
-    inputs = (partial_o, m, total, cuts, lengths, *(() if k_scale is None else (k_scale,)))
+    inputs = (partial_o, m, total, cut_sequences, lengths, *(() if k_scale is None else (k_scale,)))
     # the kernel itself: it is mapped further out, and no version maps references
-    run = pl.run_state(lambda place: kernel.fun(place, *inputs))
+    run = pl.run_state(lambda out: kernel.fun(out, *inputs))
     return run(o)
 
 
 def merge_lse(
-    c: float, m: jax.Array, total: jax.Array, cuts: jax.Array, lengths: jax.Array,
+    c: float, m: jax.Array, total: jax.Array, cut_sequences: jax.Array, lengths: jax.Array,
     k_scale: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Returns the log-sum-exp of every row, float32 ``[b, rows]``; -inf of rows without keys.
 
-    The arguments are those of ``merge``.
+    The arguments are the same as of ``merge``.
     """
     factor: Any = c if k_scale is None else logit_unit(c, k_scale)[:, None]
-    owner = partial_owners(cuts, lengths)
+    owner = partial_owners(cut_sequences, lengths)
     mine = (owner == jnp.arange(len(lengths))[:, None])[..., None]
     top = jnp.max(jnp.where(mine, m, -jnp.inf), axis=1)
     shift = jnp.where(top == -jnp.inf, 0.0, top)
-    each = factor if k_scale is None else factor[..., None]
-    weight = jnp.exp2((m - shift[:, None]) * each)
-    whole = jnp.sum(jnp.where(mine, weight * total, 0.0), axis=1)
-    return jnp.where(whole > 0.0, (shift * factor + jnp.log2(whole)) * jnp.log(2.0), -jnp.inf)
+    partial_factor = factor if k_scale is None else factor[..., None]
+    weight = jnp.exp2((m - shift[:, None]) * partial_factor)
+    row_sum = jnp.sum(jnp.where(mine, weight * total, 0.0), axis=1)
+    return jnp.where(row_sum > 0.0, (shift * factor + jnp.log2(row_sum)) * jnp.log(2.0), -jnp.inf)
 
 
-def partial_owners(cuts: jax.Array, lengths: jax.Array) -> jax.Array:
+def partial_owners(cut_sequences: jax.Array, lengths: jax.Array) -> jax.Array:
     """Returns the sequence of every partial result, int32 ``[2 * units + b]``; -1: of none."""
-    cut, unit = CutSequence(*cuts.T), jnp.arange(len(cuts))
+    cut, unit = CutSequence(*cut_sequences.T), jnp.arange(len(cut_sequences))
     goes_on = cut.partials > 0
     number = partial_number(cut.first_partial, cut.units_before)
     owners = jnp.where(goes_on, cut.sequence, -1)

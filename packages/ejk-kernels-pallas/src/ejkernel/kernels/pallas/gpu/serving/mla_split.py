@@ -1,7 +1,7 @@
 """The split schedule of latent decoding inside a kernel: each program finds its unit by itself.
 
 The schedule, its reasons and its reference are ``types.serving.split``. Every warp computes it from
-the lengths: a lane has a few sequences in a row, and lanes combine what they found. So there is no
+the lengths: a lane has a few sequences in a row, and lanes combine their results. So there is no
 table, and no launch before the kernel.
 """
 
@@ -40,9 +40,9 @@ from ejkernel.types.serving.split import (
 LANES = 32
 
 
-def _over_warp(how: str, x: Any) -> Any:
+def _over_warp(operation: str, x: Any) -> Any:
     """Returns a reduction of ``x`` of all lanes: add or max."""
-    return asm(f"redux.sync.{how}.s32 $0, $1, 0xffffffff;", "=r,r", i32(), x)
+    return asm(f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;", "=r,r", i32(), x)
 
 
 def _sum_to_lane(x: Any) -> Any:
@@ -74,9 +74,9 @@ def find_unit(lengths: Any, unit: jax.Array, *, units: int, step: int, capacity:
     b = lengths.shape[0]
     lane_count, unit_count = -(-b // LANES), -(-b // units)  # sequences of a lane, of a unit
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
-    results = len(SplitUnit._fields) - 1 + len(CutSequence._fields)
+    results = (scalar,) * (len(SplitUnit._fields) - 1 + len(CutSequence._fields))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(scalar,) * results)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=results)
     def apply(_: Any, lengths: Any, unit: Any) -> tuple[Any, ...]:
         unit = unit.registers.item()
         lane = arith.andi(thread(), constant(LANES - 1))
@@ -141,7 +141,7 @@ def find_unit(lengths: Any, unit: jax.Array, *, units: int, step: int, capacity:
         cut_from = arith.muli(unit, even)
         cut_to = arith.addi(cut_from, even)
 
-        def within(t: Any, at: Any, first: Any, to: Any, *found: Any) -> list[Any]:
+        def within(t: Any, at: Any, first: Any, to: Any, *chosen: Any) -> list[Any]:
             """Counts steps before both bounds; finds the sequence around the second bound."""
             i = arith.addi(top, t)
             x = steps_of(i)
@@ -151,9 +151,9 @@ def find_unit(lengths: Any, unit: jax.Array, *, units: int, step: int, capacity:
                 for bound in (cut_from, cut_to)
             ]
             over = arith.andi(compare("slt", begin, cut_to), compare("sgt", end, cut_to))
-            here = (i, at, end)
-            chosen = [arith.select(over, n, f) for n, f in zip(here, found, strict=True)]
-            return [end, arith.addi(first, to_bounds[0]), arith.addi(to, to_bounds[1]), *chosen]
+            candidate = (i, at, end)
+            selected = [arith.select(over, n, f) for n, f in zip(candidate, chosen, strict=True)]
+            return [end, arith.addi(first, to_bounds[0]), arith.addi(to, to_bounds[1]), *selected]
 
         _, first, to, *cut = _for(lane_count, [cost_start, *[constant(0)] * 5], within)
         first, to = (_over_warp("add", x) for x in (first, to))
@@ -177,7 +177,7 @@ def find_unit(lengths: Any, unit: jax.Array, *, units: int, step: int, capacity:
         ending = arith.divui(arith.subi(end, constant(1)), even)
         none = arith.ori(complete, compare("eq", end, constant(0)))
         partials = arith.addi(arith.subi(ending, began), constant(1))
-        found = (
+        values = (
             first,
             step_in_first,
             taken,
@@ -186,7 +186,7 @@ def find_unit(lengths: Any, unit: jax.Array, *, units: int, step: int, capacity:
             arith.select(none, constant(0), partials),
             arith.subi(unit, began),
         )
-        return tuple(map(splat, found))
+        return tuple(map(splat, values))
 
     *work_range, sequence, first_partial, partials, units_before = apply(lengths, unit)
     cut = CutSequence(sequence, first_partial, partials, units_before)

@@ -1,0 +1,88 @@
+"""Epilogue of the forward kernel: accumulators of a tile to the output and its log-sum-exp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.pallas.common.units import unit
+from ejkernel.kernels.pallas.gpu.common.masks import row_of
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS
+from ejkernel.types.attention.problem import LOG2E
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Stores full tiles by TMA, with what the backward pass reads of their rows.
+
+    Attributes:
+        form: the compiled form of the kernel.
+        scheduler: knows the rows of a tile.
+    """
+
+    form: Form
+    scheduler: Any
+
+    keeps_lse: ClassVar[bool] = True
+
+    def finish(self, r: Any, tile: Any, o: jax.Array, state: tuple) -> None:
+        """Divides o; hands o, lse and base (lse in ``units``) of a tile to TMA."""
+        t, p = self.form.tiles, self.form.problem
+        wg = lax.axis_index("wg")
+        m, total, *e = state
+        empty = total == 0.0
+        common = jnp.exp2(-e[0]) if e else 1.0
+        total = total * common
+        top, alpha, above = m * unit(p), 1.0, 0.0
+        if "sink" in self.form.operands:
+            sink = r.sink[*row_of(r.sink, tile.batch), tile.head]
+            # a row that sees no key stays empty, whatever the sink
+            both = jnp.maximum(top, sink)
+            above = both - jnp.where(empty, both, top)
+            alpha = jnp.exp2(-above * LOG2E)
+            total = jnp.where(empty, 0.0, total * alpha + jnp.exp2((sink - both) * LOG2E))
+            top = both
+        row_sum = jnp.where(empty, 1.0, total)
+        log = jnp.log(row_sum)
+        lse = jnp.where(empty, -jnp.inf, top + log)
+        base = jnp.where(empty, jnp.inf, m + (log + above) * (1 / unit(p)))
+        row_scale = alpha * common / row_sum
+        rows = pl.ds(wg * ROWS, ROWS)
+        out_rows = pl.ds(self.scheduler.first_row(tile) + wg * ROWS, ROWS)
+        for c in range(0, p.value_dim, t.o_columns):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if c == 0 and self.keeps_lse:
+                r.lse_smem[rows] = lse
+                r.base_smem[rows] = base
+            width = min(t.o_columns, p.value_dim - c)
+            part = o[:, c : c + width]  # scaled part by part: o is still needed
+            part = part * lax.broadcast_in_dim(row_scale, part.shape, [0])
+            self.store(r, tile, part.astype(p.dtype), c)
+            if c == 0 and self.keeps_lse:
+                out = (tile.batch, tile.head, out_rows)
+                plgpu.copy_smem_to_gmem(r.lse_smem.at[rows], r.lse.at[out])
+                plgpu.copy_smem_to_gmem(r.base_smem.at[rows], r.base.at[out])
+
+    def store(self, r: Any, tile: Any, part: jax.Array, column: int) -> None:
+        """Hands this warpgroup's rows of o from ``column`` on to TMA, through staging memory."""
+        wg = lax.axis_index("wg")
+        columns = pl.ds(0, part.shape[1])
+        staged = r.o_smem.at[pl.ds(wg * ROWS, ROWS), columns]
+        staged[...] = part
+        plgpu.commit_smem()
+        rows = pl.ds(self.scheduler.first_row(tile) + wg * ROWS, ROWS)
+        target = (tile.batch, rows, tile.head, pl.ds(column, part.shape[1]))
+        plgpu.copy_smem_to_gmem(staged, r.o.at[target])
+
+    def scratch(self) -> dict[str, Any]:
+        if not self.keeps_lse:
+            return {}
+        rows = plgpu.SMEM((self.form.tiles.block_q,), F32)
+        return {"lse_smem": rows, "base_smem": rows}

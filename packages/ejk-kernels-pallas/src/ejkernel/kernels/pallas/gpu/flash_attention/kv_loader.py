@@ -1,0 +1,85 @@
+"""Loaders of keys and values for the forward kernel: which blocks a tile visits, and their copies.
+
+A loader has the loop of the producer, and says where the blocks of a tile lie. ``DenseLoader``
+reads contiguous keys, ``ListLoader`` the blocks of a list; ``serving.prefill`` has one for page
+tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.pallas.gpu.common.masks import row_of
+from ejkernel.kernels.pallas.gpu.common.schedule import Tile
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, Form
+from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS
+
+
+@dataclass(frozen=True)
+class DenseLoader:
+    """Contiguous keys and values ``[b, kv_len, heads, d]``."""
+
+    form: Form
+
+    @property
+    def copies(self) -> int:
+        """TMA copies of a block of keys."""
+        return 1
+
+    def produce(self, kernel: Any, r: Any) -> None:
+        """Copies queries, keys and values of all tiles of this program, one warpgroup in step."""
+        scheduler = kernel.scheduler
+
+        def per_tile(carry):
+            i, n, ahead = carry
+            tile = scheduler.arrived(r, ahead)
+            ahead = scheduler.ahead(r, i + 1, ahead[2])
+            kernel.load_queries(r, tile, scheduler.first_row(tile), i)
+            first = self.key_block(r, tile, tile.stop - 1)
+            kernel.load(r, "k", tile, first, n)
+
+            def per_block(x, carry):
+                n, j = carry
+                following = self.key_block(r, tile, tile.stop - 2 - x)
+                kernel.load(r, "k", tile, following, n + 1)
+                kernel.load(r, "v", tile, j, n)
+                return n + 1, following
+
+            n, j = lax.fori_loop(0, tile.stop - tile.start - 1, per_block, (n, first))
+            kernel.load(r, "v", tile, j, n)
+            return i + 1, n + 1, ahead
+
+        zero = jnp.int32(0)
+        carry = (zero, zero, scheduler.ahead(r, zero))
+        lax.while_loop(lambda carry: carry[2][0] >= 0, per_tile, carry)
+
+    def key_block(self, r: Any, tile: Tile, j: Any) -> Any:
+        """Returns the key block of the j-th step of a tile."""
+        return j
+
+    def source(self, r: Any, tile: Tile, j: Any) -> Any:
+        """Returns where block j of a tile's keys and values lies."""
+        rows = pl.ds(j * self.form.tiles.block_kv, self.form.tiles.block_kv)
+        return tile.batch, rows, lax.div(tile.head, self.form.problem.group)
+
+    def copy(self, r: Any, tensor: str, tile: Tile, source: Any, smem: Any, ready: Any) -> None:
+        """Starts the copy of a block of "k" or "v", which signals to ``ready``."""
+        axes = MEMBER if self.form.tiles.cluster > 1 else None
+        plgpu.copy_gmem_to_smem(getattr(r, tensor).at[source], smem, ready, collective_axes=axes)
+
+    def prepare_values(self, r: Any, tile: Tile, j: Any, slot: Any) -> None:
+        """Does nothing with the values of block j: the copy engine has zeroed rows past the end."""
+
+
+@dataclass(frozen=True)
+class ListLoader(DenseLoader):
+    """The blocks of a list, for patterns of blocks; see ``lists``."""
+
+    def key_block(self, r: Any, tile: Tile, j: Any) -> Any:
+        return r.lists[*row_of(r.lists, tile.batch, tile.head), tile.block, COUNTS + j]

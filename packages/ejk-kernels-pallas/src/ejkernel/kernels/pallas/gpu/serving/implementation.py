@@ -1,0 +1,213 @@
+"""Serving on Hopper as kernel objects: ragged attention over pages, and latent decoding.
+
+Ragged attention replaces one stage of Triton's: sequences of many new tokens go to ``prefill``, and
+with them sequences of one token, whose decoding waits for memory while prefill does not. The
+schedule decides on the device, call by call. Latent decoding has both of its stages here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.pallas.compat import untracked
+from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
+from ejkernel.kernels.pallas.gpu.serving.mla_decode import LATENT, ROPE, ROWS, MLADecodeKernel
+from ejkernel.kernels.pallas.gpu.serving.mla_merge import merge, merge_lse
+from ejkernel.kernels.pallas.gpu.serving.prefill import prefill, prefill_kernel
+from ejkernel.kernels.pallas.gpu.serving.tiles import (
+    DIMS,
+    DTYPES,
+    MAX_COMPARED_PAGE,
+    long_prefill_of,
+)
+from ejkernel.kernels.pallas.kernel import PallasKernel
+from ejkernel.ops.core.invocation import BoundCall
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.stages import ComposedKernel, Stage, StagedKernel
+from ejkernel.ops.xla_gradients import XlaGradients
+from ejkernel.types import calls
+from ejkernel.types.calls import arguments
+from ejkernel.types.serving.problem import LatentProblem, RaggedProblem
+from ejkernel.types.serving.schedule import ROW_ALIGNMENT
+
+EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
+# Tokens that the tables can hold, from which on latent decoding is faster here than the kernels for
+# every GPU: on an H200 with 128 heads 20 against 19 us at 2^13, 24 to 26 against 25 to 31 at 2^14
+MIN_TOKENS = 2**14
+
+
+def long_prefill(work: Work, arrays: Arrays) -> Arrays:
+    """Returns ``o [T, h, d]`` with the rows of long prefill and of ``decode_rows``; others
+    unset."""
+    p = work.problem.paged
+    cache = arrays["k"].reshape(p.pages, p.page_size, -1, p.dim)
+    tables = (arrays[name] for name in ("tables", "work_tiles", "decode_rows"))
+    kernel = prefill_kernel(work.problem, work.target.cores)
+    return {"o": prefill(kernel, arrays["q"], cache, *tables)}
+
+
+class Ragged(ComposedKernel, PallasKernel):
+    """Ragged attention with the long prefill of Hopper and the other stages of Triton."""
+
+    base_platform = "triton"
+    chip = staticmethod(current_chip)
+    stages: ClassVar[Mapping[str, Stage]] = {"long_prefill": long_prefill}
+
+    def unsupported_reason(self, problem: RaggedProblem, target: Any) -> str | None:
+        p, reason = problem.paged, super().unsupported_reason(problem, target)
+        if reason is not None:
+            return reason
+        if p.query_dtype not in DTYPES or p.key_dtype != p.query_dtype:
+            dtypes = f"{p.query_dtype} on {p.key_dtype}"
+            return f"queries: {dtypes}, only {' and '.join(DTYPES)} are supported"
+        if p.dim not in DIMS or p.layout.key_stride != 2 * p.dim:
+            return f"queries: head dim {p.dim} is not among {DIMS}, or pages are padded to more"
+        if p.page_size < 16 or p.page_size & (p.page_size - 1):
+            cache = self.call.boundary.pools[0]
+            return f"{cache}: pages of {p.page_size} are no power of two from 16 on"
+        enough = long_prefill_of(problem, target.cores).min_total_rows
+        if problem.rows % ROW_ALIGNMENT or problem.rows < enough:
+            return f"queries: {problem.rows} rows are no multiple of 8, or fewer than {enough}"
+        return None
+
+    def priority_for(self, call: BoundCall) -> int:
+        """Ahead of the kernels for every GPU; behind XLA with pages that no GPU has compared."""
+        return 110 if self.problem_of(call).paged.page_size <= MAX_COMPARED_PAGE else -1
+
+    def choose(self, problem: RaggedProblem, target: Any) -> Any:
+        return replace(super().choose(problem, target), long=long_prefill_of(problem, target.cores))
+
+    def heuristic(self, call: BoundCall) -> dict[str, Any]:
+        problem = self.problem_of(call)
+        return self.choose(problem, self.target()).fields
+
+    def candidates(self, call: BoundCall) -> list[dict[str, Any]]:
+        return [self.heuristic(call)]
+
+
+class RaggedPageAttention(Ragged):
+    """Packed rows of any mix of prefill and decoding over pages, on a Hopper GPU.
+
+    Sequences of at least 128 new tokens go through the mainloop of flash attention, where a call
+    has enough of them to fill the GPU. Sequences of one new token are decoded in the same kernel,
+    unless one of these takes long by itself. All other stages belong to the implementation for
+    every GPU, which must be installed. Queries and caches are of one dtype, float16 or bfloat16,
+    head dims 64 or 128, pages powers of two from 16 on, the packed rows a multiple of 8. No
+    windows, sinks or scales. The tangent of a soft cap is the hardware's, exact to 2^-11. Two runs
+    give the same bits. ``cfg`` is that of the implementation for every GPU.
+
+    Source: Shah et al. 2024, FlashAttention-3 (arXiv 2407.08608); Kwon et al. 2023,
+    "PagedAttention" (arXiv 2309.06180).
+    """
+
+    call = calls.RaggedPageAttention
+    reads = arguments.RAGGED | {"softmax_scale", "logits_soft_cap"}
+
+
+class RaggedPageAttentionv3(Ragged):
+    """The same after writing the new keys and values to their pages, on a Hopper GPU.
+
+    The cache is written in place, by the implementation for every GPU.
+    """
+
+    call = calls.RaggedPageAttentionv3
+    reads = arguments.RAGGED_UPDATE | {"softmax_scale", "logits_soft_cap"}
+
+
+def decode_stage(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the arrays of ``MLADecodeKernel.outputs``."""
+    kernel = MLADecodeKernel(work.problem, work.target.cores)
+    outputs = kernel.outputs()
+    read = [arrays[name] for name in ("q", "k", "tables", "lens")]
+    results = _launch_in_int32(kernel, outputs, *read, *_scale(arrays))
+    return dict(zip(outputs, results, strict=True))
+
+
+def merge_stage(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the output, and the log-sum-exp if the call returns it."""
+    c = MLADecodeKernel(work.problem, work.target.cores).c
+    read = [arrays[name] for name in ("o", "partial_o", "m", "total", "cut_sequences", "lens")]
+    o = arrays["o"]
+    types = {"o": o}
+    if work.problem.return_lse:
+        types["lse"] = jax.ShapeDtypeStruct(o.shape[:2], jnp.float32)
+
+    def run(o: jax.Array, partial_o: jax.Array, *sums: jax.Array) -> tuple[jax.Array, ...]:
+        outputs = (merge(c, o, partial_o, *sums),)
+        return (*outputs, merge_lse(c, *sums)) if work.problem.return_lse else outputs
+
+    return dict(zip(types, _launch_in_int32(run, types, *read, *_scale(arrays)), strict=True))
+
+
+def _scale(arrays: Arrays) -> tuple[jax.Array, ...]:
+    """Returns the scale of the cache, float32 ``[1 or b]``, if there is one."""
+    scale = arrays.get("k_scale")
+    return () if scale is None else (scale.reshape(-1).astype(jnp.float32),)
+
+
+def _launch_in_int32(
+    run: Any, outputs: dict[str, Any], *operands: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns the results of kernels, which count in int32."""
+
+    def in_int32(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.enable_x64(False):
+            return run(*operands)
+
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs.values())
+    return tuple(untracked(in_int32, types)(*operands))
+
+
+class MLADecode(XlaGradients, StagedKernel, PallasKernel):
+    """Latent attention of the last tokens over a paged cache, on a Hopper GPU.
+
+    Queries are float16 or bfloat16, the cache of their dtype, int8, float8_e4m3fn or float8_e5m2;
+    the latent part is 512 and the rotary part 64; heads come in multiples of 64; pages are powers
+    of two from 8 on. No window, soft cap, sinks or number of splits. Two runs give the same bits.
+    The XLA implementation has the gradients.
+    """
+
+    call = calls.MLADecode
+    reads = arguments.PAGES | {
+        "query",
+        "latent_cache",
+        "latent_dim",
+        "softmax_scale",
+        "k_scale",
+        "return_lse",
+    }
+    fixed_tiles = True
+    chip = staticmethod(current_chip)
+    stages: ClassVar[Mapping[str, Stage]] = {"decode": decode_stage, "merge": merge_stage}
+
+    def unsupported_reason(self, problem: LatentProblem, target: Chip) -> str | None:
+        p = problem
+        if p.query_dtype not in DTYPES or p.key_dtype not in (p.query_dtype, *EIGHT_BIT):
+            return (
+                f"query: {p.query_dtype} on {p.key_dtype}; supported are {' and '.join(DTYPES)} "
+                f"on the same or {', '.join(EIGHT_BIT)}"
+            )
+        if p.latent_dim != LATENT:
+            return f"latent_dim: {p.latent_dim} is not {LATENT}"
+        if p.rope_dim != ROPE:
+            return f"latent_cache: {p.dim} with {p.latent_dim} is not {LATENT + ROPE} with {LATENT}"
+        if p.heads % ROWS:
+            return f"query: {p.heads} heads are no multiple of {ROWS}"
+        if p.page_size < 8 or p.page_size & (p.page_size - 1):
+            return f"latent_cache: pages of {p.page_size} are no power of two from 8 on"
+        return None
+
+    def priority_for(self, call: BoundCall) -> int:
+        """Ahead of the kernels for every GPU where there is enough to read."""
+        p = self.problem_of(call)
+        return 110 if p.batch * p.capacity >= MIN_TOKENS else 90
+
+
+ragged_page_attention = RaggedPageAttention()
+ragged_page_attention_v3 = RaggedPageAttentionv3()
+mla_decode = MLADecode()
