@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.triton.launch import BATCHED, Launch, shapes_of
+from ejkernel.kernels.triton.launch import BATCHED, Launch
 from ejkernel.kernels.triton.resources import launch_source
 from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target
 
@@ -105,13 +105,8 @@ class Affine(Launch):
         return replace(self, rows=size * self.rows)
 
 
-def on_operands(launch: Any, avals: Mapping[str, Any]) -> Any:
-    """Returns a launch on operands by name, as ``bridge.call`` makes it."""
-    return replace(launch, operands=shapes_of(avals))
-
-
 def source_of(launch):
     """Returns the specialisation of an ``Affine`` launch for Hopper."""
     avals = [jax.ShapeDtypeStruct((launch.rows, launch.n), jnp.float32)] * 2
-    launch = on_operands(launch, dict(zip(("x", "y"), avals, strict=True)))
+    launch = launch.with_operands(dict(zip(("x", "y"), avals, strict=True)))
     return launch_source(launch, avals, HOPPER)

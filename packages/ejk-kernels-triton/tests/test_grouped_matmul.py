@@ -11,8 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.triton import grouped_matmul
+from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.products import precision_name
-from ejkernel.kernels.triton.grouped_matmul import implementation, tiles
+from ejkernel.kernels.triton.grouped_matmul import launch, tiles
+from ejkernel.kernels.triton.grouped_matmul.backward_rhs import GroupedDrhs
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
@@ -169,8 +171,12 @@ def test_a_half_that_leaves_late_is_the_same():
     late = tiles.Tiles(16, 32, 16, 4, 3, parts=2, late=True)
     lhs, dout = normal(2, 36, 16, dtype=jnp.bfloat16), normal(2, 36, 32, dtype=jnp.bfloat16)
     sizes, offset = np.array([[15, 0, 20], [3, 33, 0]]), jnp.array([[0], [1]])
-    product = implementation.Product(p, late, weights=True)
-    got = jax.vmap(product)(lhs, dout, jnp.asarray(sizes), offset)
+
+    def drhs(lhs, dout, sizes, offset):
+        operands = {"lhs": lhs, "dout": dout, "group_sizes": sizes, "offset": offset}
+        return call(GroupedDrhs(p, late), **operands)["out"]
+
+    got = jax.vmap(drhs)(lhs, dout, jnp.asarray(sizes), offset)
     for i in range(2):
         want = oracle.grouped_matmul(
             lhs[i], np.zeros((3, 16, 32)), sizes[i], i, dout=dout[i]
@@ -260,8 +266,7 @@ def mapped(product, axes):
 )
 def test_vmap(axes, most, monkeypatch):
     """Folded into one launch, or with too many groups for one, call after call."""
-    monkeypatch.setattr(implementation, "MAX_LANES", most)
-    implementation._mapped.cache_clear()
+    monkeypatch.setattr(launch, "MAX_LANES", most)
     sizes = jnp.array([[10, 3, 20, 4], [1, 0, 70, 2]])
     full = (normal(2, M, K), normal(2, 3, K, N), sizes, jnp.array([0, 1]), normal(2, M, N, seed=4))
     args = [
@@ -272,15 +277,17 @@ def test_vmap(axes, most, monkeypatch):
     want = mapped(dense, axes)(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-5)
-    implementation._mapped.cache_clear()
 
 
 def test_vmap_of_vmap():
     lhs, rhs = normal(2, 3, 20, K), normal(3, G, K, N)
     sizes = jnp.array([[[5, 3, 4, 8], [0, 0, 9, 1], [20, 1, 1, 1]]] * 2)
-    twice = jax.vmap(jax.vmap(partial(grouped_matmul, cfg=SMALL)), (0, None, 0))(lhs, rhs, sizes)
+    ours = jax.vmap(jax.vmap(partial(grouped_matmul, cfg=SMALL)), (0, None, 0))
     want = jax.vmap(jax.vmap(dense), (0, None, 0))(lhs, rhs, sizes)
-    np.testing.assert_allclose(twice, want, atol=1e-4)
+    np.testing.assert_allclose(ours(lhs, rhs, sizes), want, atol=1e-4)
+    # an inner axis of one call
+    one = ours(lhs[:, :1], rhs[:1], sizes[:, :1])
+    np.testing.assert_allclose(one, want[:, :1], atol=1e-4)
 
 
 def test_scan_checkpoint_and_repeatability():
@@ -335,7 +342,7 @@ def test_tiles_fit(shape, dtype):
     p = problem(*shape, dtype=dtype)
     for target in (cuda_target(90), cuda_target(80, 108), cuda_target(89, 128)):
         for t in (tiles.choose(p, target), tiles.choose_weights(p, target)):
-            assert tiles.held_bytes(p, t) * t.per_core <= target.shared_limit + 1024
+            assert tiles.shared_bytes(p, t) * t.per_core <= target.shared_limit + 1024
         found = tiles.neighbours(p, target)
         assert found[0] == tiles.choose(p, target)
         assert 3 <= len(found) == len(set(found)) <= 20

@@ -8,7 +8,9 @@ import pytest
 
 from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.grouped_matmul import tiles
-from ejkernel.kernels.triton.grouped_matmul.implementation import RowsPlan, WeightsPlan
+from ejkernel.kernels.triton.grouped_matmul.backward_rhs import GroupedDrhs
+from ejkernel.kernels.triton.grouped_matmul.forward import GroupedForward
+from ejkernel.kernels.triton.grouped_matmul.forward_8bit import GroupedForward8Bit
 from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 
@@ -50,20 +52,24 @@ STORED = {"few": (False, 1024), "even": (False, 8192), "few transposed": (True, 
 STORED_SAMPLE = [("few", "sm_90"), ("few transposed", "sm_90"), ("even", "sm_80")]
 
 
-def planned(shape, which, target):
+def launched(shape, which, target):
     rows, inner, columns, groups, dtype, precision = SHAPES[shape]
     p = tiles.Problem(rows, inner, columns, groups, groups, False, dtype, dtype, precision)
     lhs, rhs, out = (rows, inner), (groups, inner, columns), (rows, columns)
     operands = {"fwd": (lhs, rhs), "dlhs": (out, rhs), "drhs": (lhs, out)}[which]
     avals = [jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for s in operands]
     avals.append(jax.ShapeDtypeStruct((groups,), jnp.int32))
+    names = ("lhs", "dout" if which == "drhs" else "rhs", "group_sizes")
+    operands = dict(zip(names, avals, strict=True))
     if which == "drhs":
-        return WeightsPlan(p, tiles.choose_weights(p, target), 0, False), avals
-    p = p if which == "fwd" else p.flipped()
-    return RowsPlan(p, tiles.choose(p, target), 0, False), avals
+        launch = GroupedDrhs(p, tiles.choose_weights(p, target))
+    else:
+        p = p if which == "fwd" else p.flipped()
+        launch = GroupedForward(p, tiles.choose(p, target))
+    return launch.with_operands(operands), avals
 
 
-def planned_stored(which, kind, target):
+def launched_8bit(which, kind, target):
     transposed, rows = STORED[which]
     _, inner, columns, groups, dtype, precision = SHAPES["small"]
     p = tiles.Problem(
@@ -73,25 +79,27 @@ def planned_stored(which, kind, target):
     shapes = ((rows, inner), dtype), (matrices, kind), ((groups,), "int32")
     shapes = *shapes, ((groups, columns), "float32")
     avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for shape, d in shapes]
-    return RowsPlan(p, tiles.choose(p, target), 0, False, True), avals
+    names = ("lhs", "rhs", "group_sizes", "scale")
+    launch = GroupedForward8Bit(p, tiles.choose(p, target))
+    return launch.with_operands(dict(zip(names, avals, strict=True))), avals
 
 
 def check(shape, which, chip):
     target = TARGETS[chip]
     if shape in STORED:
-        plan, avals = planned_stored(shape, which, target)
+        launch, avals = launched_8bit(shape, which, target)
     else:
-        plan, avals = planned(shape, which, target)
-    used = measure(launch_source(plan, avals, target), target)
-    print(f"{shape} {which} {chip}: {plan.tiles}: {used}")
+        launch, avals = launched(shape, which, target)
+    used = measure(launch_source(launch, avals, target), target)
+    print(f"{shape} {which} {chip}: {launch.tiles}: {used}")
     assert used.spills == 0
     assert not used.serialized
     assert used.products > 0 or "highest" in shape or chip == "sm_100"
     # the programs meant to run together fit
-    assert (used.shared + 1024) * plan.tiles.per_core <= target.shared_limit + 1024
+    assert (used.shared + 1024) * launch.tiles.per_core <= target.shared_limit + 1024
     if target.platform == "cuda":
-        assert used.registers * 32 * used.num_warps * plan.tiles.per_core <= 65536
-        assert used.shared <= tiles.held_bytes(plan.problem, plan.tiles) + 512
+        assert used.registers * 32 * used.num_warps * launch.tiles.per_core <= 65536
+        assert used.shared <= tiles.shared_bytes(launch.problem, launch.tiles) + 512
 
 
 @pytest.mark.parametrize(("shape", "which", "chip"), SAMPLE)
@@ -122,8 +130,8 @@ def test_all(shape, which, chip):
 def test_the_copies_of_later_steps_fly_while_one_is_multiplied(which):
     """One loop over the steps of all tiles, filled before it starts and never drained."""
     target = TARGETS["sm_90"]
-    plan, avals = planned("large", which, target)
-    text = stages(launch_source(plan, avals, target), target, "ttgir")[0]["ttgir"]
+    launch, avals = launched("large", which, target)
+    text = stages(launch_source(launch, avals, target), target, "ttgir")[0]["ttgir"]
     copies = text.count("async_tma_copy_global_to_local")
-    assert copies == 2 * plan.tiles.num_stages
+    assert copies == 2 * launch.tiles.num_stages
     assert "pendings = 1" in text

@@ -21,7 +21,6 @@ from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.state_scan import StateScan
 from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
-from ejktest.launcher import on_operands
 
 pytest.importorskip("triton")
 
@@ -100,9 +99,9 @@ def launched(shape, which, target):
     rows = {"query": arrays["q"], "key": arrays["k"], "value": arrays["v"]}
     reader, source = ("do", "v") if of_values else ("q", "k")
     gate = {"gate": aval((b, s, h), jnp.float32)}
-    prefix_sums = on_operands(GatePrefixSums(p, t), gate | cu)
+    prefix_sums = GatePrefixSums(p, t).with_operands(gate | cu)
     pair = {"reader": arrays[reader], "source": arrays[source], "gate": channel_gate}
-    decay = on_operands(DecayChannels(p, t, of_values), pair | cuts | cu)
+    decay = DecayChannels(p, t, of_values).with_operands(pair | cuts | cu)
     halves = {}
     if scalar:
         arrays |= prefix_sums.outputs()
@@ -151,7 +150,7 @@ def launched(shape, which, target):
 
 
 def source_of(launch, operands, target):
-    return launch_source(on_operands(launch, operands), list(operands.values()), target)
+    return launch_source(launch.with_operands(operands), list(operands.values()), target)
 
 
 def check(shape, which, chip):
@@ -159,7 +158,7 @@ def check(shape, which, chip):
     launch, operands = launched(shape, which, target)
     used = measure(source_of(launch, operands, target), target)
     print(f"{shape} {which} {chip}: {launch.tiles}: {used}")
-    bound = on_operands(launch, operands).bind(target)
+    bound = launch.with_operands(operands).bind(target)
     # halvings of columns; sums in float32 from addresses of a padded head dim
     few = 64 if any(SHAPES[shape][8]) else 16
     if "maxnreg" in bound.options:
@@ -204,7 +203,9 @@ def test_float32_numbers_in_whole_chunks_have_a_kernel_by_hand(changed, kernel):
     launch = ChunkLoop(p, tiles.choose(p, target), passes.OUTPUT)
     names = passes.OUTPUT.operands(p)
     shape = (p.batch, p.rows, p.heads, p.dim)
-    launch = on_operands(launch, {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in names})
+    launch = launch.with_operands(
+        {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in names}
+    )
     assert launch.bind(target).kernel.__name__ == kernel
 
 

@@ -17,7 +17,6 @@ from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.native_sparse_attention.select_kernel import ScoreBlocks
 from ejkernel.kernels.triton.resources import Resources, launch_source, measure
 from ejkernel.kernels.triton.targets import Target, cuda_target, rocm_target
-from ejktest.launcher import on_operands
 
 pytest.importorskip("triton")
 
@@ -88,7 +87,7 @@ def used(shape: str, kind: str, target: Target) -> Resources:
         given = {name: x for name, x in given.items() if name not in packed}
     if kind == "forward":
         given = {name: x for name, x in given.items() if name not in OTHERS}
-    launch = on_operands(launch, given)
+    launch = launch.with_operands(given)
     found = measure(launch_source(launch, list(given.values()), target), target)
     print(f"{shape} {kind} {target.name}: {launch.tiles}: {found}")
     assert found.shared <= target.shared_limit

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +124,10 @@ class Launch:
         """Returns the launch of ``size`` times as many batch rows."""
         return replace(self, problem=self.problem.folded(size))
 
+    def rows_per_batch(self, name: str) -> int:
+        """Returns the entries of a SHARED operand's leading axis for one batch row."""
+        return 1
+
     # -- for ``arguments`` ---------------------------------------------------------------------
 
     @property
@@ -149,6 +153,17 @@ class Launch:
         return Out(written.index(name), view) if name in written else None
 
     # -- for the bridge ------------------------------------------------------------------------
+
+    def with_operands(self, arrays: Mapping[str, Any]) -> Self:
+        """Returns the launch on operands by name.
+
+        Raises:
+            TypeError: the launch does not declare an operand.
+        """
+        unknown = arrays.keys() - self.batching.keys()
+        if unknown:
+            raise TypeError(f"{type(self).__name__}: no operand is named {sorted(unknown)}")
+        return replace(self, operands=shapes_of(arrays))
 
     def result_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the types of the results of this call, in order."""
@@ -176,8 +191,8 @@ class Launch:
             stand_in=None if stand_in is None else stand_in.bind(target),
         )
 
-    def is_sequential(self, mapped: Sequence[bool]) -> bool:
-        """Returns whether mapped calls must run one after the other."""
+    def is_sequential(self, size: int, mapped: Sequence[bool]) -> bool:
+        """Returns whether ``size`` mapped calls must run one after the other."""
         pairs = zip(self.names, mapped, strict=True)
         return any(on and self.batching[name] == SEQUENTIAL for name, on in pairs)
 
@@ -194,28 +209,19 @@ class Launch:
         merged = []
         for name, array, on in zip(self.names, arrays, mapped, strict=True):
             rows = array.shape[1 if on else 0]
-            may_share = self.batching[name] == SHARED and rows == 1
+            may_share = self.batching[name] == SHARED and rows == self.rows_per_batch(name)
             if may_share and name not in private:
                 merged.append(array)
             else:
-                inner = self.batch if may_share else rows
-                merged.append(merge_leading(size, array, on, inner))
+                batch = self.batch if may_share else 1
+                merged.append(_merge_leading(size, array, on, batch))
         shapes = shapes_of(dict(zip(self.names, merged, strict=True)))
         return replace(self.with_batch(size), operands=shapes), merged
 
 
-def merge_leading(
-    size: int, array: jax.Array, batched: bool, inner: int, *, keep_one: bool = False
-) -> jax.Array:
-    """Returns an operand for ``size`` calls: its leading axis (``inner`` or 1) becomes
-    ``size * inner``.
-
-    An operand that is neither batched nor ``inner`` long stays as it is when ``keep_one``.
-    """
-    if not batched and keep_one and array.shape[0] == 1:
-        return array
-    if not batched:
-        array = jnp.broadcast_to(array[None], (size, *array.shape))
-    if array.shape[1] != inner:
-        array = jnp.broadcast_to(array, (size, inner, *array.shape[2:]))
-    return array.reshape(size * inner, *array.shape[2:])
+def _merge_leading(size: int, array: jax.Array, mapped: bool, batch: int) -> jax.Array:
+    """Returns an operand of ``size`` calls with ``batch`` copies of its leading axis each."""
+    rows, *shape = array.shape[1:] if mapped else array.shape
+    array = array.reshape(size if mapped else 1, 1, rows, *shape)
+    array = jnp.broadcast_to(array, (size, batch, rows, *shape))
+    return array.reshape(size * batch * rows, *shape)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 
 from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out
-from ejkernel.kernels.triton.launch import merge_leading
 from ejkernel.kernels.triton.targets import Target
 
 
@@ -67,7 +64,7 @@ class Plan:
         """Returns the launch on ``target``."""
         return self.launch(target)
 
-    def is_sequential(self, mapped: Sequence[bool]) -> bool:
+    def is_sequential(self, size: int, mapped: Sequence[bool]) -> bool:
         """Returns whether mapped calls must run one after the other."""
         return False
 
@@ -76,42 +73,11 @@ class Plan:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class KernelPlan(Plan):
-    """A plan whose function ``launch`` is in ``module`` under this package."""
-
-    problem: Any
-    tiles: Any
-    module: ClassVar[str]
-
-    def launch(self, target: Target) -> BoundLaunch:
-        module = importlib.import_module(f"{__package__}.{self.module}")
-        more = (getattr(self, f.name) for f in fields(self)[2:])
-        return module.launch(self.problem, self.tiles, target, *more)
-
-
 class Unmapped(Plan):
     """A plan that no mapped axis reaches."""
 
     def fold(self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]) -> Any:
         raise NotImplementedError("mapped axes are laid out before the kernels are planned")
-
-
-class Batched(Plan):
-    """A plan whose operands and results all have the batch in front, alone or times something."""
-
-    def folded(self: Any, size: int) -> Any:
-        """Returns the plan of ``size`` calls at once."""
-        return replace(self, problem=self.problem.folded(size))
-
-    def fold(
-        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
-    ) -> tuple[Any, list[jax.Array]]:
-        merged = [
-            merge_leading(size, x, on, x.shape[1 if on else 0])
-            for x, on in zip(arrays, batched, strict=True)
-        ]
-        return self.folded(size), merged
 
 
 class Named(Plan):

@@ -11,7 +11,8 @@ from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
 from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.stages import ReferenceGradients, Stage, StagedKernel
+from ejkernel.ops.stages import Stage, StagedKernel
+from ejkernel.ops.xla_gradients import XlaGradients
 
 PARTIAL = ("acc", "m", "l", "starts")  # partial results, and the first work unit of each sequence
 ONLY_MERGED = ("v_scale", "sink")  # operands that only the merge reads
@@ -42,7 +43,7 @@ def _share_count(work: Work) -> int:
     return t.splits * p.batch if t.splits else share_count(p, t, work.target)
 
 
-class CacheKernel(ReferenceGradients, TritonKernel, StagedKernel):
+class CacheKernel(XlaGradients, TritonKernel, StagedKernel):
     """A kernel over a cache, differentiated by the XLA kernel of its operation."""
 
 
