@@ -28,6 +28,8 @@ def test_axes_that_may_be_sharded():
     # entries of each batch row next to each other, and a size that no row divides
     assert rule.words(("batch",), (12,)) == ("batch",)
     assert rule.words(("batch",), (6,)) == ("",)
+    (size,) = jax.export.symbolic_shape("n")
+    assert rule_of(batch=size).words(("batch",), (size,)) == ("",)
 
 
 def test_words_of_a_call():

@@ -149,7 +149,8 @@ class PrepareLaunch(ChunkLaunch):
     def options(self, target):
         # three programs on a multiprocessor hide what one waits for; what they spill stays in its
         # first-level cache
-        bound = {"maxnreg": 168} if target.hopper else {}
+        narrow = self.problem.compute_dtype == "bfloat16"
+        bound = {"maxnreg": 168} if target.hopper and narrow else {}
         return {"num_warps": 4, "num_stages": 1} | bound
 
     def arguments(self, target):

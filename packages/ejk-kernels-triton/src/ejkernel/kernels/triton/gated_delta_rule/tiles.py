@@ -63,9 +63,9 @@ def choose(p: Problem, target: Target) -> Tiles:
     # 64 rows fill one asynchronous matmul of four warps. Operands of synchronous ones lie in
     # registers, where the three parts of float32 operands leave room for smaller tiles only
     narrow = p.compute_dtype == "bfloat16"
-    chunk, columns = 32, min(wide, 64 if narrow else 32)
+    chunk, columns = 32, min(wide, 32)
     if narrow and target.hopper:
-        chunk = MAX_CHUNK
+        chunk, columns = MAX_CHUNK, min(wide, 64)
     elif p.dtype == "float32" and target.platform == "cuda":
         chunk, columns = 16, 16
     chunk = min(chunk, max(16, power_of_two(p.rows // p.states)))
