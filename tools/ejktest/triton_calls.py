@@ -22,6 +22,7 @@ from ejktest.abstract import AbstractCall
 from ejktest.cases import (
     attention,
     convolution,
+    delta,
     grouped,
     latent,
     linear,
@@ -47,7 +48,8 @@ TARGETS = {
 FLASH = attention.COMPILED
 OTHERS = {
     **latent.COMPILED, **paged.PAGED, **ragged.COMPILED, **paged.CONTIGUOUS, **grouped.COMPILED,
-    **linear.COMPILED, **convolution.COMPILED, **pooling.COMPILED, **sparse.COMPILED,
+    **linear.COMPILED, **delta.COMPILED, **convolution.COMPILED, **pooling.COMPILED,
+    **sparse.COMPILED,
 }  # fmt: skip
 CALLS = FLASH | OTHERS
 # one of each kind of code path, for every run of the tests

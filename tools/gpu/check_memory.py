@@ -50,6 +50,7 @@ from ejktest.cases import latent as latent_cases  # noqa: E402
 from ejktest.cases import paged as paged_cases  # noqa: E402
 from ejktest.cases import ragged as ragged_cases  # noqa: E402
 from ejktest.cases import sparse as sparse_cases  # noqa: E402
+from ejktest.cases.delta import delta_arguments  # noqa: E402
 from ejktest.device import H200, SMALL_CORES, SMALL_H200, on  # noqa: E402
 from gpu import alone  # noqa: E402
 from gpu.named import chosen, label  # noqa: E402
@@ -132,6 +133,21 @@ def full_chunks(reverse: bool):
     g = jnp.full((1, 192, 2), -0.1)
     run = lambda *x: kernels.recurrent_attention(*x[:3], g=x[3], reverse=reverse)  # noqa: E731
     out, back = jax.vjp(run, q, k, v, g)
+    return out, back(out)
+
+
+def delta_rule(tokens: int, reverse: bool):
+    """Chunks of packed sequences that end inside them; or one token of each sequence."""
+    dims = dict(b=1, s=tokens, h=2, hk=1, dk=128, dv=64, states=4, dtype=jnp.bfloat16)
+    args = delta_arguments("head", **dims)
+    cu = jnp.asarray([0, 1, 1, tokens - 2, tokens - 1])
+
+    def run(args):
+        return kernels.gated_delta_rule(
+            **args, cu_seqlens=cu, reverse=reverse, normalize_qk=True, return_state=True
+        )
+
+    out, back = jax.vjp(run, args)
     return out, back(out)
 
 
@@ -219,6 +235,7 @@ CALLS = (
     *((lists, name) for name in ("odd group d80", "one head d64", "float32")),
     *((branches, name) for name in ("one head d64", "float32")),
     *((full_chunks, reverse) for reverse in (False, True)),
+    *((delta_rule, tokens, reverse) for tokens in (4, 200) for reverse in (False, True)),
     *((varied, *names) for names in VARIANTS),
     *((hopper_flash, name) for name in (
         "odd causal", "odd gqa cap d256", "segments q>k", "segments cap d64", "sinks cap window",

@@ -49,6 +49,7 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.contiguous: [()],
         memory.branches: sparse.CASES,
         memory.full_chunks: [(False,), (True,)],
+        memory.delta_rule: list(itertools.product((4, 200), (False, True))),
         memory.hopper_flash: attention.AT_SIZE,
         memory.hopper_sparse: attention.SPARSE,
         memory.hopper_grouped: list(itertools.product(grouped.SIZES, grouped.ALIGNED)),

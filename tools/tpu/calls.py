@@ -9,7 +9,7 @@ from typing import Any
 
 from ejkernel.kernels import pallas
 from ejktest.abstract import BF16
-from ejktest.cases import grouped
+from ejktest.cases import grouped, paged
 from ejktest.cases.attention import flash
 
 LANES = 128
@@ -162,11 +162,50 @@ def jax_grouped(tile: tuple[int, int, int]) -> Iterator[Cost]:
     yield Cost("megablox", "grouped weights", "tgmm", text, work, LANES, weights, operands)
 
 
+DECODE = paged.PAGED["paged"]
+
+
+def our_decode() -> Iterator[Cost]:
+    from ejkernel.kernels.pallas.tpu.common.chip import current_chip
+    from ejkernel.kernels.pallas.tpu.page_attention import tiles
+    from ejkernel.kernels.pallas.tpu.page_attention.implementation import page_attention
+    from ejktest.bound import bound
+
+    p = page_attention.problem(bound(page_attention.call, **DECODE.structs()).arguments)
+    t = tiles.choose(p, current_chip())
+    work = t.block * p.heads * 2 * p.dim
+    text = f"{t.pages} pages"
+    operands = DECODE.shapes()
+    yield Cost(
+        "ejkernel", "paged", "ejkernel_decode", text, work, LANES, DECODE.forward(pallas), operands
+    )
+
+
+def jax_decode(pages: int) -> Iterator[Cost]:
+    """JAX's paged attention, for one kv head at a time."""
+    import jax
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    query, cache, _, lens, tables = DECODE.structs().values()
+    pool = jax.ShapeDtypeStruct((cache.shape[2], *cache.shape[:2], cache.shape[3]), cache.dtype)
+
+    def forward(*arrays: Any) -> Any:
+        return paged_attention(*arrays, pages_per_compute_block=pages)
+
+    group = query.shape[1] // pool.shape[0]
+    work = pages * pool.shape[2] * group * 2 * query.shape[2]
+    operands = query, pool, pool, lens, tables
+    text = f"{pages} pages"
+    yield Cost("jax", "paged", "paged_attention", text, work, LANES, forward, operands)
+
+
 def sources(name: str) -> list[Callable[[], Iterator[Cost]]]:
-    """The kernels of a part of the count: "d64" and the like, or "grouped"."""
+    """The kernels of a part of the count: "d64" and the like, "grouped" or "decode"."""
     if name == "grouped":
         others = [partial(jax_grouped, (512, 1024, n)) for n in (512, 1024)]
         return [our_grouped, *others]
+    if name == "decode":
+        return [our_decode, *(partial(jax_decode, pages) for pages in (8, 16, 32))]
     dim = int(name.removeprefix("d"))
     sources: list[Callable[[], Iterator[Cost]]] = [partial(ours, dim)]
     for block in (512, 1024):

@@ -38,9 +38,9 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     """Compiles every shipped call for a chip; seconds, or what went wrong."""
     chips.prepare_environment()
     from ejkernel.kernels import pallas
-    from ejktest.cases import attention, grouped, linear, pooling
+    from ejktest.cases import attention, grouped, linear, paged, pooling
 
-    families = attention, grouped, linear, pooling
+    families = attention, grouped, linear, paged, pooling
     calls = {name: call for family in families for name, call in family.COMPILED_TPU.items()}
 
     device = chips.device(chip)
@@ -196,7 +196,7 @@ def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chips", nargs="+", default=list(chips.TOPOLOGIES))
-    parser.add_argument("--parts", nargs="+", default=["d64", "d128", "d256", "grouped"])
+    parser.add_argument("--parts", nargs="+", default=["d64", "d128", "d256", "grouped", "decode"])
     parser.add_argument("--no-cost", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--slowest", type=float, default=60.0)

@@ -14,8 +14,8 @@ from ejktest.attention import Call, arrays, check, run
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel.kernels.triton import blocksparse_attention, flash_attention
-from ejkernel.kernels.triton.flash_attention.known_lists import known_walk
-from ejkernel.kernels.triton.flash_attention.lists import mask_beside_walk, walk_operands
+from ejkernel.kernels.triton.flash_attention.lists import element_mask_for_lists, list_operands
+from ejkernel.kernels.triton.flash_attention.static_lists import build_static_list
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
@@ -114,9 +114,9 @@ def test_lists_of_a_known_pattern_are_those_of_the_device(lead, rule, by_key) ->
         2, q_len, kv_len, 4, 2, 16, 16, "float32", 1.0,
         pattern_blocks=blocks, rules=split_mask(mask)[0],
     )  # fmt: skip
-    known = known_walk(p, mask, chosen, tile, by_key=by_key)
+    known = build_static_list(p, mask, chosen, tile, by_key=by_key)
     assert known is not None
-    found = walk_operands(p, mask, chosen, tile, by_key=by_key)
+    found = list_operands(p, mask, chosen, tile, by_key=by_key)
     assert {n: (x.shape, x.dtype) for n, x in found.items()} == {
         n: (x.shape, x.dtype) for n, x in known.items()
     }
@@ -136,8 +136,8 @@ def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], by_key: b
     p = Problem(
         1, n, n, 2, 2, 16, 16, "float32", 1.0, pattern_blocks=blocks, rules=split_mask(mask)[0]
     )
-    found = walk_operands(p, mask, jnp.asarray(chosen), Tiles(*tile), by_key=by_key)
-    masked, covers = mask_beside_walk(p, jnp.asarray(chosen), None, Tiles(*tile))
+    found = list_operands(p, mask, jnp.asarray(chosen), Tiles(*tile), by_key=by_key)
+    masked, covers = element_mask_for_lists(p, jnp.asarray(chosen), None, Tiles(*tile))
     assert ("mask" in masked) == (tile != (16, 16))
     assert covers == ((*blocks, tile[1]) if masked else (1, 1, 0))
     some = every = True
@@ -163,7 +163,7 @@ def test_bits_of_words_are_the_blocks_of_a_tile(blocks, tile, known: bool) -> No
     chosen = random_blocks(*(-(-n // size) for size in blocks), 1, 2)
     p = Problem(1, n, n, 2, 2, 16, 16, "float32", 1.0, pattern_blocks=blocks)
     given = chosen if known else jnp.asarray(chosen)
-    masked, covers = mask_beside_walk(p, given, None, Tiles(*tile))
+    masked, covers = element_mask_for_lists(p, given, None, Tiles(*tile))
     assert covers == (*blocks, tile[1]) and isinstance(masked["mask"], np.ndarray) == known
     i, j = np.arange(n), np.arange(n)
     first = j // tile[1] * tile[1]
@@ -174,7 +174,7 @@ def test_bits_of_words_are_the_blocks_of_a_tile(blocks, tile, known: bool) -> No
 
 def test_tiles_of_more_blocks_than_bits_are_read_by_elements() -> None:
     p = Problem(1, 96, 96, 2, 2, 16, 16, "float32", 1.0, pattern_blocks=(2, 2))
-    masked, covers = mask_beside_walk(p, random_blocks(48, 48, 1, 2), None, Tiles(64, 64))
+    masked, covers = element_mask_for_lists(p, random_blocks(48, 48, 1, 2), None, Tiles(64, 64))
     assert covers == (2, 2, 0) and masked["mask"].dtype == np.int8
 
 
@@ -190,7 +190,7 @@ def test_long_rows_come_first(heads: int, by_key: bool) -> None:
         1, 16 * n, 16 * n, h, hk, 16, 16, "float32", 1.0,
         pattern_blocks=(16, 16), rules=split_mask(mask)[0],
     )  # fmt: skip
-    found = walk_operands(p, mask, jnp.asarray(chosen), Tiles(16, 16), by_key=by_key)
+    found = list_operands(p, mask, jnp.asarray(chosen), Tiles(16, 16), by_key=by_key)
     work = np.broadcast_to(found["listed"][0, ..., 1], (heads if heads > 1 else h, n))
     if by_key:
         work = work.reshape(hk, -1, n).sum(1) if heads > 1 else work[:hk]

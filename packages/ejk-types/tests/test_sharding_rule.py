@@ -1,12 +1,16 @@
 """The sharding rule of a call: words, factors for the compiler, layouts, parts of a call."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ejkernel.types import calls
 from ejkernel.types.calls.layout import Layout, Shard
 from ejkernel.types.calls.sharding import ShardingRule
+from ejkernel.types.calls.sharding_notes import sharding_notes
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -24,6 +28,8 @@ def test_axes_that_may_be_sharded():
     # entries of each batch row next to each other, and a size that no row divides
     assert rule.words(("batch",), (12,)) == ("batch",)
     assert rule.words(("batch",), (6,)) == ("",)
+    (size,) = jax.export.symbolic_shape("n")
+    assert rule_of(batch=size).words(("batch",), (size,)) == ("",)
 
 
 def test_words_of_a_call():
@@ -86,3 +92,37 @@ def test_a_shard_picks_the_key_heads_of_its_query_heads(heads, kv_heads, expecte
     a = {"key": jnp.arange(kv_heads)[None]}
     shard.pick_key_heads(a, {"key": ("batch", "kv_heads")})
     np.testing.assert_array_equal(a["key"][0], expected)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+def test_notes_name_the_collectives_of_a_call():
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+    def array(*shape, spec=()):
+        place = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+
+    axes = {
+        "query": [("batch", "q_len", "heads", "head_dim")],
+        "key": [("batch", "kv_len", "kv_heads", "head_dim")],
+        "value": [("batch", "kv_len", "kv_heads", "v_dim")],
+        "bias": [("#batch", "#heads")],
+    }
+    arrays = {
+        "query": array(4, 16, 8, 32, spec=("dp", None, "tp")),
+        "key": array(4, 16, 4, 32, spec=("dp", "tp")),
+        "value": array(4, 16, 4, 32, spec=("dp", None, None, "tp")),
+        "bias": array(1, 8, spec=(None, "tp")),
+    }
+    assert sharding_notes(rule_of(), axes, arrays) == (
+        "sharded: batch over dp, heads over tp, kv_heads over tp",
+        "all-to-all of key, 2 KiB on each device: kv_len stays whole",
+        "all-to-all of value, 2 KiB on each device: v_dim stays whole",
+        "backward: all-reduce of the gradient of bias, 4 bytes, over dp",
+    )
+    notes = sharding_notes(rule_of(kv_heads=2), axes, {**arrays, "key": array(4, 16, 2, 32)})
+    assert "backward: all-reduce of the gradient of key, 4 KiB, over tp" in notes
+    two = array(4, 16, 2, 32, spec=(None, "tp"))
+    notes = sharding_notes(rule_of(kv_heads=2), axes, {**arrays, "key": two})
+    assert "all-gather of key, 4 KiB on each device: kv_len stays whole" in notes
+    assert sharding_notes(rule_of(), axes, {"query": array(4, 16, 8, 32)}) == ()

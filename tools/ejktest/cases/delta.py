@@ -1,4 +1,5 @@
-"""Calls of the gated delta rule: random arguments, and the comparison with the oracle."""
+"""Calls of the gated delta rule: random arguments, the comparison with the oracle, what is compiled
+ahead."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejktest.abstract import BF16, F32, AbstractCall, abstract_call
 from ejktest.cases.linear import check_recurrence, cotangents
 from ejktest.drawn import array
 from ejktest.oracles import delta
@@ -66,3 +68,33 @@ def check_delta(
         beta = np.asarray(args["beta"]).astype(np.float64) * (1 + 2.0**-23)
         plain = delta.gated_delta_rule(**{**args, "beta": beta}, **options)
     check_recurrence(args, actual, want, plain, state_dtype=state_dtype)
+
+
+# ---- ahead of time -------------------------------------------------------------------------------
+
+
+def _delta(*more: str, dtype: str = BF16, **sizes: int) -> AbstractCall:
+    """Training of Qwen3-Next's layer."""
+    sizes = {"batch": 1, "seq": 8192, "heads": 32, "kv_heads": 16, "key_dim": 128} | sizes
+    return abstract_call(
+        "gated_delta_rule", sizes, "g", "beta", *more, dtype=dtype,
+        dtypes={"g": F32, "initial_state": F32}, trained=True, options={"normalize_qk": True},
+    )  # fmt: skip
+
+
+def _delta_step() -> AbstractCall:
+    sizes = {"batch": 64, "seq": 1, "heads": 32, "kv_heads": 16, "key_dim": 128}
+    return abstract_call(
+        "gated_delta_rule", sizes, "g", "beta", "initial_state",
+        dtypes={"g": F32, "initial_state": F32},
+        options={"return_state": True, "normalize_qk": True},
+    )  # fmt: skip
+
+
+COMPILED = {
+    "delta": _delta(),
+    "delta d64": _delta(key_dim=64, kv_heads=32),
+    "delta packed": _delta("initial_state", "cu_seqlens", seq=65536, sequences=32, states=32),
+    "delta float32": _delta(dtype=F32),
+    "delta step": _delta_step(),
+}

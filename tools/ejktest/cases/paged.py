@@ -206,10 +206,10 @@ def every_code(kind: Any, page_attention: Callable[..., Any]) -> int:
 SERVER = {"heads": 32, "kv_heads": 8, "head_dim": 128, "pages": 4096, "page_size": 16}
 
 
-def _paged(cache: str = "bfloat16") -> AbstractCall:
-    sizes = SERVER | {"batch": 64, "max_blocks": 512}
+def _paged(cache: str = "bfloat16", *optional: str, **sizes: int) -> AbstractCall:
+    sizes = SERVER | {"batch": 64, "max_blocks": 512} | sizes
     dtypes = {"key_cache": cache, "value_cache": cache}
-    return abstract_call("page_attention", sizes, dtypes=dtypes, forms={"query": 1})
+    return abstract_call("page_attention", sizes, *optional, dtypes=dtypes, forms={"query": 1})
 
 
 PAGED = {
@@ -223,4 +223,14 @@ CONTIGUOUS = {
         {"batch": 64, "heads": 32, "kv_heads": 8, "kv_len": 8192, "head_dim": 128},
         forms={"query": 1},
     ),
+}
+COMPILED_TPU = {
+    **PAGED,
+    **CONTIGUOUS,
+    "paged e5m2 scales": _paged("float8_e5m2", "k_scale", "v_scale"),
+    "paged mqa": _paged(heads=64, kv_heads=1, page_size=64),
+    "paged heads 5": _paged("bfloat16", "softmax_aux", heads=10, kv_heads=2, sinks=1),
+    "paged d256": _paged(head_dim=256, kv_heads=8),
+    "paged long tables": _paged(batch=256, max_blocks=8192),
+    "paged large pages": _paged(heads=64, page_size=256, max_blocks=64),
 }

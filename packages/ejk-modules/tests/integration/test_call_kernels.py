@@ -56,3 +56,25 @@ def test_every_workload_has_a_config_on_a_gpu(operation, chip, monkeypatch):
         for shape in shapes_of(operation, device="gpu"):
             found = call_of(shape, operation).explanation()
             assert found.implementation, shape.name
+
+
+@pytest.mark.parametrize(
+    ("operation", "workload", "platform"),
+    [
+        ("gated_delta_rule", "delta-b2-8k", "triton"),
+        ("gated_delta_rule", "delta-decode-b64", "triton"),
+        ("gated_delta_rule", "delta-channels-b2-8k", "xla"),
+        ("causal_conv1d", "conv-b2-8k", "triton"),
+    ],
+)
+def test_the_delta_rule_runs_in_triton_unless_its_gates_are_per_channel(
+    operation, workload, platform, monkeypatch
+):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
+    (shape,) = (x for x in shapes_of(operation, device="gpu") if x.name == workload)
+    with described("NVIDIA H200", "gpu", 132):
+        answer = call_of(shape, operation).explanation()
+    assert answer.platform == platform, answer
+    reasons = [reason for _, reason in answer.skipped if reason.startswith("g: ")]
+    assert bool(reasons) == (platform == "xla")

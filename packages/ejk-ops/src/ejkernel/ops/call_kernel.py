@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +19,7 @@ from ejkernel.ops.params import warpgroups_of
 from ejkernel.ops.partition import may_be_sharded
 from ejkernel.ops.partitioned import run_partitioned
 from ejkernel.ops.second_order import operation
+from ejkernel.ops.utils.device import device_kind
 
 
 class CallKernel:
@@ -287,7 +289,16 @@ class CallKernel:
 
     def notes(self, call: BoundCall) -> tuple[str, ...]:
         """Returns what ``explain`` adds about a call that this kernel does."""
-        return self.notes_on(self.problem_of(call), self.target())
+        notes = self.notes_on(self.problem_of(call), self.target())
+        if device_kind() == "tpu":  # whose compiler does not partition kernels
+            return notes
+        return (*notes, *self.call.sharding_notes(call.arguments, self._caller_arrays(call)))
+
+    def _caller_arrays(self, call: BoundCall) -> dict[str, Any]:
+        """Returns the arrays of a call as its caller has them, with their shardings."""
+        made = call.made
+        a = self.call.boundary.by_name(made.args, dict(made.kwargs or {}))
+        return {name: x for name, x in a.items() if jax.tree.leaves(x) and name in call.arguments}
 
     def sample_inputs(
         self, call: BoundCall, rng: np.random.Generator

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from ejkernel.ops.call_kernel import CallKernel
@@ -138,25 +137,3 @@ class ComposedKernel(StagedKernel):
 
     def apply_config(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
         return self.base.apply_config(chosen, cfg, problem, target)
-
-
-class ReferenceGradients:
-    """A mixin for kernels that are rarely differentiated: gradients are the XLA kernel's."""
-
-    call: ClassVar[Any]
-
-    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        reference = kernel_registry.get(self.call.name, "xla")
-        run = getattr(reference, "run_canonical", reference)  # a plain function has none
-        options = work.options._asdict()
-        smooth = {
-            name: x
-            for name, x in arrays.items()
-            if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
-        }
-
-        def reference_of(smooth: dict[str, Any]) -> Any:
-            return run(cfg=None, **options, **(arrays | smooth))
-
-        cotangents = cotangents if len(cotangents) > 1 else cotangents[0]
-        return jax.vjp(reference_of, smooth)[1](cotangents)[0]

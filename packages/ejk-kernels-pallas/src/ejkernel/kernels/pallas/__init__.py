@@ -65,6 +65,8 @@ PACKAGE = KernelPackage(
         _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
         _tpu("grouped_matmul", "block_m", "block_n", "block_k"),
         _tpu("mean_pooling"),
+        _tpu("page_attention", "pages_per_block"),
+        _tpu("ragged_decode_attention", "fwd_params.kv_blocksize"),
         _linear("recurrent", "recurrent_attention"),
         _linear("gla", "gla_attention"),
         _linear("lightning_attn", "lightning_attention"),

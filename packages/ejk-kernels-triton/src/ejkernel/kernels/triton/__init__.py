@@ -57,6 +57,9 @@ PACKAGE = KernelPackage(
             config_fields=("block_m", "block_n", "block_k", "num_warps", "num_stages"),
         ),
         Entry("mean_pooling", config_fields=("token_tile", "channel_tile", "num_warps")),
+        Entry(
+            "gated_delta_rule", config_fields=("time_tile", "dv_tile", "num_warps", "num_stages")
+        ),
         Entry("causal_conv1d", config_fields=("token_tile", "channel_tile", "num_warps")),
         _linear("recurrent", "recurrent_attention"),
         _linear("gla", "gla_attention"),

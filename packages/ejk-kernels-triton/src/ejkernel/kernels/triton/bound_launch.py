@@ -26,16 +26,16 @@ class Out:
     view: str | None = None
 
 
-RUNS = 2**30  # of ``runs_map``: more rows than an operand may have
+RUNS = 2**30  # offset of ``runs_map``: more rows than an operand may have
 
 
 @dataclass(frozen=True)
 class TensorMap:
     """Operand ``index`` as a TMA descriptor over a row-major ``shape`` view, read by ``block``.
 
-    ``steps``: strides in elements, where they are not those of ``shape``. ``result``: ``index`` is
-    that of a result, which is written by ``block``. ``view``: as for pointers; all else counts
-    elements of it.
+    ``steps``: strides in elements, if not contiguous. ``result``: ``index`` is the index of a
+    result, which is written by ``block``. ``view``: as for pointers; all other fields count its
+    elements.
     """
 
     index: int
@@ -58,7 +58,7 @@ class TensorMap:
 def runs_map(
     index: int, columns: int, block: tuple[int, int], view: str | None = None
 ) -> TensorMap:
-    """Returns a descriptor of rows that come in runs: rows past the end of a run read as 0.
+    """Returns a descriptor of ragged rows: rows past the end of a run read as 0.
 
     Row ``r`` of a run of ``length`` rows that ends before row ``end`` of the operand is at
     ``[RUNS, end, RUNS - length + r, column]``. The copy engine sees rows past the run outside
@@ -78,12 +78,12 @@ class BoundLaunch:
 
     ``arguments`` values: ``In``, ``Out``, ``TensorMap``, int (passed as i32 or i64), float
     (passed as float32), None (a constant of the compiled kernel), or a group of them: a tuple or a
-    NamedTuple, whose fields in capitals are constants too. All of a group among ``constants`` is
-    constant.
+    NamedTuple, whose fields in capitals are constants too. Every field of a group in ``constants``
+    is constant.
 
     Attributes:
         arguments, constants: values by the names of the kernel's parameters.
-        options: of the compiler: ``num_warps``, ``num_stages`` and others.
+        options: compiler options: ``num_warps``, ``num_stages`` and others.
         interpreted: arguments that take another value in the interpreter, which runs no assembly.
         aliases: operand to the result that lies in its memory. Elements that the kernel does not
             write keep the operand's values. XLA copies an operand that the program needs later.

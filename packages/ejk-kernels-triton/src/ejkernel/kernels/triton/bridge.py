@@ -1,7 +1,7 @@
 """Triton kernels as JAX primitives: the one way from a kernel here into a JAX program.
 
 A ``launch.Launch`` describes one call: a frozen, hashable object that knows the types of its
-results, which operand and which number goes to which kernel parameter, and how each operand
+results, which operand and which scalar goes to which kernel parameter, and how each operand
 batches. ``call(launch, **operands)`` binds one primitive:
 
 * lowered for CUDA or ROCm it compiles the kernel (through the code cache) and emits jax-triton's
@@ -38,7 +38,7 @@ from ejkernel.kernels.triton.bound_launch import (
     leaves,
     rebuilt,
 )
-from ejkernel.kernels.triton.compiled import CONSTANT, Code, Place, Source, compile_kernel
+from ejkernel.kernels.triton.compiled import CONSTANT, Code, ParameterPath, Source, compile_kernel
 from ejkernel.kernels.triton.interpret import run_interpreted
 from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.targets import current_target
@@ -114,7 +114,7 @@ batching.primitive_batchers[_primitive] = _batch
 
 
 def describe(launch: BoundLaunch, avals: Sequence[Any], outs: Sequence[Any]) -> Source:
-    """The specialisation a launch needs: types, alignment, constants.
+    """Returns the specialisation a launch needs: types, alignment, constants.
 
     Arrays start at multiples of 16 bytes under XLA; integers are specialised on being a multiple
     of 16 and on nothing else, so nearby shapes share code.
@@ -129,8 +129,8 @@ def describe(launch: BoundLaunch, avals: Sequence[Any], outs: Sequence[Any]) -> 
             f"{sorted(unknown ^ set(names))}"
         )
     signature: dict[str, Any] = {}
-    constants: dict[Place, Any] = {}
-    aligned: list[Place] = []
+    constants: dict[ParameterPath, Any] = {}
+    aligned: list[ParameterPath] = []
 
     def kind(name: str, value: Any, path: tuple[int, ...], constant: bool) -> str:
         place = (name, *path) if path else name
@@ -169,15 +169,15 @@ def describe(launch: BoundLaunch, avals: Sequence[Any], outs: Sequence[Any]) -> 
 
 
 def tile_layout(block: tuple[int, ...], bits: int) -> Any:
-    """How a tile of numbers of so many bits lies in shared memory, in Gluon."""
+    """Returns Gluon's shared-memory layout of a tile with elements of ``bits`` bits."""
     from triton.experimental.gluon import language as gl
 
-    # rows shorter than the widest pattern have one of their own
+    # rows shorter than the widest swizzle have a narrower one
     return gl.NVMMASharedLayout(min(128, block[-1] * bits // 8), bits, len(block))
 
 
 def _layout(kernel: Any, block: tuple[int, ...], bits: int) -> str:
-    """The same in a signature: a kernel in Gluon decides, of another the compiler does."""
+    """Returns ``tile_layout`` for a signature of a Gluon kernel; "" if the compiler chooses it."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     return f",{tile_layout(block, bits)!r}" if isinstance(kernel, GluonJITFunction) else ""
@@ -185,9 +185,9 @@ def _layout(kernel: Any, block: tuple[int, ...], bits: int) -> str:
 
 def _parameters(native, launch: BoundLaunch, source: Source, code: Code) -> list:
     parameters, maps = [], iter(code.tensor_maps)
-    given = {**launch.arguments, **launch.constants}
+    values = {**launch.arguments, **launch.constants}
     for name, kinds in source.signature:
-        for value, kind in zip(leaves(given[name]), leaves(kinds), strict=True):
+        for value, kind in zip(leaves(values[name]), leaves(kinds), strict=True):
             if kind == CONSTANT:
                 continue
             if isinstance(value, (In, Out)):
@@ -201,15 +201,15 @@ def _parameters(native, launch: BoundLaunch, source: Source, code: Code) -> list
     return parameters
 
 
-def _tensor_map(native, value: TensorMap, facts: dict) -> list:
+def _tensor_map(native, value: TensorMap, metadata: dict) -> list:
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     descriptor = native.create_tma_descriptor_parameter(
-        elem_type=TMA_DTYPE_DEVICE_TO_HOST[facts["elem_type"]],
-        swizzle=facts["swizzle"],
+        elem_type=TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]],
+        swizzle=metadata["swizzle"],
         shape=value.shape,
         strides=value.strides,
-        block_shape=tuple(facts["block_size"]),
+        block_shape=tuple(metadata["block_size"]),
         oob_fill=0,
     )
     # the kernel receives the descriptor followed by its shape and strides
@@ -230,7 +230,7 @@ def _lower(platform: str, context, *operands, launch):
     source = describe(bound, context.avals_in, context.avals_out)
     code = compile_kernel(source, target)
     text = code.text if platform == "cuda" else _code_object(code)
-    facts = [
+    kernel_args = [
         code.name,
         code.num_warps,
         1,
@@ -245,10 +245,10 @@ def _lower(platform: str, context, *operands, launch):
                 f"{code.name} needs scratch memory, which jax-triton 0.3 cannot give it; "
                 f"{compat.WORKS}"
             )
-        facts += [code.scratch, code.scratch_align]
+        kernel_args += [code.scratch, code.scratch_align]
     grid = (*bound.grid, 1, 1)[:3]
     launched = native.TritonKernelCall(
-        native.TritonKernel(*facts),
+        native.TritonKernel(*kernel_args),
         *(int(n) for n in grid),
         _parameters(native, bound, source, code),
     )
@@ -266,7 +266,7 @@ def _lower(platform: str, context, *operands, launch):
 
 
 def _code_object(code: Code) -> str:
-    """ROCm's launcher takes the path of a file."""
+    """Writes the code object to a file, whose path ROCm's launcher takes."""
     import tempfile
 
     handle, path = tempfile.mkstemp(suffix=".hsaco")
@@ -282,11 +282,11 @@ def _lower_cpu(context, *operands, launch):
             "EJKERNEL_INTERPRET=1 or use platform 'xla'"
         )
 
-    def run(*arrays):
+    def interpret(*arrays):
         run_kernel = functools.partial(run_interpreted, launch)
         return jax.pure_callback(run_kernel, list(launch.result_types()), *arrays)
 
-    return mlir.lower_fun(run, multiple_results=True)(context, *operands)
+    return mlir.lower_fun(interpret, multiple_results=True)(context, *operands)
 
 
 mlir.register_lowering(_primitive, functools.partial(_lower, "cuda"), platform="cuda")

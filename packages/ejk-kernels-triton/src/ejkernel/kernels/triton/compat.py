@@ -22,8 +22,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-# Triton 3.4.0 to 3.7.0 feed the transpose of a Hopper matrix-product accumulator to the next
-# product wrongly; gradients of chunked kernels come out wrong without any error.
+# Triton 3.4.0 to 3.7.0 feed the transpose of a Hopper MMA accumulator to the next MMA
+# incorrectly; gradients of chunked kernels come out wrong without any error.
 _OLDEST_TRITON = (3, 7, 1)
 WORKS = (
     "combinations that work: Python 3.11 with jax 0.10.x, jax-triton 0.3.1, triton>=3.7.1; "
@@ -38,7 +38,7 @@ class IncompatibleVersions(ImportError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """How to hand a compiled kernel to XLA with the installed versions."""
+    """Interface of the installed versions for handing a compiled kernel to XLA."""
 
     native: Any  # jaxlib's module that serialises launches
     call_target: str

@@ -2,7 +2,7 @@
 
 The key is everything that decides the code: the source of the kernel and of all it calls
 (Triton's own hash), types and alignment of its arguments, constants, options, architecture,
-and the version of Triton. Entries are single files written beside the target and renamed into
+and the version of Triton. Entries are single files written next to the target and renamed into
 place, so any number of processes may share the directory; an unreadable entry is a miss.
 """
 
@@ -21,8 +21,9 @@ from ejkernel.ops import env
 from ejkernel.ops.utils.files import parse_json, read_text, replace_text
 
 SCHEMA = 1
-CONSTANT = "constexpr"  # Triton's type of what is compiled in
-Place = str | tuple[Any, ...]  # a parameter, or (parameter, number of a field, of its field...)
+CONSTANT = "constexpr"  # Triton's type of a compile-time constant
+# a parameter, or (parameter, index of a field, index of a field of that, ...)
+ParameterPath = str | tuple[Any, ...]
 
 # Triton's frontend and its interpreter keep state in Python modules: one of them at a time. The
 # passes after the frontend, four fifths of the work, run side by side.
@@ -41,15 +42,15 @@ class Source:
         kernel: a ``triton.jit`` (or Gluon) function.
         signature: parameter name to Triton type (``"*bf16"``, ``"i32"``, ``CONSTANT``), or to the
             group of its fields' types.
-        constants: place to value of what is ``CONSTANT``.
-        aligned: places of pointers and integers that are multiples of 16.
+        constants: path to value of every ``CONSTANT``.
+        aligned: paths of pointers and integers that are multiples of 16.
         options: compiler options (``num_warps``, ``num_stages``, ``maxnreg``).
     """
 
     kernel: Any
     signature: tuple[tuple[str, Any], ...]
-    constants: tuple[tuple[Place, Any], ...]
-    aligned: tuple[Place, ...]
+    constants: tuple[tuple[ParameterPath, Any], ...]
+    aligned: tuple[ParameterPath, ...]
     options: tuple[tuple[str, Any], ...]
 
     def ast(self):
@@ -58,7 +59,7 @@ class Source:
 
         names = list(self.kernel.arg_names)
 
-        def path(place: Place) -> tuple[int, ...]:
+        def path(place: ParameterPath) -> tuple[int, ...]:
             name, *fields = (place,) if isinstance(place, str) else place
             return (names.index(name), *fields)
 

@@ -4,7 +4,7 @@ The interpreter executes a kernel program by program with numpy in place of the 
 no GPU and no torch. Three things are added to it here:
 
 * arrays are wrapped so that it finds the attributes it reads from torch tensors;
-* bfloat16 and float8 compute as numbers (it would take their bits for integers);
+* bfloat16 and float8 compute as floats (the interpreter treats their bits as integers);
 * every load and store is checked against the arrays of the launch, so that a kernel that reads
   outside its buffers raises IndexError instead of crashing the process.
 
@@ -170,15 +170,15 @@ def _prepare() -> None:
         builder.create_masked_store,
     )
 
-    known: dict[str, np.dtype] = {}
+    dtypes: dict[str, np.dtype] = {}
 
     def np_dtype(kind):
         scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
-        if scalar.name not in known:
+        if scalar.name not in dtypes:
             pointer = isinstance(scalar, tl.pointer_type)
-            own = not pointer and scalar in extended
-            known[scalar.name] = extended[scalar] if own else storage_dtype(kind)
-        return known[scalar.name]
+            is_extended = not pointer and scalar in extended
+            dtypes[scalar.name] = extended[scalar] if is_extended else storage_dtype(kind)
+        return dtypes[scalar.name]
 
     def wide(x):
         return x.data.astype(np.float32) if x.dtype.scalar in extended else x.data
@@ -190,8 +190,8 @@ def _prepare() -> None:
 
     def dot(self, a, b, d, *_):
         kind = d.data.dtype
-        # equal rows have equal products, as on a GPU: the host's library adds in an order that may
-        # depend on where a row stands, which numbers twice as wide do not show
+        # equal rows must give equal results, as on a GPU: the order in which the host's BLAS adds
+        # may depend on the position of a row, which accumulating in twice the width hides
         more = np.dtype(np.float64) if kind == np.float32 else kind
         with np.errstate(over="ignore"):
             product = np.matmul(wide(a).astype(more), wide(b).astype(more)).astype(kind)

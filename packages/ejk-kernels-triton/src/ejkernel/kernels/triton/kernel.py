@@ -31,7 +31,7 @@ def unsupported(
     among: Collection[str] = DTYPES,
     least: int = 0,
 ) -> str | None:
-    """Why a kernel does not take arguments of these dtypes and head dims; None when it does."""
+    """Returns why a kernel does not support these dtypes and head dims, None if it does."""
     for argument, dtype in dtypes.items():
         if dtype not in among:
             return f"{argument}: {dtype} is not supported, only {', '.join(among)}"
@@ -43,6 +43,6 @@ def unsupported(
 
 
 def overridden(tiles: Any, cfg: Any, names: Mapping[str, str]) -> Any:
-    """``tiles`` with what a config says instead; ``names``: the config's of their fields."""
-    given = {mine: config_field(cfg, theirs) for mine, theirs in names.items()}
-    return replace(tiles, **{mine: int(x) for mine, x in given.items() if x is not None})
+    """Returns ``tiles`` overridden by a config; ``names``: tile fields to config fields."""
+    values = {mine: config_field(cfg, theirs) for mine, theirs in names.items()}
+    return replace(tiles, **{mine: int(x) for mine, x in values.items() if x is not None})

@@ -1,4 +1,4 @@
-"""What compiled code uses of the chip, as its assembler reports: registers, spills, shared memory.
+"""Resources of compiled code, as its assembler reports: registers, spills, shared memory.
 
 On NVIDIA the PTX is assembled as JAX's launcher does: by the newest ptxas, for every architecture,
 without options. Triton's own binaries, which are never launched here, are made otherwise.
@@ -31,7 +31,7 @@ class Resources:
 
     @property
     def row(self) -> dict[str, int]:
-        """The numbers, which tables keep."""
+        """Fields that result tables record."""
         return {name: n for name, n in asdict(self).items() if name != "serialized"}
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for: architecture, shared memory, multiprocessors."""
+"""Targets of compilation: architecture, shared memory, multiprocessors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Target:
 
     @property
     def hopper(self) -> bool:
-        """Compute capability 9.0: asynchronous matrix products, TMA."""
+        """Compute capability 9.0: asynchronous MMAs, TMA."""
         return self.platform == "cuda" and self.arch == 90
 
     @property
@@ -49,27 +49,27 @@ class Target:
 
 
 def cuda_target(capability: int, cores: int = 132) -> Target:
-    """The target of a compute capability, e.g. ``cuda_target(80)``."""
+    """Returns the target of a compute capability, e.g. ``cuda_target(80)``."""
     shared = {**_CUDA_SHARED, **_CUDA_SHARED_RECENT}.get(capability, 101376)
     return Target("cuda", capability, shared, cores)
 
 
 def instructions(target: Target) -> int:
-    """Compute capability times ten whose PTX conversions use (80 or 89), 0 for none."""
+    """Returns the capability (80 or 89) whose PTX conversions may be used, 0 for none."""
     if target.platform != "cuda":
         return 0
     return 89 if int(target.arch) >= 89 else 80
 
 
 def rocm_target(arch: str, cores: int = 304) -> Target:
-    """The target of an AMD architecture, e.g. ``rocm_target("gfx942")``."""
+    """Returns the target of an AMD architecture, e.g. ``rocm_target("gfx942")``."""
     return Target("rocm", arch, 163840 if arch == "gfx950" else 65536, cores)
 
 
 def too_old(target: Target) -> str | None:
-    """Why no kernel here runs on ``target``, None when they can.
+    """Returns why no kernel here runs on ``target``, None if they do.
 
-    Products of bfloat16 and asynchronous copies came with compute capability 8.0.
+    Matrix instructions for bfloat16 and asynchronous copies came with compute capability 8.0.
     """
     if target.platform == "cuda" and int(target.arch) < 80:
         major, minor = divmod(int(target.arch), 10)
@@ -82,7 +82,7 @@ _override: contextvars.ContextVar[Target | None] = contextvars.ContextVar("targe
 
 @contextlib.contextmanager
 def compile_for(target: Target):
-    """Compile kernels lowered inside for ``target``, whatever device is present."""
+    """Compiles kernels lowered inside for ``target``, whatever device is present."""
     token = _override.set(target)
     try:
         yield target
@@ -108,9 +108,9 @@ def _first_gpu() -> Target | None:
 
 
 def current_target() -> Target:
-    """The GPU kernels are compiled for.
+    """Returns the GPU that kernels are compiled for.
 
-    The one of ``compile_for`` if inside, else the first GPU of this process, else a Hopper card.
+    Inside ``compile_for`` its target, else the first GPU of this process, else a Hopper GPU.
     ``EJKERNEL_TRITON_SMEM_LIMIT`` (bytes) lowers the shared memory a configuration may need.
 
     Raises:

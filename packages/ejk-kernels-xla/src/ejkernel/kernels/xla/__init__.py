@@ -26,7 +26,7 @@ def _entry(algorithm: str, *config_fields: str, folder: str = "", function: str 
         backend="any",
         priority=0,
         function=function,
-        hooks=("heuristic", "sample_inputs"),
+        hooks=("heuristic", "sample_inputs", "notes"),
         config_fields=config_fields,
     )
 

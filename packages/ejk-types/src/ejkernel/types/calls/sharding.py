@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ejkernel.types.arrays import is_symbolic
 from ejkernel.types.calls.axes import AXES, Kind, meaning
 from ejkernel.types.calls.layout import Layout, MeshAxes, Shard
 
@@ -153,6 +154,8 @@ def _is_of_keys(word: str) -> bool:
 
 def _is_multiple(size: int, count: Any) -> bool:
     """Returns whether an axis holds the same number of entries for each of ``count``."""
+    if is_symbolic(size) or is_symbolic(count):
+        return False
     return bool(count) and count > 1 and size % count == 0 and size > 0
 
 

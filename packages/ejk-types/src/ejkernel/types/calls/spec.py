@@ -14,6 +14,7 @@ from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
 from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.axes import bare, mask_axes
 from ejkernel.types.calls.sharding import ShardingRule
+from ejkernel.types.calls.sharding_notes import sharding_notes
 from ejkernel.types.calls.signature import Boundary, axes_of
 from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import MaskInfo
@@ -165,6 +166,22 @@ class Call:
                     if not (word.startswith("#") and size == 1):
                         sizes.setdefault(word.lstrip("#"), size)
         return ShardingRule(cls.name, sizes, cls.whole_groups)
+
+    @classmethod
+    def sharding_notes(cls, a: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[str, ...]:
+        """Returns sentences about the sharding of a call: what stays sharded, which collectives.
+
+        ``a``: the canonical arguments; ``arrays``: the caller's, which say how they are sharded.
+        """
+        axes = cls.array_axes(a)
+        alike = {
+            name: arrays[name]
+            for name in axes
+            if name in arrays
+            and [x.shape for x in jax.tree.leaves(arrays[name])]
+            == [x.shape for x in jax.tree.leaves(a[name])]
+        }
+        return sharding_notes(cls.sharding_rule(a), axes, alike)
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:

@@ -12,17 +12,17 @@ from ejkernel.types import calls
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
 
-# of a tile: fewer make products of matrix instructions too short, or leave warps without any
-LEAST_WALKED, LEAST_HELD = 32, 64
+# rows of a tile: fewer make MMAs too short, or leave warps without work
+LEAST_STREAMED, LEAST_RESIDENT = 32, 64
 
 
 class BlockSparseAttention(FlashAttention):
     """Attention over the blocks that a pattern allows, on a GPU.
 
-    The kernels are those of flash attention; they walk lists of the tiles that the pattern and the
-    mask leave, which are made on the device. ``cfg`` as there. Best where the blocks of the pattern
-    are multiples of the tiles: a tile that covers several blocks is computed if one of them is
-    seen.
+    The kernels are those of flash attention; they iterate over lists of the tiles that the pattern
+    and the mask leave, which are built on the device. ``cfg`` as for flash attention. Best where
+    the blocks of the pattern are multiples of the tiles: a tile that covers several blocks is
+    computed if one of them is seen.
     """
 
     call = calls.BlockSparseAttention
@@ -33,19 +33,22 @@ class BlockSparseAttention(FlashAttention):
         chosen = tiles.choose(problem, target)
         if problem.pattern_blocks is None:
             return chosen
-        fwd, dq = (_fitted(t, "block_q", "block_kv", problem) for t in (chosen.fwd, chosen.dq))
-        return FlashTiles(fwd, dq, _fitted(chosen.dkv, "block_kv", "block_q", problem))
+        fwd, dq = (
+            _fit_to_blocks(t, "block_q", "block_kv", problem) for t in (chosen.fwd, chosen.dq)
+        )
+        return FlashTiles(fwd, dq, _fit_to_blocks(chosen.dkv, "block_kv", "block_q", problem))
 
 
-def _fitted(tile: Tiles, held: str, walked: str, problem: Problem) -> Tiles:
-    """``tile`` with no more rows and keys than a block of the pattern, down to the least."""
+def _fit_to_blocks(tile: Tiles, resident: str, streamed: str, problem: Problem) -> Tiles:
+    """Shrinks ``tile`` to the size of a block of the pattern, but not below the minimum."""
     assert problem.pattern_blocks is not None
     block = dict(zip(("block_q", "block_kv"), problem.pattern_blocks, strict=True))
-    fits = 1 << (block[walked].bit_length() - 1)
-    tile = replace(tile, **{walked: min(getattr(tile, walked), max(LEAST_WALKED, fits))})
-    while getattr(tile, held) > max(LEAST_HELD, block[held]):
+    fits = 1 << (block[streamed].bit_length() - 1)
+    tile = replace(tile, **{streamed: min(getattr(tile, streamed), max(LEAST_STREAMED, fits))})
+    while getattr(tile, resident) > max(LEAST_RESIDENT, block[resident]):
         tile = replace(
-            tile, **{held: getattr(tile, held) // 2, "num_warps": max(4, tile.num_warps // 2)}
+            tile,
+            **{resident: getattr(tile, resident) // 2, "num_warps": max(4, tile.num_warps // 2)},
         )
     return tile
 

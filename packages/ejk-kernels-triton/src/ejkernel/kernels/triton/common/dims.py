@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 
-@functools.cache  # asked some thirty times for one call's tiles
+@functools.cache  # called about thirty times for one call's tiles
 def split_dim(dim: int) -> tuple[int, int]:
-    """(main, rest): powers of two that hold ``dim`` columns; rest 0 when one is enough.
+    """Returns (main, tail): powers of two that cover ``dim`` columns; tail is 0 if one is enough.
 
-    80 -> (64, 16), 96 -> (64, 32), 112 -> (64, 64), 192 -> (128, 64). Products need 16 columns.
+    80 -> (64, 16), 96 -> (64, 32), 112 -> (64, 64), 192 -> (128, 64). MMAs need 16 columns.
     """
     main = max(16, 1 << (dim.bit_length() - 1))
     if dim <= main:

@@ -1,7 +1,7 @@
 """The part of the dropout hash that belongs to rows, computed by XLA.
 
-The mask is a hash of (seed, batch, head, query index, key index): a pure function of those five
-numbers in uint32 arithmetic, the same on every backend, so no random state is stored and the
+The mask is a hash of (seed, batch, head, query index, key index): a pure function of these five
+values in uint32 arithmetic, the same on every backend, so no random state is stored and the
 backward pass recomputes it.
 """
 
@@ -14,7 +14,7 @@ from ejkernel.types.attention.dropout import P1, P2, P3, P4, fmix
 
 
 def row_words(seed: jax.Array, batch: int, heads: int, rows: int) -> jax.Array:
-    """uint32 ``[b, h, 2, q]`` of the seed words int32 ``[1, 3]``: what ``kept`` needs of rows.
+    """Returns the row words uint32 ``[b, h, 2, q]`` for the seed words int32 ``[1, 3]``.
 
     The seed words are the seed and the indices of the first batch row and head.
     """

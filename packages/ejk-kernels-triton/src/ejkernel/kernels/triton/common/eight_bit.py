@@ -1,19 +1,18 @@
-"""8-bit numbers to float16, two columns at a time.
+"""Conversion of 8-bit values to float16, two columns at a time.
 
-A cache of 8-bit numbers is read as int16: the number of an even column in the low byte, that of
-the next column in the high byte. Such a tile moves like one of 16-bit numbers with half the
-columns, so the matrix instructions get it from shared memory by the wide loads they have for
-those; its even and its odd columns then are operands of two products. Everything int8 and float8
-can say is exact in float16, and in bfloat16.
+An 8-bit cache is read as int16: the value of an even column in the low byte, the value of the next
+column in the high byte. Such a tile moves like a 16-bit tile with half the columns, so MMAs read it
+from shared memory by the wide loads for 16-bit operands; its even and its odd columns then are
+operands of two matmuls. All int8 and float8 values are exact in float16 and in bfloat16.
 
-The PTX forms turn one register of four numbers into two registers of two:
+The PTX forms turn one register of four values into two registers of two:
 
 * int8: ``0x6400 | (byte ^ 0x80)`` are the bits of 1152 + x.
-* int8 with a bias: ``byte ^ 0x80`` are the bits of (x + 128) * 2**-24, a subnormal number.
-* float8_e5m2: the number is the high byte of its float16.
-* float8_e4m3fn: an instruction from compute capability 8.9 on. Before, exponent and mantissa in
-  float16's places are the number times 2**-8, subnormals too, and NaN becomes 480 * 2**-8, the
-  only magnitude that times 36000 leaves float16: infinity times 0 makes it NaN again.
+* int8 with a bias: ``byte ^ 0x80`` are the bits of (x + 128) * 2**-24, a subnormal.
+* float8_e5m2: the value is the high byte of its float16.
+* float8_e4m3fn: an instruction since compute capability 8.9. Before, exponent and mantissa moved to
+  float16's fields give the value times 2**-8, subnormals included, and NaN becomes 480 * 2**-8, the
+  only magnitude that overflows float16 when multiplied by 36000: infinity times 0 is NaN again.
 * int8 to bfloat16, which has one bit too few: the low seven bits above 128, less 128 or, with the
   sign, 256.
 """
@@ -70,7 +69,7 @@ fma.rn.f16x2 $0, low, zero, $0;
 fma.rn.f16x2 $1, high, zero, $1;
 }""")
 
-# the same four numbers, neighbours together
+# the same four values, adjacent columns together
 INT8_FLOAT16 = tl.constexpr("""{
 .reg .b32 flipped, bias, above;
 mov.b32 bias, 0x64806480;
@@ -100,7 +99,7 @@ _E4M3 = """.reg .b16 first, second;
 mov.b32 {first, second}, $2;
 cvt.rn.f16x2.e4m3x2 $0, first;
 cvt.rn.f16x2.e4m3x2 $1, second;"""
-# by way of float32: an instruction from float16 to bfloat16 has a quarter of the rate
+# through float32: a direct conversion of float16 to bfloat16 has a quarter of the rate
 _BFLOAT16 = """.reg .b16 low, high;
 .reg .f32 left, right;
 """ + "\n".join(
@@ -133,10 +132,9 @@ fma.rn.bf16x2 $1, rest, one, sign;
 
 @triton.jit
 def pair_operands(pairs, KIND: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
-    """``pair_numbers`` as operands of a product with numbers of ``DTYPE``, all exact.
+    """Converts as ``pair_numbers`` does to operands of a matmul in ``DTYPE``, all exact.
 
-    float16 becomes bfloat16 by way of float32: the instruction between them has a quarter of the
-    rate.
+    float16 becomes bfloat16 through float32: the direct instruction has a quarter of the rate.
     """
     if DTYPE == tl.bfloat16 and KIND == "int8" and PTX > 0:
         even, odd = tl.inline_asm_elementwise(
@@ -155,7 +153,7 @@ def pair_operands(pairs, KIND: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.conste
 
 @triton.jit
 def pair_numbers(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
-    """float16 (even, odd) of int16 ``pairs``: the numbers in their low and in their high bytes.
+    """Converts the low and the high bytes of int16 ``pairs`` to float16 (even, odd).
 
     KIND: int8, float8_e4m3fn or float8_e5m2. PTX: compute capability times ten whose instructions
     may be used (80 or 89), 0 for none.
@@ -173,10 +171,10 @@ def pair_numbers(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def biased_numbers(pairs, PTX: tl.constexpr):
-    """float16 (even, odd) of int8 numbers x in int16 ``pairs``: (x + 128) * 2**-24.
+def convert_biased_pairs(pairs, PTX: tl.constexpr):
+    """Converts int8 values x in int16 ``pairs`` to float16 (even, odd): (x + 128) * 2**-24.
 
-    Bytes as they are, but for the sign: subnormal numbers, multiplied exactly.
+    These are the bytes with the sign bit flipped, subnormals that MMAs multiply exactly.
     """
     if PTX == 0:
         return _byte_bits(pairs), _byte_bits(pairs >> 8)
@@ -190,35 +188,35 @@ def _byte_bits(pairs):
 
 
 @triton.jit
-def whole_numbers(pairs, KIND: tl.constexpr, NUMBER: tl.constexpr, PTX: tl.constexpr):
-    """``[rows, 2 * n]`` in NUMBER, float16 or bfloat16, of int16 ``pairs [rows, n]``.
+def convert_rows(pairs, KIND: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Converts int16 ``pairs [rows, n]`` to ``[rows, 2 * n]`` in DTYPE, float16 or bfloat16.
 
-    For products that read shared memory: the tile is written there once, converted.
+    For MMAs that read shared memory: the tile is written there once, converted.
     """
-    SHORT: tl.constexpr = NUMBER == tl.float16
+    SHORT: tl.constexpr = DTYPE == tl.float16
     if PTX < 89:
         even, odd = pair_numbers(pairs, KIND, PTX)
-        tile = tl.interleave(even, odd).to(NUMBER)
+        tile = tl.interleave(even, odd).to(DTYPE)
     elif KIND == "int8":
-        tile = _unpacked(pairs, INT8_FLOAT16 if SHORT else INT8_BFLOAT16, NUMBER)
+        tile = _unpacked(pairs, INT8_FLOAT16 if SHORT else INT8_BFLOAT16, DTYPE)
     elif KIND == "float8_e5m2":
-        tile = _unpacked(pairs, E5M2_FLOAT16 if SHORT else E5M2_BFLOAT16, NUMBER)
+        tile = _unpacked(pairs, E5M2_FLOAT16 if SHORT else E5M2_BFLOAT16, DTYPE)
     else:
-        tile = _unpacked(pairs, E4M3_FLOAT16 if SHORT else E4M3_BFLOAT16, NUMBER)
+        tile = _unpacked(pairs, E4M3_FLOAT16 if SHORT else E4M3_BFLOAT16, DTYPE)
     return tile
 
 
 @triton.jit
-def _unpacked(pairs, TEXT: tl.constexpr, NUMBER: tl.constexpr):
+def _unpacked(pairs, TEXT: tl.constexpr, DTYPE: tl.constexpr):
     two = tl.inline_asm_elementwise(TEXT, "=&r,=&r,r", [pairs], tl.int32, is_pure=True, pack=2)
-    low = two.to(tl.int16).to(NUMBER, bitcast=True)
-    high = (two >> 16).to(tl.int16).to(NUMBER, bitcast=True)
+    low = two.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (two >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return tl.interleave(low, high)
 
 
 @triton.jit
 def _assembled(pairs, TEXT: tl.constexpr):
-    # results are written before the operand is last read
+    # early clobber: results are written before the operand is last read
     return tl.inline_asm_elementwise(
         TEXT, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
     )
@@ -229,12 +227,12 @@ def _plain(byte, KIND: tl.constexpr):
     """The float16 that int16 ``byte`` (0 to 255) stands for, in portable operations."""
     if KIND == "int8":
         bits = (byte ^ 0x6480).to(tl.int16)
-        number = bits.to(tl.float16, bitcast=True) - 1152.0
+        value = bits.to(tl.float16, bitcast=True) - 1152.0
     elif KIND == "float8_e5m2":
-        number = (byte << 8).to(tl.int16).to(tl.float16, bitcast=True)
+        value = (byte << 8).to(tl.int16).to(tl.float16, bitcast=True)
     else:
         low = byte & 0x7F
         bits = (((byte & 0x80) << 8) | (low << 7)).to(tl.int16)
-        number = bits.to(tl.float16, bitcast=True) * 256.0
-        number = tl.where(low == 0x7F, float("nan"), number)
-    return number.to(tl.float16)
+        value = bits.to(tl.float16, bitcast=True) * 256.0
+        value = tl.where(low == 0x7F, float("nan"), value)
+    return value.to(tl.float16)

@@ -1,14 +1,14 @@
-"""Scores with 8-bit keys that few instructions convert, or none.
+"""Scores with 8-bit keys that need few conversion instructions, or none.
 
-A tile of keys is what ``common.eight_bit`` reads: int16 ``[BLOCK, n]``, neighbours in one. As
-there, two products meet it, of two operands made of the queries. FORM:
+A tile of keys is int16 ``[BLOCK, n]`` as in ``common.eight_bit``, two adjacent columns an element.
+As there, it is multiplied twice, with two operands made from the queries. FORM:
 
-* digits: int8 keys are operands as they are. Queries are numbers of 16 bits, the largest of a row
-  32512, as two digits: high * 256 + low. Products and their sums are integers, exact. A query is
-  off by at most 1 / 65024 of the largest of its row, a sixteenth of what rounding that one to
-  float16 cost.
-* quads: of every four columns the first two, and the others. One instruction makes two float16 of
-  two neighbours of float8_e4m3fn; even and odd columns would have to be sorted first.
+* digits: int8 keys are operands without conversion. Queries are 16-bit integers, the largest of a
+  row 32512, in two digits: high * 256 + low. The int32 accumulation is exact. The error of a query
+  is at most 1 / 65024 of the largest of its row, a sixteenth of the error of rounding that one to
+  float16.
+* quads: the first two of every four columns, and the other two. One instruction converts two
+  adjacent float8_e4m3fn to float16; even and odd columns would have to be sorted first.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ TWO_E4M3 = tl.constexpr("cvt.rn.f16x2.e4m3x2 $0, $1;")
 
 @triton.jit
 def digits(q, scale):
-    """int8 (high, low) digits of ``q [rows, n]`` times ``scale [rows]``, at most LARGEST."""
-    # a sum of this size ends in the bits of the whole number: conversions have a fourth of the rate
+    """Returns int8 (high, low) digits of ``q [rows, n]`` * ``scale [rows]``, at most LARGEST."""
+    # the low bits of a float32 of this size are the integer: conversions have a fourth of the rate
     x = (q * scale[:, None] + 1.5 * 2.0**23).to(tl.int32, bitcast=True)
     return ((x + 128) >> 8).to(tl.int8), x.to(tl.int8)
 
 
 @triton.jit
 def quads(q):
-    """(first two, others) of every four columns of ``q [rows, n]``: ``[rows, n / 2]`` each."""
+    """Splits every four columns of ``q [rows, n]``: (first two, others), ``[rows, n / 2]`` each."""
     q = tl.reshape(q, [q.shape[0], q.shape[1] // 4, 2, 2])
     first, others = tl.split(tl.permute(q, (0, 1, 3, 2)))
     shape: tl.constexpr = [q.shape[0], q.shape[1] * 2]
@@ -38,8 +38,8 @@ def quads(q):
 
 
 @triton.jit
-def neighbours(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
-    """float16 ``[rows, 2 n]`` of int16 ``pairs [rows, n]``."""
+def convert_adjacent(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Converts int16 ``pairs [rows, n]`` to float16 ``[rows, 2 n]``."""
     if PTX == 0:
         low, high = pair_numbers(pairs, KIND, PTX)
     else:
@@ -51,15 +51,15 @@ def neighbours(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def add_scores(sums, q, q_other, tile, FORM: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
-    """``sums``, of both products apart, plus those with ``tile``; None: nothing so far."""
+    """Returns the accumulators ``sums`` of both matmuls plus ``tile``; None: start from 0."""
     if FORM == "digits":
         one = tl.trans(tl.interleave(tile.to(tl.int8), (tile >> 8).to(tl.int8)))
         other = one
         none = tl.zeros([q.shape[0], tile.shape[0]], tl.int32)
     else:
         first, second = tl.split(tl.reshape(tile, [tile.shape[0], tile.shape[1] // 2, 2]))
-        one = tl.trans(neighbours(first, KIND, PTX))
-        other = tl.trans(neighbours(second, KIND, PTX))
+        one = tl.trans(convert_adjacent(first, KIND, PTX))
+        other = tl.trans(convert_adjacent(second, KIND, PTX))
         none = tl.zeros([q.shape[0], tile.shape[0]], tl.float32)
     if sums is None:
         sums = (none, none)
@@ -67,10 +67,10 @@ def add_scores(sums, q, q_other, tile, FORM: tl.constexpr, KIND: tl.constexpr, P
 
 
 @triton.jit
-def whole_scores(sums, FORM: tl.constexpr):
-    """float32 scores of the sums of both products."""
+def combine_scores(sums, FORM: tl.constexpr):
+    """Returns float32 scores from the accumulators of both matmuls."""
     one, other = sums
-    # multiply-adds by name: the compiler would make one product's sum where the other begins
+    # explicit fma: the compiler would make one accumulator the start of the other matmul
     if FORM == "digits":
         factor = tl.full(one.shape, 256.0, tl.float32)
         s = tl.fma(one.to(tl.float32), factor, other.to(tl.float32))

@@ -1,8 +1,8 @@
-"""Float32 to 8-bit numbers, to nearest even, and quotients by a number that all elements share.
+"""Rounding of float32 to 8-bit values, and of quotients by a divisor that all elements share.
 
-What is beyond the largest number is cut to it; NaN stays NaN (0 as an integer). From compute
-capability 8.9 on an instruction makes two floats of 8 bits at a time; before, and on other GPUs,
-they are put together by integer operations.
+Rounding is to nearest even and saturates; NaN stays NaN (0 as an integer). Since compute capability
+8.9 one instruction converts two 8-bit floats; before, and on other GPUs, integer operations build
+them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ejkernel.kernels.triton.language import tl, triton
 
 HALF = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, in the lowest bits
 ABOVE = tl.constexpr(0x4B400100)  # bits of HALF + 256
-NARROWEST = tl.constexpr(2.0**-60)  # divisors between which no remainder that matters underflows
+NARROWEST = tl.constexpr(2.0**-60)  # divisors in this range: no relevant remainder underflows
 WIDEST = tl.constexpr(2.0**60)
 FOUR = """{{
 .reg .b16 low, high;
@@ -25,12 +25,13 @@ E5M2 = tl.constexpr(FOUR.format("e5m2"))
 
 @triton.jit
 def eight_bits(x, KIND: tl.constexpr, PTX: tl.constexpr):
-    """int8 with the bits of the number nearest to ``x``. KIND: int8, float8_e4m3fn, float8_e5m2.
+    """Returns the bits of the value nearest to ``x``, as int8.
 
+    KIND: int8, float8_e4m3fn, float8_e5m2.
     PTX: compute capability times ten whose instructions may be used.
     """
     if KIND == "int8":
-        code = _rounded(_cut(x, -128.0, 127.0))
+        code = _rounded(_clip(x, -128.0, 127.0))
     elif PTX >= 89:
         code = tl.inline_asm_elementwise(
             E4M3 if KIND == "float8_e4m3fn" else E5M2, "=r,r,r,r,r", [x], tl.int8, is_pure=True,
@@ -45,24 +46,24 @@ def eight_bits(x, KIND: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def eight_bit_quotients(x, divisor, KIND: tl.constexpr, PTX: tl.constexpr):
-    """The same of the quotients ``x / divisor``, rounded as a division rounds.
+    """Returns the bits of the quotients ``x / divisor``, rounded like ``eight_bits(div_rn)``.
 
-    An exact division takes 14 instructions a number, three of them at a quarter of the rate. Two
-    corrections by the remainder make the same of a product with the rounded reciprocal: the first
-    gets within a unit in the last place, from where the second rounds rightly. Remainders are exact
-    where nothing underflows; what would overflow is cut before.
+    An exact division takes 14 instructions an element, three of them at a quarter of the rate. Two
+    corrections by the remainder give the same result from a multiplication by the rounded
+    reciprocal: the first gets within a unit in the last place, the second rounds correctly.
+    Remainders are exact where nothing underflows; values that would overflow are clipped before.
 
     Source: Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor"
     (1990), for the last step.
     """
     if PTX > 0 and (divisor >= NARROWEST and divisor <= WIDEST):
-        # what is cut here has quotients that round to the largest numbers
+        # clipped values have quotients that saturate anyway
         LEAST: tl.constexpr = -128.0 if KIND == "int8" else -57344.0
         MOST: tl.constexpr = 127.0 if KIND == "int8" else 57344.0
-        x = _cut(x, LEAST * divisor, MOST * divisor)
+        x = _clip(x, LEAST * divisor, MOST * divisor)
         shared = tl.div_rn(1.0, divisor)
         quotient = x * shared
-        # signs so that a remainder of 0 leaves -0 what it is
+        # the signs are chosen so that a remainder of 0 preserves -0
         quotient = tl.fma(tl.fma(quotient, divisor, -x), -shared, quotient)
         quotient = tl.fma(tl.fma(quotient, divisor, -x), -shared, quotient)
         code = _rounded(quotient) if KIND == "int8" else eight_bits(quotient, KIND, PTX)
@@ -73,14 +74,14 @@ def eight_bit_quotients(x, divisor, KIND: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _rounded(x):
-    """int8 of numbers from -128 to 127: the lowest bits of a sum. NaN has larger bits than all."""
+    """Rounds values from -128 to 127 to int8, in the lowest bits of x + HALF; NaN becomes 0."""
     bits = (x + HALF).to(tl.uint32, bitcast=True)
     return tl.minimum(bits, ABOVE).to(tl.int8)
 
 
 @triton.jit
-def _cut(x, least, most):
-    """``x`` between two numbers; NaN stays."""
+def _clip(x, least, most):
+    """Clips ``x`` to [least, most]; NaN stays."""
     x = tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)
 
@@ -89,14 +90,14 @@ def _cut(x, least, most):
 def _float_bits(
     x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, NAN: tl.constexpr
 ):
-    """int32 0 to 255: the bits of a float of 8 bits."""
+    """Returns the bits of an 8-bit float as int32 from 0 to 255."""
     CUT: tl.constexpr = 23 - MANTISSA
     size = tl.minimum(tl.abs(x), LARGEST)
     bits = size.to(tl.int32, bitcast=True)
-    # half of what is cut off, less one, and the last bit kept: ties go to even
+    # add half of the dropped bits' range, less one, and the last bit that stays: ties go to even
     normal = bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)
     normal = (normal >> CUT) - ((127 - BIAS) << MANTISSA)
-    # below the smallest normal number they are multiples of one step; the first normal follows
+    # subnormals are multiples of one step; the smallest normal follows them
     LEAST: tl.constexpr = 2.0 ** (1 - BIAS)
     small = (tl.minimum(size, LEAST) * (2.0 ** (BIAS - 1 + MANTISSA)) + HALF) - HALF
     code = tl.where(size < LEAST, small.to(tl.int32), normal)

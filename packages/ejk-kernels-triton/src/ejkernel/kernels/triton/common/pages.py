@@ -1,8 +1,8 @@
-"""Where tokens lie in a paged cache, and reading them.
+"""Places of tokens in a paged cache, and their loads.
 
 Token j of a sequence lies in page ``table[j // PAGE]`` at place ``j % PAGE``. A block of tokens
 inside one page is contiguous and costs one look-up; a block over several pages is gathered by
-pointer arithmetic, one look-up a token (neighbours hit the same cache line).
+pointer arithmetic, one look-up a token (adjacent tokens hit the same cache line).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ejkernel.kernels.triton.language import tl, triton
 
 @triton.jit
 def block_pages(table, first, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Page of the tokens first .. first + BLOCK: one number, or ``[BLOCK]`` when they are several.
+    """Loads the page of the tokens first .. first + BLOCK: a scalar, or ``[BLOCK]`` for several.
 
-    ``first`` is a multiple of BLOCK. Table entries from ``stop`` on are not read. Entries come
-    as they are: nothing here waits for the memory.
+    ``first`` is a multiple of BLOCK. Table entries of tokens at or after ``stop`` are not read.
+    Entries are not clipped, so that nothing here waits for the load.
     """
     if PAGE % BLOCK == 0:
         page = tl.load(table + first // PAGE, mask=first < stop, other=0)
@@ -27,9 +27,9 @@ def block_pages(table, first, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def token_places(page, first, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """int64 ``[BLOCK]``: page * PAGE + place, ``page`` being what ``block_pages`` gave.
+    """Returns int64 ``[BLOCK]``: page * PAGE + place, with ``page`` from ``block_pages``.
 
-    Page numbers are clipped into the cache of ``pages`` pages.
+    Pages are clipped to the cache of ``pages`` pages.
     """
     offsets = tl.arange(0, BLOCK)
     page = tl.minimum(tl.maximum(page, 0), pages - 1)
@@ -41,17 +41,17 @@ def token_places(page, first, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.constexpr_function
-def whole_pages(page, block):
-    """Returns whether a block is several whole pages."""
+def spans_full_pages(page, block):
+    """Returns whether a block consists of several full pages."""
     return page < block and page & (page - 1) == 0
 
 
 @triton.jit
-def _looked_up(first, low, last, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens of a block whose pages are looked up: one, the first of every page, or all."""
+def _lookup_tokens(first, low, last, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the tokens whose pages are looked up: one, the first of every page, or all."""
     if PAGE % BLOCK == 0:
         j = first
-    elif whole_pages(PAGE, BLOCK):
+    elif spans_full_pages(PAGE, BLOCK):
         j = tl.minimum(first + tl.arange(0, BLOCK // PAGE) * PAGE, last // PAGE * PAGE)
         if low is not None:
             j = tl.maximum(j, low // PAGE * PAGE)
@@ -64,11 +64,11 @@ def _looked_up(first, low, last, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def pages_between(table, first, low, last, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Pages of the tokens first .. first + BLOCK, as ``places_between`` wants them.
+    """Loads pages of the tokens first .. first + BLOCK for ``places_between``.
 
     Entries of tokens before ``low`` (None: there are none) and after ``last`` are not read.
     """
-    j = _looked_up(first, low, last, PAGE, BLOCK)
+    j = _lookup_tokens(first, low, last, PAGE, BLOCK)
     if PAGE % BLOCK == 0:
         j = tl.minimum(j, last)
     return tl.load(table + j // PAGE)
@@ -76,20 +76,20 @@ def pages_between(table, first, low, last, PAGE: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def places_between(page, first, low, last, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """int32 ``[BLOCK]``: places of the tokens first .. first + BLOCK.
+    """Returns the places of the tokens first .. first + BLOCK, int32 ``[BLOCK]``.
 
-    Tokens before ``low`` have that of ``low``, those after ``last`` that of ``last``: memory of
-    tokens that nobody sees is not read, and loads need no mask. Page numbers are clipped into the
-    cache of ``pages`` pages.
+    Tokens before ``low`` get the place of ``low``, tokens after ``last`` the place of ``last``:
+    memory of unused tokens is not read, and loads need no mask. Pages are clipped to the cache of
+    ``pages`` pages.
     """
     page = tl.minimum(tl.maximum(page, 0), pages - 1) * PAGE
-    j = _looked_up(first, low, last, PAGE, BLOCK)
+    j = _lookup_tokens(first, low, last, PAGE, BLOCK)
     if PAGE % BLOCK == 0:
         inner = tl.minimum(tl.arange(0, BLOCK), last - first)
         if low is not None:
             inner = tl.maximum(inner, low - first)
         places = page + first % PAGE + inner
-    elif whole_pages(PAGE, BLOCK):
+    elif spans_full_pages(PAGE, BLOCK):
         inner = tl.minimum(tl.arange(0, PAGE)[None, :], (last - j)[:, None])
         if low is not None:
             inner = tl.maximum(inner, (low - j)[:, None])
@@ -101,7 +101,7 @@ def places_between(page, first, low, last, pages, PAGE: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def run_between(page, first, last, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """(place of token ``first``, how many of BLOCK tokens from there are not after ``last``).
+    """Returns (place of token ``first``, number of the BLOCK tokens up to ``last``).
 
     A block lies inside one page.
     """
@@ -121,13 +121,13 @@ def load_places(
     COLUMN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Columns COLUMN .. COLUMN + COLUMNS of one head at ``places``.
+    """Loads columns COLUMN .. COLUMN + COLUMNS of one head at ``places``.
 
-    cache ``[pages, PAGE, HEADS, STEP]``, of which a head has the first DIM columns. Tokens not
-    ``seen`` are not read: they are 0, whatever memory holds; None: all are.
+    cache ``[pages, PAGE, HEADS, STEP]``; a head uses the first DIM of STEP columns. Tokens not
+    ``seen`` are not read but 0; None: all are read.
     """
     column = COLUMN + tl.arange(0, COLUMNS)
-    # what all steps share first: a place is then one multiply-add
+    # the loop-invariant part first: a place is then one multiply-add
     first = cache + head * STEP + column
     pointers = first[None, :] + (places.to(tl.int64) * (HEADS * STEP))[:, None]
     if seen is not None:

@@ -1,4 +1,4 @@
-"""Precision of float32 products in Triton's words."""
+"""Triton's names for the precision of float32 matmuls."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ NAMES = {"default": "tf32", "high": "tf32x3", "highest": "ieee"}
 
 
 def precision_name(precision: Any, dtype: str) -> str:
-    """Triton's name of a precision; "" for an algorithm, for which it has none."""
+    """Returns Triton's name of a precision; "" for an algorithm, which has no name."""
     return NAMES.get(precision_level(precision, dtype) or "", "")
 
 
 def refused_precision(name: str) -> str | None:
-    """Why a precision of this name is refused, None where it is not."""
+    """Returns why a precision of this name is not supported, None if it is."""
     return None if name else NO_LEVEL

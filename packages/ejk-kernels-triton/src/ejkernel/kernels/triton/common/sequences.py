@@ -1,9 +1,9 @@
 """Packed sequences cut into pieces that no two sequences share, found on the device.
 
 A *piece* is what a sequence has of one tile of LENGTH rows. Piece ``i + m`` is the part of tile i
-that belongs to sequence m: both only rise from row to row, so the number is its own and no table is
+that belongs to sequence m: both only rise from row to row, so the number is unique and no table is
 needed. The number of the first piece of a sequence rises with every sequence, so its sequence is
-the last one that begins at or before it. Some numbers have no rows. Rows behind the last sequence
+the last one that begins at or before it. Some pieces have no rows. Rows behind the last sequence
 belong to one more sequence. ``pieces.piece_count`` is the number of pieces.
 """
 
@@ -14,20 +14,20 @@ from ejkernel.kernels.triton.language import tl, triton
 
 @triton.jit
 def sequence_start(cu, sequence, sequences, rows):
-    """The first row of a sequence, inside the array whatever ``cu`` holds; ``rows`` after all."""
+    """Loads the first row of a sequence, clipped to the array; ``rows`` past the last sequence."""
     start = tl.load(cu + sequence, mask=sequence <= sequences, other=rows)
     return tl.minimum(tl.maximum(start, 0), rows)
 
 
 @triton.jit
 def find_piece(cu, sequences, rows, piece, LENGTH: tl.constexpr, LANES: tl.constexpr):
-    """(sequence, its first row, row past its last, first row of the tile) of a piece."""
-    found = 0
+    """Returns (sequence, its first row, row past its last, first row of the tile) of a piece."""
+    count = 0
     for at in range(0, sequences + 1, LANES):
         m = at + tl.arange(0, LANES)
         first = sequence_start(cu, m, sequences, rows) // LENGTH + m
-        found += tl.sum(((first <= piece) & (m <= sequences)).to(tl.int32), 0)
-    sequence = tl.maximum(found - 1, 0)
+        count += tl.sum(((first <= piece) & (m <= sequences)).to(tl.int32), 0)
+    sequence = tl.maximum(count - 1, 0)
     start = sequence_start(cu, sequence, sequences, rows)
     end = sequence_start(cu, sequence + 1, sequences, rows)
     return sequence, start, end, (piece - sequence) * LENGTH
@@ -37,10 +37,10 @@ def find_piece(cu, sequences, rows, piece, LENGTH: tl.constexpr, LANES: tl.const
 def find_segment(
     cu, number, pieces, rows, sequences, LENGTH: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """(batch row, first row, row past the last, row past the last in use) of a piece by its number
-    among those of all batch rows; without ``cu`` pieces are LENGTH rows each.
+    """Returns (batch row, first row, row past the last, row past the last in use) of a piece.
 
-    Rows behind the last sequence are in no use: they read as 0 and write 0.
+    ``number`` counts the pieces of all batch rows; without ``cu`` pieces are LENGTH rows each. Rows
+    behind the last sequence are not in use: they read as 0 and write 0.
     """
     batch = number // pieces
     piece = (number % pieces).to(tl.int32)
@@ -58,7 +58,7 @@ def find_segment(
 
 @triton.jit
 def pieces_of(cu, sequence, sequences, rows, LENGTH: tl.constexpr):
-    """(first piece, piece past the last, rows) of a sequence."""
+    """Returns (first piece, piece past the last, rows) of a sequence."""
     start = sequence_start(cu, sequence, sequences, rows)
     end = sequence_start(cu, sequence + 1, sequences, rows)
     first = start // LENGTH + sequence

@@ -7,11 +7,12 @@ and the equally scaled output. A tile with no visible key has maximum -inf; the 
 ``online_softmax`` subtracts x - m before it scales: the largest logit then adds exactly 1, however
 large it is. That is an addition and a multiplication a score. ``fused_softmax`` makes it one
 multiply-add, x * slope - b, with b = m * slope as rounded. A multiply-add rounds once, at its end,
-so that all terms of a row have the factor exp2(e) in common, e = m * slope - b being what the
-rounding of b lost, itself a float32 number. It is carried along, and the end divides by its
-power. From 2^30 on it might grow too large; there float32 logits differ by 64 or not at all (in
-base 2), and a power of two as the slope, no larger than the natural one, keeps e at 0, a difference
-large, and m * slope finite. Not for float16, which has not the range for exp2(e).
+so that all terms of a row have the factor exp2(e) in common; e = m * slope - b is the rounding
+error of b, itself exact in float32. It is part of the state, and the caller divides by exp2(e) at
+the end. For logits of 2^30 or more it might grow too large; there float32 logits differ by at least
+64 (in base 2) or not at all, and a power of two as the slope, no larger than the natural one, keeps
+e at 0, differences large, and m * slope finite. Not for float16, whose range is too small for
+exp2(e).
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3;
 Dao, "FlashAttention-2" (2023), section 3.1.
@@ -27,28 +28,28 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def online_softmax(x, m, l, slope, PER_ROW: tl.constexpr, GUARD: tl.constexpr):  # noqa: E741
-    """One tile: returns (p, m, l, alpha), alpha being the factor for what was summed before.
+    """Returns (p, m, l, alpha) after one tile; alpha is the factor of earlier accumulators.
 
-    GUARD: rows may be empty so far. The others as below.
+    GUARD: rows may be empty so far. The other arguments are those of ``_relative``.
     """
     p, m, alpha = _relative(x, m, slope, PER_ROW, GUARD)
     return p, m, l * alpha + tl.sum(p, 1), alpha
 
 
 @triton.jit
-def rounded_softmax(x, m, slope, NUMBER: tl.constexpr):
-    """The same with p in NUMBER: returns (p, m, sum of p, alpha)."""
+def rounded_softmax(x, m, slope, DTYPE: tl.constexpr):
+    """Returns (p, m, sum of p, alpha) with p rounded to DTYPE before it is summed."""
     p, m, alpha = _relative(x, m, slope, True, True)
-    p = p.to(NUMBER)
+    p = p.to(DTYPE)
     return p, m, tl.sum(p.to(tl.float32), 1), alpha
 
 
 @triton.jit
 def _relative(x, m, slope, PER_ROW: tl.constexpr, GUARD: tl.constexpr):
-    """(p, m, alpha): probabilities relative to the new m.
+    """Returns (p, m, alpha): probabilities relative to the new m.
 
-    ``slope`` brings x to base 2: a positive number, PER_ROW one for each. x must not be a product
-    that may be rounded anew in each of its uses.
+    ``slope`` brings x to base 2: a positive scalar, with PER_ROW one for each row. x must not be a
+    multiplication that the compiler may round differently in each of its uses.
     """
     m_new = tl.maximum(m, tl.max(x, 1))
     base = tl.where(m_new == float("-inf"), 0.0, m_new) if GUARD else m_new
@@ -61,17 +62,17 @@ def _relative(x, m, slope, PER_ROW: tl.constexpr, GUARD: tl.constexpr):
 
 @triton.jit
 def fused_softmax(x, m, l, e, slope, power, large, GUARD: tl.constexpr):  # noqa: E741
-    """The same by one multiply-add a score: returns (p, m, l, e, alpha).
+    """Returns (p, m, l, e, alpha) by one multiply-add a score.
 
-    True sums are those of p times exp2(-e); e is 0 before the first tile. ``power``: the slope of
-    rows whose m is beyond ``large``.
+    Accumulators of p must be multiplied by exp2(-e) at the end; e is 0 before the first tile.
+    ``power``: the slope of rows whose m is beyond ``large``.
     """
     m_new = tl.maximum(m, tl.max(x, 1))
     slope = tl.where(tl.abs(m_new) >= large, power, slope)
     base = tl.where(m_new == float("-inf"), 0.0, m_new) if GUARD else m_new
     b = base * slope
     p = tl.exp2(tl.fma(x, slope[:, None], -b[:, None]))
-    # multiply-adds by name: a compiler that fused the product b itself would undo its rounding
+    # explicit fma: a compiler that fused the multiplication in b would undo its rounding
     alpha = tl.exp2(tl.fma(m, slope, -b) - e)
     e = tl.fma(base, slope, -b)
     return p, m_new, l * alpha + tl.sum(p, 1), e, alpha
@@ -79,11 +80,11 @@ def fused_softmax(x, m, l, e, slope, power, large, GUARD: tl.constexpr):  # noqa
 
 @triton.jit
 def capped_weight(y):
-    """w in [-1, 0] with tanh(x) = 1 + 2 w, for a tile y = 2 * log2(e) * x.
+    """Returns w in [-1, 0] with tanh(x) = 1 + 2 w, for a tile y = 2 * log2(e) * x.
 
     w = -1 / (1 + 2^y). Neighbours a and b share one reciprocal, 1 / a = b / (a * b), the quotient
-    as a squared reciprocal root, as below: the special-function unit is what a soft cap waits for.
-    Beyond 2^62, where w is 0 to any purpose, a product would overflow. A softmax of tanh needs only
+    as a squared reciprocal root, as below: the special-function unit is the bottleneck of a soft
+    cap. Beyond 2^62, where w is effectively 0, a * b would overflow. A softmax of tanh needs only
     w: constants drop out of it. The slope 1 - tanh^2 is -4 (w + w^2).
     """
     y = tl.minimum(y, 62.0, propagate_nan=tl.PropagateNan.ALL)
@@ -95,7 +96,7 @@ def capped_weight(y):
 
 @triton.jit
 def tanh_from_exp2(y):
-    """tanh(x) for y = 2 * log2(e) * x: exact at both ends, no overflow, within 5e-7.
+    """Returns tanh(x) for y = 2 * log2(e) * x: exact at both ends, no overflow, within 5e-7.
 
     1 - 2 / (1 + 2^y), the quotient as a squared reciprocal root: half the instructions of a
     division, and no more of the special-function unit.

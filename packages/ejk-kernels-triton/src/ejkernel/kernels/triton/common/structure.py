@@ -1,4 +1,4 @@
-"""Which keys a row sees, as arithmetic on block numbers and on elements.
+"""Visibility of keys as arithmetic on block indices and on elements.
 
 A *band* is the pair (lo, hi): row i sees key j only if lo <= j - i <= hi; None bounds nothing.
 Causal masks and sliding windows, with any offsets and in any number, are one band. Blocks are
@@ -13,7 +13,7 @@ from ejkernel.kernels.triton.language import tl, triton
 
 @triton.jit
 def band_blocks(first, last, length, lo, hi, BLOCK: tl.constexpr):
-    """Ranges of blocks (size BLOCK, over an axis of ``length``) seen from rows first..last."""
+    """Returns the ranges of blocks (size BLOCK, axis of ``length``) that rows first..last see."""
     start = 0
     full_start = 0
     stop = tl.cdiv(length, BLOCK)
@@ -31,17 +31,18 @@ def band_blocks(first, last, length, lo, hi, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def given_blocks(ranges, index):
-    """The same four numbers from a row of an int32 array ``[rows, 4]``."""
+def load_block_ranges(ranges, index):
+    """Loads the ranges of ``band_blocks`` from a row of an int32 array ``[rows, 4]``."""
     row = ranges + index * 4
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
 
 @triton.jit
-def first_visit(listed, row, length, BLOCK: tl.constexpr):
-    """Of a row of ``block_lists``: where its blocks start, the first, those full, all.
+def load_list_start(listed, row, length, BLOCK: tl.constexpr):
+    """Loads the header of a row of ``block_lists``.
 
-    A list has room for one block more than there are: each is read one step ahead.
+    The result is (pointer to its blocks, first block, number of full blocks, number of blocks). A
+    list has room for one more block, as each block is read one step ahead.
     """
     visit = listed + row.to(tl.int64) * (tl.cdiv(length, BLOCK) + 3) + 2
     full = tl.load(visit - 2).to(tl.int32)
@@ -50,8 +51,8 @@ def first_visit(listed, row, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def in_order(order, pid, programs, lists_batch):
-    """The number of a program by ``order`` int32 ``[#b, programs]``, of those of a batch row."""
+def load_program_index(order, pid, programs, lists_batch):
+    """Loads a program's index from ``order`` int32 ``[#b, programs]``, permuted per batch row."""
     b = pid // programs
     shared = lists_batch == 0
     return b * programs + tl.load(order + tl.where(shared, 0, b) * programs + pid % programs)
@@ -59,9 +60,9 @@ def in_order(order, pid, programs, lists_batch):
 
 @triton.jit
 def phase_steps(start, full_start, full_stop, stop, PHASE: tl.constexpr, HAS_FULL: tl.constexpr):
-    """How many blocks a phase has: 0 those that need no element mask, 1 the others.
+    """Returns the number of blocks of a phase: 0 without element mask, 1 the others.
 
-    Without HAS_FULL the others are all.
+    Without HAS_FULL all blocks are in phase 1.
     """
     if PHASE == 0:
         steps = full_stop - full_start
@@ -74,7 +75,7 @@ def phase_steps(start, full_start, full_stop, stop, PHASE: tl.constexpr, HAS_FUL
 
 @triton.jit
 def phase_block(t, start, full_start, full_stop, PHASE: tl.constexpr, HAS_FULL: tl.constexpr):
-    """Number of the t-th block of a phase; of phase 1 those before the full ones come first."""
+    """Returns the t-th block of a phase; in phase 1 blocks before the full ones come first."""
     if PHASE == 0:
         block = full_start + t
     elif HAS_FULL:
@@ -96,11 +97,11 @@ def _both(a, b):
 
 @triton.jit
 def visible(i, j, kv_len, rules, q_id, kv_id, q_position, kv_position, KEYS_INSIDE: tl.constexpr):
-    """Element mask by ``Rules`` without their mask, None where there is nothing to mask.
+    """Returns the element mask by ``Rules`` without their dense mask, None if all is visible.
 
     i and j are index tiles that broadcast against each other; ids and positions are values already
     loaded (shaped as i and j) or None. Keys past the last are unseen unless KEYS_INSIDE; rows past
-    the last are of no account.
+    the last are arbitrary.
     """
     seen = None
     if not KEYS_INSIDE:

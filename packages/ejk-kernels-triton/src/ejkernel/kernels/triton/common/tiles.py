@@ -1,8 +1,7 @@
-"""Reading and writing tiles of ``[tokens, heads * dim]`` arrays, and products of them.
+"""Loads and stores of tiles of ``[tokens, heads * dim]`` arrays, and their matmuls.
 
-A head dim is held as one power of two, or as two (80 = 64 + 16, 192 = 128 + 64): its *parts*, for
-which there is a tuple of tiles. Only dims with more than two bits set are padded, and then columns
-are masked.
+A head dim is one power of two or the sum of two (80 = 64 + 16, 192 = 128 + 64): its *parts*, with
+one tile each. Only dims with more than two bits set are padded, and then columns are masked.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Any, NamedTuple
 from ejkernel.kernels.triton.language import tl, triton
 
 
-class Place(NamedTuple):
-    """Where rows are: those of the sequence that starts at ``token``, of one of ``heads`` heads."""
+class TilePosition(NamedTuple):
+    """Rows of the sequence that starts at ``token``, in one of ``heads`` heads."""
 
     token: Any
     length: Any
@@ -22,24 +21,24 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def load_tile(source, PART: tl.constexpr, place, first, CHECK: tl.constexpr):
-    """A part of rows first .. first + source.ROWS at a ``Place``; ``source``: see ``Heads``.
+def load_tile(source, PART: tl.constexpr, position, first, CHECK: tl.constexpr):
+    """Loads a part of rows first .. first + source.ROWS; ``source``: see ``Heads``.
 
-    CHECK: rows past the last of the sequence read as 0. Columns that are not there always do.
+    CHECK: rows past the end of the sequence read as 0. Padding columns always do.
     """
-    column = place.head * source.ALL + source.PARTS[PART].FIRST
+    column = position.head * source.ALL + source.PARTS[PART].FIRST
     row = tl.arange(0, source.ROWS)
     if source.TMA:
-        # a descriptor reads on into the next sequence, and 0 * inf is not 0
-        tile = source.arrays[PART].load([(place.token + first).to(tl.int32), column])
+        # TMA reads on into the next sequence, and 0 * inf is NaN
+        tile = source.arrays[PART].load([(position.token + first).to(tl.int32), column])
         if CHECK:
-            tile = tl.where((first + row < place.length)[:, None], tile, 0.0)
+            tile = tl.where((first + row < position.length)[:, None], tile, 0.0)
     else:
-        stride = place.heads * source.ALL
+        stride = position.heads * source.ALL
         col = tl.arange(0, source.PARTS[PART].WIDTH)
-        base = source.arrays[PART] + (place.token + first).to(tl.int64) * stride + column
+        base = source.arrays[PART] + (position.token + first).to(tl.int64) * stride + column
         pointers = base + row[:, None] * stride + col[None, :]
-        rows_inside = (first + row < place.length)[:, None]
+        rows_inside = (first + row < position.length)[:, None]
         columns_inside = (col < source.PARTS[PART].USED)[None, :]
         if CHECK and source.PARTS[PART].PADDED:
             tile = tl.load(pointers, mask=rows_inside & columns_inside, other=0.0)
@@ -53,60 +52,62 @@ def load_tile(source, PART: tl.constexpr, place, first, CHECK: tl.constexpr):
 
 
 @triton.jit
-def load_tiles(source, place, first, CHECK: tl.constexpr):
-    """All parts, see ``load_tile``."""
+def load_tiles(source, position, first, CHECK: tl.constexpr):
+    """Loads all parts, see ``load_tile``."""
     tiles = ()
     for n in tl.static_range(len(source.PARTS)):
-        tiles += (load_tile(source, n, place, first, CHECK),)
+        tiles += (load_tile(source, n, position, first, CHECK),)
     return tiles
 
 
 @triton.jit
-def products(a, b, source, place, first, CHECK: tl.constexpr, PRECISION: tl.constexpr):
-    """a b^T of two heads in parts, and b with the parts that it has not yet.
+def matmul_parts(a, b, source, position, first, CHECK: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns a b^T of two heads in parts, and b with its missing parts.
 
-    Those are read here, beside the product before: where all are read first, they take registers.
+    These are loaded here, during the previous matmul: loading all first would take registers.
     """
     s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     for n in tl.static_range(1, len(a)):
         if n == len(b):
-            b += (load_tile(source, n, place, first, CHECK),)
+            b += (load_tile(source, n, position, first, CHECK),)
         s = tl.dot(a[n], tl.trans(b[n]), s, input_precision=PRECISION)
     return s, b
 
 
 @triton.jit
-def add_products(sums, p, b, source, place, first, CHECK: tl.constexpr, PRECISION: tl.constexpr):
-    """sums + p b of a head in parts, those of b that it has not yet as in ``products``."""
+def add_matmul_parts(
+    acc, p, b, source, position, first, CHECK: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Returns acc + p b of a head in parts; loads missing parts of b as ``matmul_parts`` does."""
     new = ()
-    for n in tl.static_range(len(sums)):
+    for n in tl.static_range(len(acc)):
         if n == len(b):
-            b += (load_tile(source, n, place, first, CHECK),)
-        new += (tl.dot(p, b[n], sums[n], input_precision=PRECISION),)
+            b += (load_tile(source, n, position, first, CHECK),)
+        new += (tl.dot(p, b[n], acc[n], input_precision=PRECISION),)
     return new
 
 
 @triton.jit
 def zero_tiles(source, ROWS: tl.constexpr):
-    """What sums start from: ROWS rows of a head like those of ``source``."""
+    """Returns zeroed accumulators of ROWS rows with the parts of ``source``."""
     return [tl.zeros([ROWS, part.WIDTH], tl.float32) for part in source.PARTS]
 
 
 @triton.jit
-def store_tile(target, tile, source, PART: tl.constexpr, place, first):
-    """The inverse of ``load_tile`` by pointer, to an array like ``source``; always checked."""
+def store_tile(target, tile, source, PART: tl.constexpr, position, first):
+    """Stores a tile by pointer to an array like ``source``; always checks rows and columns."""
     row = tl.arange(0, tile.shape[0])
     col = tl.arange(0, source.PARTS[PART].WIDTH)
-    stride = place.heads * source.ALL
-    column = place.head * source.ALL + source.PARTS[PART].FIRST
-    base = target + (place.token + first).to(tl.int64) * stride + column
+    stride = position.heads * source.ALL
+    column = position.head * source.ALL + source.PARTS[PART].FIRST
+    base = target + (position.token + first).to(tl.int64) * stride + column
     pointers = base + row[:, None] * stride + col[None, :]
-    inside = (first + row < place.length)[:, None] & (col < source.PARTS[PART].USED)[None, :]
+    inside = (first + row < position.length)[:, None] & (col < source.PARTS[PART].USED)[None, :]
     tl.store(pointers, tile.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def store_tiles(target, tiles, source, place, first):
-    """All parts, see ``store_tile``."""
+def store_tiles(target, tiles, source, position, first):
+    """Stores all parts, see ``store_tile``."""
     for n in tl.static_range(len(source.PARTS)):
-        store_tile(target, tiles[n], source, n, place, first)
+        store_tile(target, tiles[n], source, n, position, first)

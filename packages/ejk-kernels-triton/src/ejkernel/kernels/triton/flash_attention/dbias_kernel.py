@@ -4,11 +4,11 @@
                p_ij * (dp_ij - delta_i) * (1 - t_ij^2 with a soft cap)
 
 Work split: one program per (bias row, bias head, query block, key block). It recomputes its tile
-for every batch row and head in turn and writes it once: no atomics, no array larger than the
+for one batch row and head after another and writes it once: no atomics, no array larger than the
 bias. Tiles that no row sees are written as zeros.
 
-Bound: 4 * q * k * d FLOPs per head (two products) against writing the bias once: a bias per head
-and batch row is bound by that write from d of about 100 down, a shared one by the products.
+Bound: 4 * q * k * d FLOPs per head (two matmuls) against writing the bias once: a bias per head
+and batch row is bound by that write if d is about 100 or less, a shared one by the matmuls.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words
+from ejkernel.kernels.triton.common.dropout import keep_mask, load_row_words, mix_words
 from ejkernel.kernels.triton.common.structure import band_blocks
-from ejkernel.kernels.triton.common.tiles import Place, load_tile, load_tiles, products
+from ejkernel.kernels.triton.common.tiles import TilePosition, load_tile, load_tiles, matmul_parts
 from ejkernel.kernels.triton.flash_attention.launch import GRADIENT_OPERANDS, AttentionLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (
     cap_slope,
@@ -79,19 +79,19 @@ def flash_bwd_dbias(
         b = b_out * sum_batch + member // sum_heads
         h = h_out * sum_heads + member % sum_heads
         hk = h // (heads // kv_heads)
-        queries = Place(b.to(tl.int64) * q_len, q_len, h, heads)
-        keys = Place(b.to(tl.int64) * kv_len, kv_len, hk, kv_heads)
+        queries = TilePosition(b.to(tl.int64) * q_len, q_len, h, heads)
+        keys = TilePosition(b.to(tl.int64) * kv_len, kv_len, hk, kv_heads)
         q_tiles = load_tiles(q, queries, i0, True)
         k_tiles = (load_tile(k, 0, keys, j0, True),)
-        s, k_tiles = products(q_tiles, k_tiles, k, keys, j0, True, PRECISION)
+        s, k_tiles = matmul_parts(q_tiles, k_tiles, k, keys, j0, True, PRECISION)
         do_tiles = load_tiles(do, queries, i0, True)
         v_tiles = (load_tile(v, 0, keys, j0, True),)
-        dp, v_tiles = products(do_tiles, v_tiles, v, keys, j0, True, PRECISION)
+        dp, v_tiles = matmul_parts(do_tiles, v_tiles, v, keys, j0, True, PRECISION)
         rows = (b * heads + h).to(tl.int64) * q_len
         row_base = load_rows(base + rows, i, q_len, float("inf"), False)[:, None]
         row_delta = load_rows(delta + rows, i, q_len, 0.0, False)[:, None]
-        more = load_bias(bias, i, j, i0, j0, b, h, sizes, False, True, False)
-        s = tile_logits(s, more, logits)
+        bias_tile = load_bias(bias, i, j, i0, j0, b, h, sizes, False, True, False)
+        s = tile_logits(s, bias_tile, logits)
         if logits.cap is not None:
             steep = cap_slope(s)
         s = mask_unseen(s, i[:, None], j[None, :], j0, b, h, sizes, rules, True)
@@ -100,8 +100,8 @@ def flash_bwd_dbias(
             p = p * steep
         if dropout is not None:
             row_r, row_s = load_row_words(dropout.words, rows, i, q_len)
-            mixed = mixed_words(row_r[:, None], row_s[:, None], j[None, :])
-            keep = kept(mixed, dropout.threshold)
+            mixed = mix_words(row_r[:, None], row_s[:, None], j[None, :])
+            keep = keep_mask(mixed, dropout.threshold)
             acc += tl.where(keep, p, 0.0) * dp - p * row_delta
         else:
             acc += p * (dp - row_delta)

@@ -5,13 +5,13 @@ it and the rows that see it:
 
     dv_j = sum_i drop'(p_ij) do_i;    dk_j = scale * sum_i ds_ij q_i
 
-Work split: one program per (key block, batch row, key head). It walks the query blocks that see
-its keys, for each query head of the group in turn, on transposed tiles [keys, rows], so that p
-and ds are already laid out for the products that consume them. One program owns its keys: sums
-over rows and over the group have one order, without atomics. A launch computes both gradients, or
-one of them (the other given as None): wide heads do not have registers for both sums.
+Work split: one program per (key block, batch row, key head). It iterates over the query blocks
+that see its keys, for one query head of the group after another, on transposed tiles [keys, rows],
+so that p and ds are already laid out for the matmuls that consume them. One program owns its keys:
+it sums over rows and over the group in a fixed order, without atomics. A launch computes both
+gradients, or one of them (the other is None): wide heads leave no registers for both accumulators.
 
-Bound: 8 * q * k * d FLOPs per query head over the visible part (four products); bytes as forward
+Bound: 8 * q * k * d FLOPs per query head over the visible part (four matmuls); bytes as forward
 plus q and do once per key block from L2. At B4 S4096 H16 D128: 1.1 TFLOP: arithmetic.
 
 Sources: Dao, "FlashAttention-2" (2023), section 3.1.2 (loop over queries inside).
@@ -23,20 +23,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ejkernel.kernels.triton.common.dims import split_dim
-from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words
+from ejkernel.kernels.triton.common.dropout import keep_mask, load_row_words, mix_words
 from ejkernel.kernels.triton.common.structure import (
     band_blocks,
-    first_visit,
-    given_blocks,
+    load_block_ranges,
+    load_list_start,
     phase_block,
     phase_steps,
 )
 from ejkernel.kernels.triton.common.tiles import (
-    Place,
-    add_products,
+    TilePosition,
+    add_matmul_parts,
     load_tile,
     load_tiles,
-    products,
+    matmul_parts,
     store_tiles,
     zero_tiles,
 )
@@ -65,7 +65,7 @@ def flash_bwd_dkv(
     delta,
     sizes,
     logits,
-    walk,
+    schedule,
     rules,
     bias,
     dropout,
@@ -80,13 +80,13 @@ def flash_bwd_dkv(
     q_len, kv_len, heads, kv_heads = sizes.q_len, sizes.kv_len, sizes.heads, sizes.kv_heads
     BLOCK_Q: tl.constexpr = q.ROWS
     BLOCK_KV: tl.constexpr = k.ROWS
-    block, b, hk = program_of(walk, kv_heads)
+    block, b, hk = program_of(schedule, kv_heads)
     first = block * BLOCK_KV
     j = first + tl.arange(0, BLOCK_KV)
     q_token = b.to(tl.int64) * q_len
-    keys = Place(b.to(tl.int64) * kv_len, kv_len, hk, kv_heads)
+    keys = TilePosition(b.to(tl.int64) * kv_len, kv_len, hk, kv_heads)
 
-    if walk.listed is None and walk.ranges is None:
+    if schedule.listed is None and schedule.ranges is None:
         last = tl.minimum(first + BLOCK_KV, kv_len) - 1
         start, full_start, full_stop, stop = band_blocks(
             first, last, q_len, _minus(rules.hi), _minus(rules.lo), BLOCK_Q
@@ -102,47 +102,51 @@ def flash_bwd_dkv(
         dv_tiles = zero_tiles(do, BLOCK_KV)
 
     if dropout is not None:
-        zero = dropout.scale * 0.0  # one the compiler does not know, as in the forward kernel
-    # hoisting what is cheap to compute again out of three nested loops costs registers
+        zero = dropout.scale * 0.0  # opaque to the compiler, as in the forward kernel
+    # hoisting values that are cheap to recompute out of three nested loops costs registers
     for member in tl.range(0, GROUP, disable_licm=True):
         h = hk * GROUP + member
-        queries = Place(q_token, q_len, h, heads)
-        row = b * walk.batch_step + h * walk.head_step + block
-        if walk.listed is not None:
-            visit, following, full_stop, stop = first_visit(walk.listed, row, q_len, BLOCK_Q)
+        queries = TilePosition(q_token, q_len, h, heads)
+        row = b * schedule.batch_step + h * schedule.head_step + block
+        if schedule.listed is not None:
+            visit, following, full_stop, stop = load_list_start(
+                schedule.listed, row, q_len, BLOCK_Q
+            )
             start, full_start = 0, 0
-        elif walk.ranges is not None:
-            start, full_start, full_stop, stop = given_blocks(walk.ranges, row)
+        elif schedule.ranges is not None:
+            start, full_start, full_stop, stop = load_block_ranges(schedule.ranges, row)
         rows = (b * heads + h).to(tl.int64) * q_len
-        for phase in tl.static_range(0 if walk.FULL else 1, 2 if walk.PARTIAL else 1):
+        for phase in tl.static_range(0 if schedule.FULL else 1, 2 if schedule.PARTIAL else 1):
             # phase 0: blocks whose every row sees every key; phase 1: the others
-            steps = phase_steps(start, full_start, full_stop, stop, phase, walk.FULL)
+            steps = phase_steps(start, full_start, full_stop, stop, phase, schedule.FULL)
             for t in tl.range(0, steps, disable_licm=GROUP > 1):
-                if walk.listed is not None:
+                if schedule.listed is not None:
                     q_block = following
                     visit += 1
                     following = tl.load(visit).to(tl.int32)
                 else:
-                    q_block = phase_block(t, start, full_start, full_stop, phase, walk.FULL)
+                    q_block = phase_block(t, start, full_start, full_stop, phase, schedule.FULL)
                 i0 = q_block * BLOCK_Q
                 i = i0 + tl.arange(0, BLOCK_Q)
 
                 q_tiles = (load_tile(q, 0, queries, i0, (phase == 1) and not EVEN_Q),)
-                more = load_bias(bias, i, j, i0, first, b, h, sizes, True, EVEN_Q, EVEN_KV)
-                s, q_tiles = products(
+                bias_tile = load_bias(bias, i, j, i0, first, b, h, sizes, True, EVEN_Q, EVEN_KV)
+                s, q_tiles = matmul_parts(
                     k_tiles, q_tiles, q, queries, i0, (phase == 1) and not EVEN_Q, PRECISION
                 )
 
                 do_tiles = load_tiles(do, queries, i0, (phase == 1) and not EVEN_Q)
                 row_base = load_rows(base + rows, i, q_len, float("inf"), EVEN_Q)[None, :]
                 if WANT_DK and not DP_LATE:
-                    dp, do_tiles = products(v_tiles, do_tiles, do, queries, i0, False, PRECISION)
+                    dp, do_tiles = matmul_parts(
+                        v_tiles, do_tiles, do, queries, i0, False, PRECISION
+                    )
 
                 if dropout is not None:
-                    # while the product runs
+                    # while the matmul runs
                     row_r, row_s = load_row_words(dropout.words, rows, i, q_len)
-                    mixed = mixed_words(row_r[None, :], row_s[None, :], j[:, None])
-                s = tile_logits(s, more, logits)
+                    mixed = mix_words(row_r[None, :], row_s[None, :], j[:, None])
+                s = tile_logits(s, bias_tile, logits)
                 if logits.cap is not None and WANT_DK:
                     steep = cap_slope(s)
                 if phase == 1:
@@ -150,30 +154,32 @@ def flash_bwd_dkv(
                 p = probabilities(s, row_base, logits)
                 pd = p
                 if dropout is not None:
-                    keep = kept(mixed, dropout.threshold)
+                    keep = keep_mask(mixed, dropout.threshold)
                     pd = tl.where(keep, p, zero)
                 if WANT_DV:
-                    kept_p = pd.to(do_tiles[0].dtype)
+                    masked_p = pd.to(do_tiles[0].dtype)
                 if logits.cap is not None and WANT_DK:
                     p = p * steep
                     pd = pd * steep
                 if WANT_DV:
-                    dv_tiles = add_products(
-                        dv_tiles, kept_p, do_tiles, do, queries, i0, False, PRECISION
+                    dv_tiles = add_matmul_parts(
+                        dv_tiles, masked_p, do_tiles, do, queries, i0, False, PRECISION
                     )
                 if WANT_DK:
                     if DP_LATE:
-                        dp, do_tiles = products(
+                        dp, do_tiles = matmul_parts(
                             v_tiles, do_tiles, do, queries, i0, False, PRECISION
                         )
                     row_delta = load_rows(delta + rows, i, q_len, 0.0, EVEN_Q)[None, :]
                     if dropout is not None:
-                        # less the factor of what is kept, which dk gets in the end
+                        # the dropout scale is applied to dk once, after the loop
                         ds = pd * dp - p * row_delta
                     else:
                         ds = p * (dp - row_delta)
                     ds = ds.to(q_tiles[0].dtype)
-                    dk_tiles = add_products(dk_tiles, ds, q_tiles, q, queries, i0, False, PRECISION)
+                    dk_tiles = add_matmul_parts(
+                        dk_tiles, ds, q_tiles, q, queries, i0, False, PRECISION
+                    )
 
     if WANT_DK:
         dk_tiles = [part * logits.gradient for part in dk_tiles]
@@ -244,7 +250,7 @@ class DkvLaunch(AttentionLaunch):
             "v": self.heads("v", t.block_kv) if "dk" in self.parts else None,
             "do": self.heads("do", t.block_q, maps),
             "delta": self.operand("delta") if "dk" in self.parts else None,
-            "walk": self.walk(target, self.blocks, even),
+            "schedule": self.block_schedule(target, self.blocks, even),
             "GROUP": p.group,
             "EVEN_Q": even,
             "EVEN_KV": p.kv_len % t.block_kv == 0,

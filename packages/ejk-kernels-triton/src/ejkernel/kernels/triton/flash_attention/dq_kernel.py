@@ -9,9 +9,9 @@ With p recomputed from q, k and the saved lse, per query head and row i:
 Work split: one program per (query block, batch row, query head) over the key blocks its rows
 see, as in the forward pass; no other program writes these rows, so the sum has one order.
 
-Bound: 6 * q * k * d FLOPs per head over the visible part (three products), memory as forward.
+Bound: 6 * q * k * d FLOPs per head over the visible part (three matmuls), memory as forward.
 Together with the key gradients: 14 * q * k * d, of which 4 recompute s and dp a second time; this
-is the price of sums without atomics, at most 10 / 14 of the product rate in nominal terms.
+is the price of avoiding atomics: at most 10 / 14 of the nominal MMA rate.
 
 Sources: Dao, "FlashAttention-2" (2023), section 3.1.2 (recomputation from lse, delta).
 """
@@ -21,14 +21,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words, words_from
+from ejkernel.kernels.triton.common.dropout import (
+    keep_mask,
+    load_row_words,
+    mix_words,
+    offset_row_words,
+)
 from ejkernel.kernels.triton.common.structure import phase_block, phase_steps
 from ejkernel.kernels.triton.common.tiles import (
-    Place,
-    add_products,
+    TilePosition,
+    add_matmul_parts,
     load_tile,
     load_tiles,
-    products,
+    matmul_parts,
     store_tiles,
     zero_tiles,
 )
@@ -57,7 +62,7 @@ def flash_bwd_dq(
     delta,
     sizes,
     logits,
-    walk,
+    schedule,
     rules,
     bias,
     dropout,
@@ -68,16 +73,16 @@ def flash_bwd_dq(
     q_len, kv_len, heads, kv_heads = sizes.q_len, sizes.kv_len, sizes.heads, sizes.kv_heads
     BLOCK_Q: tl.constexpr = q.ROWS
     BLOCK_KV: tl.constexpr = k.ROWS
-    block, b, h = program_of(walk, heads)
+    block, b, h = program_of(schedule, heads)
     hk = h // (heads // kv_heads)
     first = block * BLOCK_Q
     i = first + tl.arange(0, BLOCK_Q)
-    queries = Place(b.to(tl.int64) * q_len, q_len, h, heads)
-    keys = Place(b.to(tl.int64) * kv_len, kv_len, hk, kv_heads)
+    queries = TilePosition(b.to(tl.int64) * q_len, q_len, h, heads)
+    keys = TilePosition(b.to(tl.int64) * kv_len, kv_len, hk, kv_heads)
 
-    row = b * walk.batch_step + h * walk.head_step + block
+    row = b * schedule.batch_step + h * schedule.head_step + block
     start, full_start, full_stop, stop, visit, following = key_blocks(
-        walk, row, first, sizes, rules, BLOCK_Q, BLOCK_KV
+        schedule, row, first, sizes, rules, BLOCK_Q, BLOCK_KV
     )
 
     q_tiles = load_tiles(q, queries, first, True)
@@ -90,37 +95,37 @@ def flash_bwd_dq(
         row_r, row_s = load_row_words(dropout.words, rows, i, q_len)
         column = tl.arange(0, BLOCK_KV)
 
-    for phase in tl.static_range(0 if walk.FULL else 1, 2 if walk.PARTIAL else 1):
+    for phase in tl.static_range(0 if schedule.FULL else 1, 2 if schedule.PARTIAL else 1):
         # phase 0: blocks every row sees; phase 1: blocks that need an element mask
-        steps = phase_steps(start, full_start, full_stop, stop, phase, walk.FULL)
+        steps = phase_steps(start, full_start, full_stop, stop, phase, schedule.FULL)
         for t in tl.range(0, steps):
-            if walk.listed is not None:
+            if schedule.listed is not None:
                 kv_block = following
                 visit += 1
                 following = tl.load(visit).to(tl.int32)
             else:
-                kv_block = phase_block(t, start, full_start, full_stop, phase, walk.FULL)
+                kv_block = phase_block(t, start, full_start, full_stop, phase, schedule.FULL)
             j0 = kv_block * BLOCK_KV
             j = j0 + tl.arange(0, BLOCK_KV)
 
             k_tiles = (load_tile(k, 0, keys, j0, (phase == 1) and not EVEN_KV),)
-            more = load_bias(
+            bias_tile = load_bias(
                 bias, i, j, first, j0, b, h, sizes, False, True, (phase == 0) or EVEN_KV
             )
             if dropout is not None:
-                # while products run
-                row_from = words_from(row_r, j0, dropout.threshold)
-                mixed = mixed_words(row_from[:, None], row_s[:, None], column[None, :])
-            s, k_tiles = products(
+                # while the matmuls run
+                row_from = offset_row_words(row_r, j0, dropout.threshold)
+                mixed = mix_words(row_from[:, None], row_s[:, None], column[None, :])
+            s, k_tiles = matmul_parts(
                 q_tiles, k_tiles, k, keys, j0, (phase == 1) and not EVEN_KV, PRECISION
             )
 
             v_tiles = (load_tile(v, 0, keys, j0, (phase == 1) and not EVEN_KV),)
-            dp, v_tiles = products(
+            dp, v_tiles = matmul_parts(
                 do_tiles, v_tiles, v, keys, j0, (phase == 1) and not EVEN_KV, PRECISION
             )
 
-            s = tile_logits(s, more, logits)
+            s = tile_logits(s, bias_tile, logits)
             if logits.cap is not None:
                 steep = cap_slope(s)
             if phase == 1:
@@ -129,13 +134,13 @@ def flash_bwd_dq(
             if logits.cap is not None:
                 p = p * steep
             if dropout is not None:
-                # less the factor of what is kept, which dq gets in the end
-                keep = kept(mixed, dropout.threshold)
+                # the dropout scale is applied to dq once, after the loop
+                keep = keep_mask(mixed, dropout.threshold)
                 ds = tl.where(keep, p, 0.0) * dp - p * row_delta
             else:
                 ds = p * (dp - row_delta)
             ds = ds.to(k_tiles[0].dtype)
-            acc = add_products(acc, ds, k_tiles, k, keys, j0, False, PRECISION)
+            acc = add_matmul_parts(acc, ds, k_tiles, k, keys, j0, False, PRECISION)
 
     acc = [part * logits.gradient for part in acc]
     store_tiles(dq, acc, q, queries, first)

@@ -15,12 +15,12 @@ from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles, pas
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention.problem import Problem
 
-REGISTERS = 255  # a thread can name
+REGISTERS = 255  # per thread, a limit of the instruction set
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a launch cannot do without: bytes a program, registers a thread, and its programs."""
+    """Lower bounds of a launch: shared bytes a program, registers a thread, and its programs."""
 
     shared: int
     registers: int
@@ -28,24 +28,24 @@ class Needs:
 
 
 def needs(kernel: str, tiles: Tiles, problem: Problem, target: Target) -> Needs:
-    """Of ``kernel``: "forward", "dq" or "dkv"."""
+    """Returns the lower bounds of ``kernel``: "forward", "dq" or "dkv"."""
     dim, value_dim = sum(split_dim(problem.dim)), sum(split_dim(problem.value_dim))
     both = dim + value_dim
-    held, walked, length, heads = tiles.block_q, tiles.block_kv, problem.q_len, problem.heads
+    resident, streamed, length, heads = tiles.block_q, tiles.block_kv, problem.q_len, problem.heads
     if kernel == "dkv":
-        held, walked, length, heads = walked, held, problem.kv_len, problem.kv_heads
-    # the steps in flight; Hopper's products read what is held from shared memory too
+        resident, streamed, length, heads = streamed, resident, problem.kv_len, problem.kv_heads
+    # the stages in flight; Hopper's MMAs read the resident operands from shared memory too
     steps = 0 if target.platform == "rocm" else tiles.num_stages - 1
     if target.hopper and tiles.num_stages > 1:
         steps = tiles.num_stages
-    shared = steps * walked * both
+    shared = steps * streamed * both
     if target.hopper and problem.itemsize == 2:
-        shared += held * (dim if kernel == "forward" else both)
-    accumulators = held * {"forward": value_dim, "dq": dim}.get(kernel, max(dim, value_dim))
+        shared += resident * (dim if kernel == "forward" else both)
+    accumulators = resident * {"forward": value_dim, "dq": dim}.get(kernel, max(dim, value_dim))
     threads = tiles.num_warps * target.warp_size
-    # float32 accumulators and one tile of logits; the passes of dkv may be apart
+    # float32 accumulators and one tile of logits; dk and dv may be separate launches
     registers = (accumulators + tiles.block_q * tiles.block_kv) // threads
-    programs = -(-length // held) * heads * problem.batch
+    programs = -(-length // resident) * heads * problem.batch
     return Needs(shared * problem.itemsize, registers, programs)
 
 
@@ -58,7 +58,7 @@ def fits(kernel: str, tiles: Tiles, chosen: Tiles, problem: Problem, target: Tar
 
 
 def neighbours(problem: Problem, target: Target, chosen: FlashTiles) -> list[FlashTiles]:
-    """Tiles worth timing beside the chosen ones: a step away in one pass, as far as they fit."""
+    """Returns tiles worth timing: one step away from ``chosen`` in one pass, if they fit."""
     found = []
     if chosen.decode is not None:
         others = single_row.neighbours(problem, target, chosen.decode)
@@ -69,8 +69,8 @@ def neighbours(problem: Problem, target: Target, chosen: FlashTiles) -> list[Fla
         ours = getattr(chosen, part)
         for tile in pass_neighbours(ours, problem):
             # a config has one number of warps and of stages for both backward kernels
-            apart = part == "dq" and not _same_launch(tile, chosen.dkv)
-            if not apart and fits(kernel, tile, ours, problem, target):
+            separate = part == "dq" and not _same_launch(tile, chosen.dkv)
+            if not separate and fits(kernel, tile, ours, problem, target):
                 found.append(replace(chosen, **{part: tile}))
     return found
 

@@ -5,17 +5,17 @@ Math, per query head and row i over the visible keys j (base 2 inside):
     x_ij = scale * q_i . k_j (+ bias_ij), soft-capped;  lse_i = log(sum_j exp x_ij + exp sink)
     o_i  = sum_j drop(exp(x_ij - lse_i)) v_j
 
-Work split: one program per (query block, batch row, query head). It walks the key blocks its
-rows can see: first those that need no element mask, then the others. Programs are ordered by
+Work split: one program per (query block, batch row, query head). It iterates over the key blocks
+its rows can see: first those that need no element mask, then the others. Programs are ordered by
 head, and inside a causal head the longest rows come first, so that the last programs to start
 are the shortest.
 
 Bound: 4 * q * k * d FLOPs per head over the visible part, against reading q, k, v and writing o
 once. At B4 S4096 H16 D128 full: 0.55 TFLOP, 0.27 GB: arithmetic, by an order of magnitude; at
-D64 one exp2 per 256 FLOPs makes the special-function unit nearly as long as the products.
+D64 one exp2 per 256 FLOPs makes the special-function unit nearly as long as the MMAs.
 
 Sources: Dao, "FlashAttention-2" (2023), sections 3.1 and 3.2 (loop order, work split);
-Shah et al., "FlashAttention-3" (2024), section 3.1 (TMA-fed products on Hopper).
+Shah et al., "FlashAttention-3" (2024), section 3.1 (TMA-fed MMAs on Hopper).
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words, words_from
+from ejkernel.kernels.triton.common.dropout import (
+    keep_mask,
+    load_row_words,
+    mix_words,
+    offset_row_words,
+)
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, fused_softmax, online_softmax
 from ejkernel.kernels.triton.common.structure import phase_block, phase_steps
 from ejkernel.kernels.triton.common.tiles import (
-    Place,
-    add_products,
+    TilePosition,
+    add_matmul_parts,
     load_tile,
     load_tiles,
-    products,
+    matmul_parts,
     store_tiles,
     zero_tiles,
 )
@@ -52,7 +57,7 @@ from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import struct
 
 MAX = float(jnp.finfo(FLOAT).max)
-LARGE = tl.constexpr(2.0**16)  # from here on what is rounded away moves probabilities by a percent
+LARGE = tl.constexpr(2.0**16)  # rounding of larger logits moves probabilities by a percent
 
 
 @triton.jit
@@ -63,7 +68,7 @@ def flash_fwd(
     sizes,
     softmax,
     logits,
-    walk,
+    schedule,
     rules,
     bias,
     dropout,
@@ -71,7 +76,7 @@ def flash_fwd(
     o,
     lse,
     base,
-    rest,
+    base_tail,
     EVEN_KV: tl.constexpr,
     PRECISION: tl.constexpr,
     PARTIAL_STAGES: tl.constexpr,
@@ -81,16 +86,16 @@ def flash_fwd(
     BLOCK_KV: tl.constexpr = k.ROWS
     FIXED: tl.constexpr = softmax.FIXED
     MULTIPLY_ADD: tl.constexpr = softmax.MULTIPLY_ADD
-    block, b, h = program_of(walk, heads)
+    block, b, h = program_of(schedule, heads)
     hk = h // (heads // kv_heads)
     first = block * BLOCK_Q
     i = first + tl.arange(0, BLOCK_Q)
-    queries = Place(b.to(tl.int64) * q_len, q_len, h, heads)
-    keys = Place(b.to(tl.int64) * kv_len, kv_len, hk, kv_heads)
+    queries = TilePosition(b.to(tl.int64) * q_len, q_len, h, heads)
+    keys = TilePosition(b.to(tl.int64) * kv_len, kv_len, hk, kv_heads)
 
-    row = b * walk.batch_step + h * walk.head_step + block
+    row = b * schedule.batch_step + h * schedule.head_step + block
     start, full_start, full_stop, stop, visit, following = key_blocks(
-        walk, row, first, sizes, rules, BLOCK_Q, BLOCK_KV
+        schedule, row, first, sizes, rules, BLOCK_Q, BLOCK_KV
     )
 
     q_tiles = load_tiles(q, queries, first, True)
@@ -99,8 +104,8 @@ def flash_fwd(
     if dropout is not None:
         row_r, row_s = load_row_words(dropout.words, rows, i, q_len)
         column = tl.arange(0, BLOCK_KV)
-        # a zero the compiler does not know: a select of constants moves behind the conversion
-        # of p, element by element instead of by pairs
+        # opaque to the compiler: it would move a select of constants after the conversion of p,
+        # which then converts single elements instead of pairs
         zero = dropout.scale * 0.0
 
     m = tl.full([BLOCK_Q], 0.0 if FIXED else float("-inf"), tl.float32)
@@ -108,34 +113,34 @@ def flash_fwd(
     e = tl.zeros([BLOCK_Q], tl.float32)
     acc = zero_tiles(v, BLOCK_Q)
 
-    for phase in tl.static_range(0 if walk.FULL else 1, 2 if walk.PARTIAL else 1):
+    for phase in tl.static_range(0 if schedule.FULL else 1, 2 if schedule.PARTIAL else 1):
         # phase 0: blocks every row sees; phase 1: blocks that need an element mask
-        steps = phase_steps(start, full_start, full_stop, stop, phase, walk.FULL)
+        steps = phase_steps(start, full_start, full_stop, stop, phase, schedule.FULL)
         for t in tl.range(0, steps, num_stages=None if phase == 0 else PARTIAL_STAGES):
-            if walk.listed is not None:
+            if schedule.listed is not None:
                 kv_block = following
                 visit += 1
                 following = tl.load(visit).to(tl.int32)
             else:
-                kv_block = phase_block(t, start, full_start, full_stop, phase, walk.FULL)
+                kv_block = phase_block(t, start, full_start, full_stop, phase, schedule.FULL)
             j0 = kv_block * BLOCK_KV
             j = j0 + tl.arange(0, BLOCK_KV)
 
-            # keys past the last are masked; a descriptor need not look
+            # keys past the last are masked, so a TMA load needs no check
             k_tiles = (load_tile(k, 0, keys, j0, (phase == 1) and not EVEN_KV and not k.TMA),)
-            more = load_bias(
+            bias_tile = load_bias(
                 bias, i, j, first, j0, b, h, sizes, False, True, (phase == 0) or EVEN_KV
             )
             if dropout is not None:
-                # while products run
-                row_from = words_from(row_r, j0, dropout.threshold)
-                mixed = mixed_words(row_from[:, None], row_s[:, None], column[None, :])
-            s, k_tiles = products(
+                # while the matmuls run
+                row_from = offset_row_words(row_r, j0, dropout.threshold)
+                mixed = mix_words(row_from[:, None], row_s[:, None], column[None, :])
+            s, k_tiles = matmul_parts(
                 q_tiles, k_tiles, k, keys, j0, (phase == 1) and not EVEN_KV and not k.TMA, PRECISION
             )
 
             v_tiles = (load_tile(v, 0, keys, j0, (phase == 1) and not EVEN_KV),)
-            s = tile_logits(s, more, logits)
+            s = tile_logits(s, bias_tile, logits)
             if phase == 1:
                 s = mask_unseen(s, i[:, None], j[None, :], j0, b, h, sizes, rules, EVEN_KV)
 
@@ -154,28 +159,28 @@ def flash_fwd(
                     )
                 acc = [part * alpha[:, None] for part in acc]
             if dropout is not None:
-                keep = kept(mixed, dropout.threshold)
+                keep = keep_mask(mixed, dropout.threshold)
                 p = tl.where(keep, p, zero)
             p = p.to(v_tiles[0].dtype)
-            acc = add_products(
+            acc = add_matmul_parts(
                 acc, p, v_tiles, v, keys, j0, (phase == 1) and not EVEN_KV, PRECISION
             )
 
     alive = l > 0.0
-    # the largest logit, as the caller counts them
+    # the largest logit in natural units
     top = tl.where(alive, m, 0.0) * softmax.unit + softmax.shift
-    # what fused_softmax carried along
+    # undo the common factor exp2(e) of fused_softmax
     shrink = tl.exp2(-e) if MULTIPLY_ADD and not FIXED else 1.0
     low = tl.where(alive, l, 1.0) * shrink
     if sinks is not None:
         # one more logit per row, never in the output; a row without keys stays empty
         extra = tl.load(sinks.array + b * sinks.batch + h)
-        whole = tl.maximum(top, extra)
-        above = (whole - top) * LOG2E
+        new_top = tl.maximum(top, extra)
+        above = (new_top - top) * LOG2E
         share = tl.exp2(-above)
-        low = low * share + tl.exp2((extra - whole) * LOG2E)
+        low = low * share + tl.exp2((extra - new_top) * LOG2E)
         factor = share * shrink / low
-        top = whole
+        top = new_top
         low = tl.log2(low)
         less = low + above
     else:
@@ -186,13 +191,13 @@ def flash_fwd(
         factor = factor * dropout.scale
     factor = tl.where(alive, factor, 0.0)
     tl.store(lse + rows + i, tl.where(alive, top + low * LN2, float("-inf")), mask=i < q_len)
-    # lse for the backward kernels: as m, in whose units the largest logit is exact. Beside a large
-    # one log l is rounded away, so with a bias, where rows of one large number are common, it is
-    # stored by itself
-    if rest is not None:
-        apart = alive & (tl.abs(m) >= LARGE)
-        tl.store(rest + rows + i, tl.where(apart, less, 0.0), mask=i < q_len)
-        less = tl.where(apart, 0.0, less)
+    # lse for the backward kernels is in the units of m, in which the largest logit is exact. Adding
+    # log l to a large m rounds it away, so with a bias, where rows often have one large logit, it
+    # is stored separately
+    if base_tail is not None:
+        separate = alive & (tl.abs(m) >= LARGE)
+        tl.store(base_tail + rows + i, tl.where(separate, less, 0.0), mask=i < q_len)
+        less = tl.where(separate, 0.0, less)
     if FIXED:
         less += softmax.peak
     row_base = (m * logits.slope + less) if logits.FUSED else (m + less / logits.slope)
@@ -208,7 +213,7 @@ class ForwardLaunch(QueryBlockLaunch):
 
     Results: o ``[b, q, h, dv]``, lse ``[b, h, q]`` in float32, and lse for the backward kernels:
     base ``[b, h, q]`` in the units of s (in base 2 with a soft cap), +inf for rows that see
-    nothing. With a bias, the sum of base and ``rest``, in base 2, is exact.
+    nothing. With a bias, the sum of base and ``base_tail``, in base 2, is exact.
     """
 
     kernel = flash_fwd
@@ -221,15 +226,15 @@ class ForwardLaunch(QueryBlockLaunch):
             "o": struct(p.dtype, p.batch, p.q_len, p.heads, p.value_dim),
             "lse": rows,
             "base": rows,
-            "rest": rows if p.biased else None,
+            "base_tail": rows if p.biased else None,
         }
 
     def arguments(self, target):
         p, sink = self.problem, self.shape("sink")
         span = 2 * logit_shift(p)  # of the logits in base 2
         peak = min(0.0, 104.0 - span)
-        # A soft cap bounds the logits, so that one number can take the place of running maxima
-        # where exp2 of any logit less it lies between 2^-104 and 2^44. Not in float16, whose range
+        # A soft cap bounds the logits, so that a constant can replace the running maxima where
+        # exp2 of any logit minus it lies between 2^-104 and 2^44. Not in float16, whose range
         # is smaller; 2^17 keys then still sum values up to 2^66.
         fixed = p.soft_cap is not None and p.dtype != "float16" and span <= 148
         softmax = groups.Softmax(

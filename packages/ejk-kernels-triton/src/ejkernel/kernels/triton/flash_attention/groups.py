@@ -1,13 +1,13 @@
-"""What flash attention's kernels take, in groups that all of them share.
+"""Parameter groups that the kernels of flash attention share.
 
-Fields in capitals are constants of a compiled kernel, the others operands and numbers of a call.
-What a call has not is None, which is a constant too: kernels ask for it and nothing else. No field
-is named ``values`` or ``type``: Triton's own tuples have those.
+Fields in capitals are compile-time constants, the others operands and scalars of a call. A feature
+that a call does not use is None, which is a constant too and is all that kernels test. No field is
+named ``values`` or ``type``: Triton's own tuples have those.
 
-Fields of a launch lie in memory in their order, as do groups in that of a kernel's parameters. Two
-numbers of a loop that share eight aligned bytes are loaded at once, and ptxas then schedules the
-whole loop anew: ``hi`` beside ``slope`` cost the forward kernel 4% on an H200. So numbers that many
-calls have come first, and those that pair are the ones that paired when this was measured.
+Fields lie in constant memory in their order, and groups in the order of a kernel's parameters. Two
+scalars of a loop that share eight aligned bytes are loaded together, and ptxas then schedules the
+whole loop differently: ``hi`` next to ``slope`` cost the forward kernel 4% on an H200. So scalars
+that many calls have come first, and the pairs are the ones that were measured.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from typing import Any, NamedTuple
 
 from ejkernel.kernels.triton.common.dims import split_dim
 
-Given = Any  # an operand or a result of a launch; in a kernel a pointer or a descriptor
+Operand = Any  # an operand or a result of a launch; in a kernel a pointer or a descriptor
 
 
 class Part(NamedTuple):
-    """Some columns of a head, held as WIDTH, a power of two: from FIRST on, at most USED."""
+    """USED columns of a head, starting at FIRST, in a tile of WIDTH columns, a power of two."""
 
     FIRST: int
     USED: int
     WIDTH: int
-    PADDED: bool  # columns of the last one that are not there
+    PADDED: bool  # the tile has columns past the head dim
 
 
 class Heads(NamedTuple):
-    """An array of heads of ALL columns, in parts of them, read by tiles of ROWS rows.
+    """An array of heads of ALL columns, read in parts by tiles of ROWS rows.
 
-    A part has a descriptor, or the pointer, of its own: addresses made from one pointer would stay
-    in registers from one part to the other.
+    Every part has its own pointer or descriptor: addresses derived from one pointer would stay in
+    registers from one part to the next.
     """
 
-    arrays: tuple[Given, ...]
+    arrays: tuple[Operand, ...]
     ALL: int
     PARTS: tuple[Part, ...]
     ROWS: int
     TMA: bool
 
 
-def parts_of(dim: int) -> tuple[Part, ...]:
-    """Of a head of ``dim`` columns: one power of two or two (80 = 64 + 16)."""
-    main, rest = split_dim(dim)
-    if rest == 0:
+def split_columns(dim: int) -> tuple[Part, ...]:
+    """Returns the parts of a head of ``dim`` columns: one power of two or two (80 = 64 + 16)."""
+    main, tail = split_dim(dim)
+    if tail == 0:
         return (Part(0, dim, main, main > dim),)
-    return Part(0, main, main, False), Part(main, dim - main, rest, main + rest > dim)
+    return Part(0, main, main, False), Part(main, dim - main, tail, main + tail > dim)
 
 
 class Sizes(NamedTuple):
-    """Of the arrays of a call."""
+    """Sizes of the arrays of a call."""
 
     q_len: int
     kv_len: int
@@ -59,21 +59,21 @@ class Sizes(NamedTuple):
     kv_heads: int
 
 
-class Pairs(NamedTuple):
-    """Values of queries and of keys that say what sees what; STRIDE 0 is one row for all."""
+class SegmentPair(NamedTuple):
+    """Segment ids or positions of queries and keys; ``stride`` 0: one row for the whole batch."""
 
-    q: Given
-    kv: Given
+    q: Operand
+    kv: Operand
     stride: int
 
 
-class Elements(NamedTuple):
-    """A mask of pairs, an element for ROWS rows and KEYS keys; strides in elements.
+class DenseMask(NamedTuple):
+    """A mask with an element for every ROWS rows and KEYS keys; strides in elements.
 
-    WORD: elements are int32 for this many keys, a tile's, with a bit for each KEYS of them.
+    WORD, if not 0: elements are int32 words for WORD keys (a tile), with a bit for every KEYS keys.
     """
 
-    array: Given
+    array: Operand
     batch: int
     head: int
     ROWS: int
@@ -82,9 +82,9 @@ class Elements(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What a row sees: a band of keys, equal segments, a band and chunks of positions, a mask.
+    """Visibility of keys: a band, equal segments, a band and chunks of positions, a mask.
 
-    Chunks are of indices where there are no positions.
+    Without positions chunks are chunks of indices.
     """
 
     lo: int | None
@@ -93,54 +93,54 @@ class Rules(NamedTuple):
     position_hi: int | None
     chunk: int | None
     chunk_offset: int | None
-    segments: Pairs | None
-    positions: Pairs | None
-    mask: Elements | None
+    segments: SegmentPair | None
+    positions: SegmentPair | None
+    mask: DenseMask | None
 
 
 class Bias(NamedTuple):
     """A bias; strides in rows."""
 
     batch: int
-    array: Given
+    array: Operand
     head: int
     TMA: bool
 
 
 class Dropout(NamedTuple):
-    """Words of the rows, what they are compared with, and the factor of what is kept."""
+    """Hash words of the rows, the threshold they are compared with, and the dropout scale."""
 
-    words: Given
+    words: Operand
     threshold: int
     scale: float
 
 
-class Walk(NamedTuple):
-    """How programs are numbered, and which blocks one of them visits.
+class BlockSchedule(NamedTuple):
+    """Numbering of the programs, and the blocks that each of them visits.
 
-    ``blocks``: programs of a head; ``batch``: batch rows. ``order``: numbers of programs, where not
-    in order. A list of blocks or their ranges, where the band does not say them, and their rows
-    from one batch row and from one head to the next.
+    ``blocks``: programs of a head; ``batch``: batch rows. ``order``: a permutation of the programs,
+    or None. ``listed`` or ``ranges``: lists of blocks or their ranges where the band does not give
+    them, with their strides from one batch row and from one head to the next, in rows.
     """
 
     blocks: int
     batch: int
-    order: Given
-    listed: Given
-    ranges: Given
+    order: Operand
+    listed: Operand
+    ranges: Operand
     batch_step: int
     head_step: int
-    FULL: bool  # blocks that need no element mask are walked apart
-    PARTIAL: bool  # any block needs one
+    FULL: bool  # blocks that need no element mask have a loop of their own
+    PARTIAL: bool  # some block needs an element mask
     LAST_FIRST: bool
     NEIGHBOURS: int  # see ``program_of``
 
 
 class Logits(NamedTuple):
-    """From products to logits, see ``tile_logits``; None where nothing is multiplied.
+    """Factors that turn q k^T into logits, see ``tile_logits``; None: no multiplication.
 
-    ``gradient``: what sums of a backward kernel are multiplied by. FUSED: lse is in base 2, as a
-    soft cap bounds the logits.
+    ``gradient``: factor of a backward kernel's accumulators. FUSED: lse is in base 2, as a soft cap
+    bounds the logits.
     """
 
     scale: float | None
@@ -151,9 +151,9 @@ class Logits(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """What only the forward kernel needs to sum, see there and ``fused_softmax``.
+    """Softmax parameters of the forward kernel, see there and ``fused_softmax``.
 
-    FIXED: ``peak`` takes the place of running maxima.
+    FIXED: ``peak`` replaces the running maxima.
     """
 
     peak: float | None
@@ -168,5 +168,5 @@ class Softmax(NamedTuple):
 class Sinks(NamedTuple):
     """One more logit for each head; stride in elements."""
 
-    array: Given
+    array: Operand
     batch: int

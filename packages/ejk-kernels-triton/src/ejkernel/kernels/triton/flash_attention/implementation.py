@@ -1,6 +1,6 @@
-"""Flash attention in Triton as one kernel object: what it takes, its tiles, its launches.
+"""Flash attention in Triton as one kernel object: its arguments, its tiles, its launches.
 
-Residuals are q, k, v, o, the lse of every row and what the caller gave; the [q, k] matrix is
+Residuals are q, k, v, o, the lse of every row and the arguments of the call; the [q, k] matrix is
 recomputed tile by tile.
 """
 
@@ -17,8 +17,8 @@ from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.products import precision_name, refused_precision
 from ejkernel.kernels.triton.flash_attention import lists, single_row, tiles
 from ejkernel.kernels.triton.flash_attention.fits import neighbours
-from ejkernel.kernels.triton.flash_attention.known_lists import known_walks, walk_name
 from ejkernel.kernels.triton.flash_attention.launch import AttentionLaunch
+from ejkernel.kernels.triton.flash_attention.static_lists import build_static_lists, list_key
 from ejkernel.kernels.triton.flash_attention.terms import row_terms
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
@@ -35,9 +35,9 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     """Exact attention in memory linear in the lengths, on a GPU.
 
     q, k and v are float16, bfloat16 or float32, promoted to one dtype, with head dims that are
-    multiples of 8 up to 256; sums are float32. Nothing is summed by atomics, so two runs give the
-    same bits. ``cfg``: ``fwd_params`` (q_blocksize, kv_blocksize, num_warps, num_stages) and
-    ``bwd_params`` (the same for the key gradients; blocksize_m and blocksize_n, with the same
+    multiples of 8 up to 256; accumulators are float32. Nothing is summed by atomics, so two runs
+    give the same bits. ``cfg``: ``fwd_params`` (q_blocksize, kv_blocksize, num_warps, num_stages)
+    and ``bwd_params`` (the same for the key gradients; blocksize_m and blocksize_n, with the same
     warps and stages, for the query gradient).
     """
 
@@ -57,7 +57,7 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
         return reason or refused_precision(problem.precision)
 
     def notes_on(self, problem: Problem, target: Target) -> tuple[str, ...]:
-        if walks_lists(problem, target):
+        if uses_lists(problem, target):
             return (LISTED,)
         return (HULL,) if problem.rules.arrays else ()
 
@@ -65,9 +65,9 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
         p, t, pattern = work.problem, work.tiles, arrays.get("pattern")
         if not isinstance(pattern, np.ndarray) or t.decode is not None:
             return arrays
-        of_keys = (tile for _, tile in _key_passes(work))
-        walks = ((t.fwd, False), (t.dq, False), *((tile, True) for tile in of_keys))
-        return arrays | {"walks": known_walks(p, arrays["mask"], pattern, walks)}
+        key_tiles = (tile for _, tile in _key_passes(work))
+        passes = ((t.fwd, False), (t.dq, False), *((tile, True) for tile in key_tiles))
+        return arrays | {"lists": build_static_lists(p, arrays["mask"], pattern, passes)}
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if work.tiles.decode is not None:
@@ -77,25 +77,25 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
         return (o, lse), saved
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        if work.tiles.decode is not None:  # which saved nothing
+        if work.tiles.decode is not None:  # decoding saves no residuals
             launch, operands = _forward(work, arrays)
             o, lse, *saved = call(launch, **operands).values()
             outputs = o, lse
         return super().backward(work, arrays, outputs, saved, cotangents)
 
     def backward_tiles(self, work: Work) -> Iterable[tuple[int, int]]:
-        of_keys = (tile for _, tile in _key_passes(work))
-        return ((tile.block_q, tile.block_kv) for tile in (work.tiles.dq, *of_keys))
+        key_tiles = (tile for _, tile in _key_passes(work))
+        return ((tile.block_q, tile.block_kv) for tile in (work.tiles.dq, *key_tiles))
 
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
         from ejkernel.kernels.triton.flash_attention.dkv_kernel import DkvLaunch
         from ejkernel.kernels.triton.flash_attention.dq_kernel import DqLaunch
 
         p, t = work.problem, work.tiles
-        base, *rest = arrays["base"]
-        beside = ("sink", "base", "do", "delta")
-        tensors = {name: x for name, x in arrays.items() if name not in beside}
-        rows = row_terms(p, arrays["do"], arrays["delta"], *(rest or [None]))
+        base, *base_tail = arrays["base"]
+        replaced = ("sink", "base", "do", "delta")
+        tensors = {name: x for name, x in arrays.items() if name not in replaced}
+        rows = row_terms(p, arrays["do"], arrays["delta"], *(base_tail or [None]))
         tensors |= {"base": base, **rows}
         launch, operands = _with_operands(DqLaunch, work, t.dq, tensors)
         grads = call(launch, **operands)
@@ -114,13 +114,13 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
 
 
 def _key_passes(work: Work) -> Iterable[tuple[tuple[str, ...], Tiles]]:
-    """The launches for gradients of keys and values: what each computes, and its tiles."""
+    """Returns the gradients of keys and values that each launch computes, and its tiles."""
     return tiles.key_passes(work.problem, work.tiles.dkv, work.target)
 
 
-def walks_lists(problem: Problem, target: Target) -> bool:
+def uses_lists(problem: Problem, target: Target) -> bool:
     """Returns whether tiles are visited by lists."""
-    # beside the pointers of a dense mask a list spills but on Hopper
+    # the pointers of a dense mask leave no registers for a list, except on Hopper
     return problem.pattern_blocks is not None or ("mask" in problem.rules.names and target.hopper)
 
 
@@ -142,17 +142,17 @@ def _with_operands(
         tensors["words"] = row_words(tensors.pop("seed"), p.batch, p.heads, p.q_len)
     tensors |= operands(mask, arrays, p.q_len, p.kv_len)
     pattern, dense = tensors.pop("pattern", None), tensors.get("mask")
-    known = tensors.pop("walks", {})
+    static_lists = tensors.pop("lists", {})
     if not kind.iterates:
         # every tile is computed, each with its element mask
-        found, fields["mask_block"] = lists.element_mask(p, pattern, dense)
-        tensors |= found
-    elif walks_lists(p, work.target):
-        walk = known.get(walk_name(tile, kind.by_key)) or lists.walk_operands(
+        masks, fields["mask_block"] = lists.element_mask(p, pattern, dense)
+        tensors |= masks
+    elif uses_lists(p, work.target):
+        tile_lists = static_lists.get(list_key(tile, kind.by_key)) or lists.list_operands(
             p, mask, pattern, tile, by_key=kind.by_key
         )
-        found, fields["mask_block"] = lists.mask_beside_walk(p, pattern, dense, tile)
-        tensors |= walk | found
+        masks, fields["mask_block"] = lists.element_mask_for_lists(p, pattern, dense, tile)
+        tensors |= tile_lists | masks
     elif rules.arrays:
         tensors["ranges"] = block_ranges(
             mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind.by_key

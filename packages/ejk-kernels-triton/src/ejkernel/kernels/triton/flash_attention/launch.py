@@ -1,4 +1,4 @@
-"""What the launches of flash attention have in common: the arguments that all kernels take."""
+"""Base classes of flash attention's launches, with the arguments that all kernels take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRADIENT_OPERANDS = {"do": BATCHED, "base": BATCHED, "delta": BATCHED}
 
 @dataclass(frozen=True)
 class AttentionLaunch(Launch):
-    """Common to the kernels here.
+    """Base of the launches of flash attention.
 
     Every operand has a leading batch axis of the full size, or of 1 where all batch rows share it.
 
@@ -70,7 +70,7 @@ class AttentionLaunch(Launch):
         operand, shape = self.operand(name), self.shape(name)
         assert operand is not None and shape is not None
         batch, length, heads, dim = shape
-        parts, view = groups.parts_of(dim), (batch * length, heads * dim)
+        parts, view = groups.split_columns(dim), (batch * length, heads * dim)
         arrays = tuple(
             TensorMap(operand.index, view, (block, part.WIDTH)) if maps else operand
             for part in parts
@@ -90,7 +90,7 @@ class AttentionLaunch(Launch):
 
     @property
     def slope(self) -> float:
-        """Slope from products to logits in base 2; not 0, so that keys hidden at -inf stay so."""
+        """Slope from q k^T to logits in base 2; not 0, so that masked keys stay at -inf."""
         return max(float(logit_unit(self.problem) * LOG2E), TINY)
 
     def partial(self, even: bool) -> bool:
@@ -104,11 +104,11 @@ class AttentionLaunch(Launch):
 
     @property
     def longest_first(self) -> bool:
-        """Whether programs of the last blocks come first; an operand ``order`` replaces this."""
+        """True if programs of the last blocks come first; an operand ``order`` replaces this."""
         return not self.has("order") and last_first(self.rules, self.by_key)
 
     def neighbours(self) -> int:
-        """Returns which programs are neighbours (see ``program_of``): those that share a bias.
+        """Returns which programs are neighbours (see ``program_of``): programs that share a bias.
 
         Where many rows meet few keys, by ranges, there are few programs and the first block's are
         the longest: then the programs of a block are neighbours, and those of all heads start
@@ -122,44 +122,44 @@ class AttentionLaunch(Launch):
             return 0
         return 1 if bias[0] < self.problem.batch else 2 if bias[1] < self.problem.heads else 0
 
-    def walk(self, target: Target, blocks: int, even: bool) -> groups.Walk:
-        """Returns which blocks are visited by programs with ``blocks`` a head.
+    def block_schedule(self, target: Target, blocks: int, even: bool) -> groups.BlockSchedule:
+        """Returns the blocks that programs visit, ``blocks`` programs a head.
 
         ``even``: tiles divide the axis that programs iterate over.
         """
         lists = self.shape("listed") or self.shape("ranges") or (1, 1, 1, 4)
         operands = (self.operand(name) for name in ("order", "listed", "ranges"))
-        # two loops in addition to the pointers of a mask spill where products take registers
+        # two loops in addition to the pointers of a mask spill where MMA operands take registers
         full = not self.has("mask") or target.hopper
-        return groups.Walk(
+        return groups.BlockSchedule(
             blocks, self.problem.batch, *operands, *strides(lists, lists[2]), full,
             self.partial(even), self.longest_first, self.neighbours(),
         )  # fmt: skip
 
-    def pairs(self, name: str) -> groups.Pairs | None:
+    def segment_pair(self, name: str) -> groups.SegmentPair | None:
         """Returns segment ids or positions of queries and keys, None without them."""
         q, shape = self.operand(f"q_{name}"), self.shape(f"q_{name}")
         if shape is None:
             return None
-        return groups.Pairs(q, self.operand(f"kv_{name}"), 0 if shape[0] == 1 else 1)
+        return groups.SegmentPair(q, self.operand(f"kv_{name}"), 0 if shape[0] == 1 else 1)
 
-    def seen(self) -> groups.Rules:
-        """Returns what a row sees."""
+    def visibility_rules(self) -> groups.Rules:
+        """Returns the rules that decide which keys a row sees."""
         rules, mask = self.rules, self.shape("mask")
-        ids, positions = self.pairs("ids"), self.pairs("positions")
+        ids, positions = self.segment_pair("ids"), self.segment_pair("positions")
         band, chunk = rules.band, rules.chunk or (None, None)
-        placed = Band() if positions is None else rules.position_band
+        position_band = Band() if positions is None else rules.position_band
         elements = None
         if mask is not None:
             steps = strides(mask, math.prod(mask[2:]))
-            elements = groups.Elements(self.operand("mask"), *steps, *self.mask_block)
+            elements = groups.DenseMask(self.operand("mask"), *steps, *self.mask_block)
         return groups.Rules(
-            band.lo, band.hi, placed.lo, placed.hi, *chunk, ids, positions, elements
+            band.lo, band.hi, position_band.lo, position_band.hi, *chunk, ids, positions, elements
         )
 
     @property
     def gradient(self) -> float | None:
-        """Factor of a backward kernel's sums."""
+        """Factor of a backward kernel's accumulators."""
         return self.problem.scale * gradient_factor(self.problem)
 
     def logits(self) -> groups.Logits:
@@ -172,9 +172,9 @@ class AttentionLaunch(Launch):
             scale = float(p.scale)
         elif p.scale <= 0.0 and cap is None:
             scale = -1.0 if p.scale < 0.0 else 0.0
-        inside = float(2 / cap * LOG2E * (1.0 if p.biased else p.scale)) if cap else None
+        cap_factor = float(2 / cap * LOG2E * (1.0 if p.biased else p.scale)) if cap else None
         return groups.Logits(
-            scale, self.slope, self.gradient, inside, FUSED=cap is not None and cap < 2.0**16
+            scale, self.slope, self.gradient, cap_factor, FUSED=cap is not None and cap < 2.0**16
         )
 
     def common(self, maps: bool) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class AttentionLaunch(Launch):
         p, words = self.problem, self.operand("words")
         return {
             "sizes": groups.Sizes(p.q_len, p.kv_len, p.heads, p.kv_heads),
-            "rules": self.seen(),
+            "rules": self.visibility_rules(),
             "bias": self.bias(maps),
             "dropout": None
             if words is None
@@ -210,7 +210,7 @@ class QueryBlockLaunch(AttentionLaunch):
             "q": self.heads("q", t.block_q),
             "k": self.heads("k", t.block_kv, maps),
             "v": self.heads("v", t.block_kv, maps),
-            "walk": self.walk(target, self.blocks, even),
+            "schedule": self.block_schedule(target, self.blocks, even),
             "EVEN_KV": even,
         }
 

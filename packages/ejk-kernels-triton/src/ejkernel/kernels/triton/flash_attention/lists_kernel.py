@@ -1,7 +1,7 @@
-"""The lists of blocks that a sparse walk visits.
+"""Lists of the blocks that sparse attention visits.
 
-For each block of one axis the blocks of the other that it meets: first those that need no element
-mask, then the others, each in rising order.
+For each block of one axis, the blocks of the other axis that it sees: first the blocks that need no
+element mask, then the others, each in rising order.
 
 Work split: one program per (row of patterns, block); it reads its row of states twice. Bound: the
 bytes of the states and of the lists, a few for each pair of blocks.
@@ -42,11 +42,11 @@ def block_lists(
     OTHER: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """``state``: 0 nobody sees the pair of blocks, 1 some may, 2 all do, the band apart.
+    """Writes block lists by ``state`` (without the band): 0 no row sees it, 1 some may, 2 all do.
 
-    Writes rows of ``listed`` ``[rows, others + 3]``: how many blocks need no element mask, how many
-    there are, then the blocks; what is left of a row is not written. ``counts`` ``[rows]`` has how
-    many there are once more, side by side.
+    Rows of ``listed`` ``[rows, others + 3]`` hold the number of blocks that need no element mask,
+    the number of blocks, then the blocks; the tail of a row is not written. ``counts`` ``[rows]``
+    is a contiguous copy of the block counts.
     """
     row = tl.program_id(0)
     block = row % blocks
@@ -59,14 +59,14 @@ def block_lists(
     for phase in tl.static_range(0, 2):
         for n0 in range(0, others, CHUNK):
             n = n0 + tl.arange(0, CHUNK)
-            known = tl.load(states + n * other_stride, mask=n < others, other=0)
-            full = (known == 2) & (n >= full_start) & (n < full_stop)
+            block_state = tl.load(states + n * other_stride, mask=n < others, other=0)
+            full = (block_state == 2) & (n >= full_start) & (n < full_stop)
             if phase == 0:
                 chosen = full
             else:
-                chosen = (known > 0) & (n >= start) & (n < stop) & ~full
-            place = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(list_row + 2 + place, n, mask=chosen)
+                chosen = (block_state > 0) & (n >= start) & (n < stop) & ~full
+            slot = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(list_row + 2 + slot, n, mask=chosen)
             count += tl.sum(chosen.to(tl.int32), 0)
         tl.store(list_row + phase, count)
     tl.store(counts + row, count)
@@ -94,8 +94,8 @@ class ListsLaunch(Launch):
     def outputs(self) -> Mapping[str, jax.ShapeDtypeStruct | None]:
         blocks, others = self._blocks()
         lead = (self.rows, self.heads, blocks)
-        number = "int16" if others < 2**15 else "int32"
-        return {"listed": struct(number, *lead, others + 3), "counts": struct("int32", *lead)}
+        dtype = "int16" if others < 2**15 else "int32"
+        return {"listed": struct(dtype, *lead, others + 3), "counts": struct("int32", *lead)}
 
     def _blocks(self) -> tuple[int, int]:
         q, k = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
@@ -145,10 +145,10 @@ def long_rows_first(
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The programs of a batch row, those of more than twice the mean number of visits first.
+    """Orders the programs of a batch row: programs with over twice the mean number of visits first.
 
-    A program's number is head * blocks + block. Apart from the long ones heads follow each other,
-    for the cache's sake, each with its blocks in rising order, or falling with LAST_FIRST.
+    A program's index is head * blocks + block. The other programs are ordered by head, for the L2
+    cache, each head with its blocks in rising order, or falling with LAST_FIRST.
     """
     row = tl.program_id(0)
     counts += row.to(tl.int64) * list_rows
@@ -167,8 +167,8 @@ def long_rows_first(
                 counts, p0, programs, blocks, head_step, LAST_FIRST, GROUP, CHUNK
             )
             chosen = inside & ((steps > limit) == (phase == 0))
-            place = placed + tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(order + row.to(tl.int64) * programs + place, number, mask=chosen)
+            slot = placed + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(order + row.to(tl.int64) * programs + slot, number, mask=chosen)
             placed += tl.sum(chosen.to(tl.int32), 0)
 
 
@@ -183,7 +183,7 @@ def _program_steps(
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Numbers of CHUNK programs, their visits (of all lists of a group), which of them exist."""
+    """Returns indices of CHUNK programs, their visits (of all lists of a group), and a mask."""
     p = p0 + tl.arange(0, CHUNK)
     inside = p < programs
     head = p // blocks

@@ -1,4 +1,4 @@
-"""One tile of logits and what of it is seen, the same for forward and backward kernels.
+"""One tile of logits and its mask, shared by the forward and backward kernels.
 
 ``i`` and ``j`` are query and key indices shaped to broadcast to the tile, in either orientation:
 ``[rows, 1]`` and ``[1, columns]``, or transposed.
@@ -9,54 +9,56 @@ from __future__ import annotations
 from ejkernel.kernels.triton.common.softmax import capped_weight
 from ejkernel.kernels.triton.common.structure import (
     band_blocks,
-    first_visit,
-    given_blocks,
-    in_order,
+    load_block_ranges,
+    load_list_start,
+    load_program_index,
     visible,
 )
 from ejkernel.kernels.triton.language import tl, triton
 
 
 @triton.jit
-def program_of(walk, heads):
-    """(block, batch row, head) of this program, see ``Walk``.
+def program_of(schedule, heads):
+    """Returns (block, batch row, head) of this program, see ``BlockSchedule``.
 
     Blocks of one head follow each other, so that its keys stay in the L2 cache; where rows or
-    heads share a bias, the programs that read the same part of it do.
+    heads share a bias, the programs that read the same part of it are neighbours instead.
     """
     pid = tl.program_id(0)
-    if walk.order is not None:
-        pid = in_order(walk.order, pid, walk.blocks * heads, walk.batch_step)
-    if walk.NEIGHBOURS == 1:
-        b = pid % walk.batch
-        block = (pid // walk.batch) % walk.blocks
-        h = pid // (walk.batch * walk.blocks)
-    elif walk.NEIGHBOURS == 2:
+    if schedule.order is not None:
+        pid = load_program_index(schedule.order, pid, schedule.blocks * heads, schedule.batch_step)
+    if schedule.NEIGHBOURS == 1:
+        b = pid % schedule.batch
+        block = (pid // schedule.batch) % schedule.blocks
+        h = pid // (schedule.batch * schedule.blocks)
+    elif schedule.NEIGHBOURS == 2:
         h = pid % heads
-        block = (pid // heads) % walk.blocks
-        b = pid // (heads * walk.blocks)
+        block = (pid // heads) % schedule.blocks
+        b = pid // (heads * schedule.blocks)
     else:
-        block = pid % walk.blocks
-        bh = pid // walk.blocks
+        block = pid % schedule.blocks
+        bh = pid // schedule.blocks
         b = bh // heads
         h = bh % heads
-    if walk.LAST_FIRST:
-        block = walk.blocks - 1 - block
+    if schedule.LAST_FIRST:
+        block = schedule.blocks - 1 - block
     return block, b, h
 
 
 @triton.jit
-def key_blocks(walk, row, first, sizes, rules, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Which blocks of keys the rows from ``first`` on visit: by a list, ranges or the band.
+def key_blocks(schedule, row, first, sizes, rules, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Returns the key blocks that rows starting at ``first`` visit, by list, ranges or band.
 
-    (start, full_start, full_stop, stop) as ``band_blocks``, then of a list where its blocks start
-    and the first of them. ``row``: of the list or the ranges.
+    The result is (start, full_start, full_stop, stop) of ``band_blocks``, then for a list the
+    pointer to its blocks and the first block. ``row``: row of the list or the ranges.
     """
-    if walk.listed is not None:
-        visit, block, full_stop, stop = first_visit(walk.listed, row, sizes.kv_len, BLOCK_KV)
+    if schedule.listed is not None:
+        visit, block, full_stop, stop = load_list_start(
+            schedule.listed, row, sizes.kv_len, BLOCK_KV
+        )
         return 0, 0, full_stop, stop, visit, block
-    elif walk.ranges is not None:
-        start, full_start, full_stop, stop = given_blocks(walk.ranges, row)
+    elif schedule.ranges is not None:
+        start, full_start, full_stop, stop = load_block_ranges(schedule.ranges, row)
         return start, full_start, full_stop, stop, None, None
     else:
         last = tl.minimum(first + BLOCK_Q, sizes.q_len) - 1
@@ -80,44 +82,45 @@ def load_bias(
     ROWS_INSIDE: tl.constexpr,
     KEYS_INSIDE: tl.constexpr,
 ):
-    """A tile of the bias, None without one; i0 and j0 are the first of ``i`` and ``j``.
+    """Loads a tile of the bias, None without one; i0 and j0 are the first of ``i`` and ``j``.
 
-    KEYS_INSIDE: every j is a key; what is not reads as 0. So do rows past the last unless
-    ROWS_INSIDE, which is also for kernels whose rows do not meet: those of another head, or the
-    last again, are not stored.
+    KEYS_INSIDE: every j is a key; otherwise columns past the last key read as 0. Rows past the last
+    read as 0 too unless ROWS_INSIDE, which kernels with independent rows may set as well: they do
+    not store the rows of the next head, or the repeated last row, that they read instead.
     """
     if bias is None:
-        more = None
+        bias_tile = None
     elif bias.TMA:
-        more = bias.array.load([b * bias.batch + h * bias.head + i0, j0])
+        bias_tile = bias.array.load([b * bias.batch + h * bias.head + i0, j0])
         if not ROWS_INSIDE:
-            more = tl.where((i < sizes.q_len)[:, None], more, 0.0)
+            bias_tile = tl.where((i < sizes.q_len)[:, None], bias_tile, 0.0)
     else:
-        # rows are reached in 64 bits once each; columns count within a row
+        # 64-bit arithmetic only once a row; column offsets fit 32 bits
         row = b * bias.batch + h * bias.head + tl.minimum(i, sizes.q_len - 1)
         at = bias.array + row.to(tl.int64)[:, None] * sizes.kv_len
         j = j[None, :]
         if KEYS_INSIDE:
-            more = tl.load(at + j)
+            bias_tile = tl.load(at + j)
         else:
-            more = tl.load(at + j, mask=j < sizes.kv_len, other=0.0)
+            bias_tile = tl.load(at + j, mask=j < sizes.kv_len, other=0.0)
     if TRANSPOSED and bias is not None:
-        more = tl.trans(more)
-    return more
+        bias_tile = tl.trans(bias_tile)
+    return bias_tile
 
 
 @triton.jit
-def tile_logits(s, more, logits):
-    """Products to logits x in base 2, up to what a softmax adds: x = slope * s + shift.
+def tile_logits(s, bias_tile, logits):
+    """Returns s with logits x = slope * s + shift in base 2, given ``s`` = q k^T.
 
-    ``slope`` and ``shift`` are numbers of the call. A bias ``more`` is added to products times
-    ``scale``: in its own units, where a finite one stays finite. Without one ``scale`` is a sign,
-    or None: such a product is exact. With a soft cap s is ``capped_weight`` of what ``cap``
-    multiplies.
+    ``slope`` and ``shift`` are scalars of the call. With a bias s is ``scale`` * s + ``bias_tile``,
+    in the units of the bias, where a finite bias stays finite. Without one ``scale`` is a sign or
+    None, so that the multiplication is exact. With a soft cap s becomes
+    ``capped_weight(s * cap)``.
     """
-    if more is not None:
-        # not a sum, which would become the start of the product and wait for the bias
-        s = tl.fma(s, logits.scale, more.to(tl.float32))
+    if bias_tile is not None:
+        # fma, not an addition: that would become the initial accumulator of the matmul, which would
+        # then wait for the bias
+        s = tl.fma(s, logits.scale, bias_tile.to(tl.float32))
     elif logits.scale is not None:
         s = s * logits.scale
     if logits.cap is not None:
@@ -127,25 +130,25 @@ def tile_logits(s, more, logits):
 
 @triton.jit
 def cap_slope(w):
-    """(1 - tanh^2) / -4 for w of ``capped_weight``."""
+    """Returns (1 - tanh^2) / -4 for w of ``capped_weight``."""
     return tl.fma(w, w, w)
 
 
 @triton.jit
 def mask_unseen(s, i, j, j0, b, h, sizes, rules, KEYS_INSIDE: tl.constexpr):
-    """``s`` with -inf where a row does not see a key, by every rule of the call.
+    """Returns ``s`` with -inf where a row does not see a key, by every rule of the call.
 
     ``j0``: the first of ``j``.
     """
-    q_id, kv_id = load_pairs(rules.segments, i, j, b, sizes, -1, -2)
-    q_position, kv_position = load_pairs(rules.positions, i, j, b, sizes, 0, 0)
+    q_id, kv_id = load_segment_pair(rules.segments, i, j, b, sizes, -1, -2)
+    q_position, kv_position = load_segment_pair(rules.positions, i, j, b, sizes, 0, 0)
     seen = visible(i, j, sizes.kv_len, rules, q_id, kv_id, q_position, kv_position, KEYS_INSIDE)
     mask = rules.mask
     if mask is not None:
         corner = mask.array + b.to(tl.int64) * mask.batch + h.to(tl.int64) * mask.head
         row = (i // mask.ROWS).to(tl.int64)
-        if rules.mask.WORD:  # as a field it is a constant still
-            # one for each row of the tile, where elements would be read one by one
+        if rules.mask.WORD:  # ``mask.WORD`` would not be a constant
+            # one word for each row of the tile instead of one load an element
             at = row * tl.cdiv(sizes.kv_len, mask.WORD) + j0 // mask.WORD
             word = tl.load(corner + at, mask=i < sizes.q_len, other=0)
             dense = (word & (1 << ((j - j0 + j0 % mask.KEYS) // mask.KEYS))) != 0
@@ -163,24 +166,24 @@ def mask_unseen(s, i, j, j0, b, h, sizes, rules, KEYS_INSIDE: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(pairs, i, j, b, sizes, NO_ROW: tl.constexpr, NO_KEY: tl.constexpr):
-    """Values of the queries ``i`` and the keys ``j``, None without ``pairs``."""
-    if pairs is None:
+def load_segment_pair(pair, i, j, b, sizes, NO_ROW: tl.constexpr, NO_KEY: tl.constexpr):
+    """Loads ids or positions of the queries ``i`` and the keys ``j``, None without ``pair``."""
+    if pair is None:
         return None, None
     else:
-        q_row = pairs.q + b * pairs.stride * sizes.q_len
-        kv_row = pairs.kv + b * pairs.stride * sizes.kv_len
+        q_row = pair.q + b * pair.stride * sizes.q_len
+        kv_row = pair.kv + b * pair.stride * sizes.kv_len
         q = tl.load(q_row + i, mask=i < sizes.q_len, other=NO_ROW)
         return q, tl.load(kv_row + j, mask=j < sizes.kv_len, other=NO_KEY)
 
 
 @triton.jit
 def probabilities(s, row_base, logits):
-    """exp2 of logits less lse, which the forward kernel gives in the units of s.
+    """Returns exp2(logits - lse); the forward kernel stores lse in the units of s.
 
-    Their difference is scaled, not they: so the largest logit gives the same in both kernels,
-    however large it is. FUSED: logits are bounded by a soft cap, and one instruction does both;
-    then lse is in base 2.
+    The difference is scaled, not its terms, so that both kernels compute the same value for the
+    largest logit, however large it is. FUSED: a soft cap bounds the logits, lse is in base 2 and
+    one instruction does both.
     """
     if logits.FUSED:
         p = tl.exp2(s * logits.slope - row_base)
@@ -191,7 +194,7 @@ def probabilities(s, row_base, logits):
 
 @triton.jit
 def load_rows(values, i, length, EMPTY: tl.constexpr, EVEN: tl.constexpr):
-    """Float32 of the rows ``i``, EMPTY past the last; EVEN: none is."""
+    """Loads float32 values of the rows ``i``, EMPTY past the last; EVEN: no row is past it."""
     if EVEN:
         row = tl.load(values + i)
     else:

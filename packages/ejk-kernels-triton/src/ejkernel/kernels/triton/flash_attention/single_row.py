@@ -1,11 +1,11 @@
 """Calls with one query row a sequence: contiguous decoding by the kernels of paged decoding.
 
-A program of the forward kernel holds one query head and walks all its keys: with one row there are
-too few of them to fill the chip, and the heads of a group read the same keys one after the other.
-Paged decoding makes the heads of a group rows of one product and cuts the keys into equal shares;
-each sequence is a page of its own. Which keys the row sees follows from the mask's band.
+A program of the forward kernel has one query head and iterates over all its keys: with one row a
+head there are too few programs to fill the GPU, and the heads of a group read the same keys again.
+Paged decoding makes the heads of a group rows of one matmul and splits the keys evenly; each
+sequence is one page. The keys that the row sees follow from the mask's band.
 
-Decoding keeps nothing for a gradient: the backward pass runs the usual forward kernel first.
+Decoding saves no residuals: the backward pass runs the usual forward kernel first.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.operands import in_order
 from ejkernel.types.serving.problem import PagedProblem
 
-LEAST_KEYS = 1024  # below, a second launch costs more than the keys
+LEAST_KEYS = 1024  # with fewer keys the second launch costs more than it saves
 
 
-def possible(problem: Problem) -> bool:
-    """Returns whether decoding can do the call, and there is something to gain."""
+def can_decode(problem: Problem) -> bool:
+    """Returns whether decoding supports the call and can be faster."""
     p = problem
     plain = not (p.biased or p.dropout or p.rules.arrays or p.rules.chunk or p.pattern_blocks)
     exact = p.dtype != "float32" or p.precision == "tf32"
     return p.q_len == 1 and p.kv_len >= LEAST_KEYS and plain and exact
 
 
-def decoding(problem: Problem) -> PagedProblem:
-    """The same call as decoding sees it."""
+def decode_problem(problem: Problem) -> PagedProblem:
+    """Returns the paged problem of the call: one page a sequence."""
     p = problem
     return PagedProblem(
         batch=p.batch,
@@ -60,22 +60,22 @@ def decoding(problem: Problem) -> PagedProblem:
 
 
 def choose(problem: Problem, target: Target) -> Tiles | None:
-    """The launch of decoding, None where it does not take the call."""
-    return paged_tiles.choose(decoding(problem), target) if possible(problem) else None
+    """Returns the tiles of decoding, None where it does not support the call."""
+    return paged_tiles.choose(decode_problem(problem), target) if can_decode(problem) else None
 
 
 def neighbours(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
-    """Launches worth timing."""
-    found = paged_tiles.neighbours(decoding(problem), target, chosen)
+    """Returns tiles of decoding that are worth timing."""
+    found = paged_tiles.neighbours(decode_problem(problem), target, chosen)
     return [replace(tiles, pages=None) for tiles in found]
 
 
 def forward(work: Work, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """o ``[b, 1, h, dv]`` and lse ``[b, h, 1]``."""
+    """Returns o ``[b, 1, h, dv]`` and lse ``[b, h, 1]``."""
     p, band = work.problem, work.problem.rules.band
     first = 0 if band.lo is None else min(max(band.lo, 0), p.kv_len)
     end = p.kv_len if band.hi is None else min(max(band.hi + 1, 0), p.kv_len)
-    given = {
+    operands = {
         "q": arrays["q"][:, 0],
         "k": arrays["k"],
         "v": arrays["v"],
@@ -84,6 +84,6 @@ def forward(work: Work, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         "begins": jnp.full(p.batch, first, jnp.int32) if first else None,
         "sink": arrays["sink"][:, :, None] if "sink" in arrays else None,
     }
-    step = replace(work, kernel=page_attention, problem=decoding(p), tiles=work.tiles.decode)
-    o, lse = run_stages(step, in_order(given))
+    step = replace(work, kernel=page_attention, problem=decode_problem(p), tiles=work.tiles.decode)
+    o, lse = run_stages(step, in_order(operands))
     return o[:, None], lse[:, :, None]

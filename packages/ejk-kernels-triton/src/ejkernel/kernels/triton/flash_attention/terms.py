@@ -1,7 +1,7 @@
-"""What of the arithmetic the kernels leave to their callers: per call, and per row for XLA.
+"""Arithmetic that the kernels leave to their callers: per call, and per row in XLA.
 
-Kernels hold logits as s with x = slope * s + shift in base 2, and gradients of logits less a
-factor; both end up in sums, where they cost nothing.
+Kernels compute s with logits x = slope * s + shift in base 2, and gradients of logits without a
+constant factor; both are applied to accumulators, where they cost nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from ejkernel.types.attention.problem import LOG2E, Problem
 
 
 def logit_shift(problem: Problem) -> float:
-    """With a soft cap x = cap * (1 + 2 w), and the kernels hold w."""
+    """Returns the shift in base 2: x = cap * (1 + 2 w) with a soft cap; the kernels compute w."""
     return (problem.soft_cap or 0.0) * LOG2E
 
 
 def logit_unit(problem: Problem) -> float:
-    """Of what the kernels hold, in natural logits: their slope without the base, never negative."""
+    """Returns the slope of natural logits over the s of the kernels, never negative."""
     if problem.soft_cap is not None:
         return 2.0 * problem.soft_cap
     return 1.0 if problem.biased else abs(problem.scale)
@@ -30,22 +30,22 @@ def natural_logarithm(x: float) -> float:
 
 
 def gradient_factor(problem: Problem) -> float:
-    """Of the gradient of the logits: of what dropout keeps, and of the slope of a soft cap."""
+    """Returns the factor of the logits' gradient: dropout scale times the soft cap's constant."""
     return problem.keep_scale * (1.0 if problem.soft_cap is None else -4.0)
 
 
 def row_terms(
-    problem: Problem, do: jax.Array, delta: jax.Array, rest: jax.Array | None
+    problem: Problem, do: jax.Array, delta: jax.Array, base_tail: jax.Array | None
 ) -> dict[str, jax.Array]:
-    """What the backward kernels read of do ``[b, q, h, dv]`` and of delta ``[b, h, q]``.
+    """Returns do ``[b, q, h, dv]`` and delta ``[b, h, q]`` as the backward kernels read them.
 
-    They compute p up to a factor of exp2(-rest), which is 1 unless a bias made logits large. All
-    gradients are linear in do and delta, so these take it. delta is less the factor of what
-    dropout keeps.
+    The kernels compute p without a factor of exp2(-base_tail), which is 1 unless a bias made logits
+    large. All gradients are linear in do and delta, so the factor is applied to these. delta is
+    divided by the dropout scale.
     """
     delta = delta / problem.keep_scale
-    if rest is not None:
-        share = jnp.exp2(-rest)
+    if base_tail is not None:
+        share = jnp.exp2(-base_tail)
         delta = delta * share
         scaled = do.astype(share.dtype) * jnp.swapaxes(share, 1, 2)[..., None]
         do = scaled.astype(do.dtype)

@@ -1,4 +1,4 @@
-"""Tile sizes for flash attention: arithmetic with a reason beside each line."""
+"""Tile sizes for flash attention, with the reason for each choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ejkernel.types.attention.problem import Problem
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile of one kernel: rows of queries and keys it holds, and how it is launched.
+    """Tile of one kernel: its rows of queries and keys, and its launch options.
 
     ``registers``: bound on the registers of a thread, so that more programs share a
     multiprocessor; None leaves it to the compiler.
@@ -50,7 +50,7 @@ class FlashTiles:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As fields of a config."""
+        """Fields of a config with these tiles."""
         fwd = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
         if self.decode is not None:
             fwd = {"kv_blocksize": self.decode.block, **self.decode.fields}
@@ -59,7 +59,7 @@ class FlashTiles:
         return {"fwd_params": fwd, "bwd_params": rows | bwd}
 
     def apply_config(self, cfg: Any, problem: Problem, target: Target) -> FlashTiles:
-        """These tiles with what a config says instead: blocks of queries are the usual kernel's."""
+        """Returns the tiles overridden by a config; ``q_blocksize`` selects the forward kernel."""
         fwd, bwd = config_field(cfg, "fwd_params"), config_field(cfg, "bwd_params")
         dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
         decode = self.decode
@@ -69,7 +69,7 @@ class FlashTiles:
 
 
 def choose(problem: Problem, target: Target) -> FlashTiles:
-    """The tiles of a call by the arithmetic below."""
+    """Returns the tiles of a call by the heuristics below."""
     fwd, backward = forward_tiles(problem, target), backward_tiles(problem, target)
     return FlashTiles(fwd, *backward, single_row.choose(problem, target))
 
@@ -98,26 +98,27 @@ def can_use_tensor_maps(problem: Problem, target: Target) -> bool:
 
 def forward_tiles(problem: Problem, target: Target) -> Tiles:
     """Tiles of the forward kernel."""
-    return _fit(_forward(problem, target), problem, target, walks_keys=True, held=())
+    return _fit(_forward(problem, target), problem, target, streams_keys=True, resident=())
 
 
 def backward_tiles(problem: Problem, target: Target) -> tuple[Tiles, Tiles]:
     """Tiles of the query gradient and of the key gradients, with the same warps and stages.
 
-    The first holds queries and output gradients and walks keys and values, the second the other
-    way round. A config has one number of warps and of stages for both.
+    In the first queries and output gradients stay resident and keys and values stream through; in
+    the second the other way round. A config has one number of warps and of stages for both.
     """
     dq, dkv = _backward(problem, target)
-    held = (problem.dim, problem.value_dim)
-    dq = _fit(dq, problem, target, walks_keys=True, held=held)
-    dkv = _fit(dkv, problem, target, walks_keys=False, held=held)
+    resident = (problem.dim, problem.value_dim)
+    dq = _fit(dq, problem, target, streams_keys=True, resident=resident)
+    dkv = _fit(dkv, problem, target, streams_keys=False, resident=resident)
     stages = min(dq.num_stages, dkv.num_stages)
     return replace(dq, num_stages=stages), replace(dkv, num_stages=stages)
 
 
 def bias_tiles(dq: Tiles, target: Target) -> Tiles:
-    """Tiles of the bias gradient: those of the query gradient, whose logits it computes again."""
-    # its sum is one more tile in registers, which products from registers leave less room for
+    """Returns the tiles of the bias gradient: the query gradient's, whose logits it recomputes."""
+    # its accumulator is one more tile in registers, where MMAs with register operands leave less
+    # room
     return dq if target.hopper else replace(dq, block_kv=max(16, dq.block_kv // 2))
 
 
@@ -126,27 +127,26 @@ def _forward(problem: Problem, target: Target) -> Tiles:
     short = problem.q_len <= 64
     if problem.dtype == "float32":
         if problem.precision == "ieee":
-            # products without matrix instructions: 32 x 32 over 256 threads keep operands in
-            # registers
+            # no matrix instructions: 32 x 32 over 256 threads keep operands in registers
             return Tiles(32, 32, 8, 1)
-        # tf32 products from registers: a quarter of the tile keeps operands in them
+        # tf32 MMAs read operands from registers: a quarter of the tile fits
         return Tiles(64, 32, 4, 2 if dim <= 64 else 1)
     if target.platform == "rocm":
         # 64 KiB of shared memory, no asynchronous copies: one stage
         if problem.biased:
-            # tiles of the bias are staged beside keys and values
+            # tiles of the bias are staged in addition to keys and values
             return Tiles(64, 64, 4, 1) if dim <= 128 else Tiles(64, 32, 8, 2)
         return Tiles(128 if dim <= 128 else 64, 64 if dim <= 128 else 32, 4, 1)
     if problem.biased:
         if target.hopper and dim <= 128:
             # programs overlap as below; with tiles of the bias three stages fit of 32 keys
             return Tiles(64, 32, 4, 3)
-        # tiles of the bias are staged in shared memory beside keys and values, and held in
-        # registers beside the logits
+        # tiles of the bias are staged in shared memory next to keys and values, and take registers
+        # next to the logits
         return Tiles(64, 64 if dim <= 128 else 32, 8, 2)
     if target.hopper:
         if dim <= 128:
-            # one warp group of 64 rows waits for its own products before its exponentials, so
+            # one warp group of 64 rows waits for its own MMAs before its exponentials, so
             # programs must overlap instead: three stages of 64 x 128 keys and values take 112 KiB
             # (of 64 columns 56 KiB), which leaves room for two (three) programs a multiprocessor:
             # barriers are 56 to 1,024 bytes too many for a fourth. Two stages have room for it;
@@ -165,11 +165,11 @@ def _forward(problem: Problem, target: Target) -> Tiles:
 
 
 def partial_stages(problem: Problem, tiles: Tiles, target: Target) -> int | None:
-    """Stages of the forward kernel's blocks that need an element mask, where rows and keys have
-    segments or positions; None = those of the tiles.
+    """Returns the stages of the forward kernel's masked blocks with segments or positions.
 
-    Those of keys are staged too. Beside three stages of 64 x 128 keys and values they would leave
-    room for one program a multiprocessor, by 56 bytes.
+    None: the stages of the tiles. Segments or positions of keys are staged too: in addition to
+    three stages of 64 x 128 keys and values they would leave room for one program a multiprocessor,
+    by 56 bytes.
     """
     wide = max(_padded(problem.dim), _padded(problem.value_dim)) == 128
     return 2 if target.hopper and wide and tiles.num_stages == 3 else None
@@ -180,7 +180,7 @@ def _backward(problem: Problem, target: Target) -> tuple[Tiles, Tiles]:
     if problem.dtype == "float32":
         if problem.precision == "ieee":
             # two kinds of operands: a quarter of the forward tile. With a second stage the
-            # operands of NVIDIA's products stay in shared memory, not in registers
+            # operands of NVIDIA's MMAs stay in shared memory, not in registers
             tile = Tiles(16, 16, 8, 1 if target.platform == "rocm" else 2)
             return tile, tile
         return Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)
@@ -197,7 +197,7 @@ def _backward(problem: Problem, target: Target) -> tuple[Tiles, Tiles]:
         # 50 KiB each: a third stage is room that two programs a multiprocessor leave on sm_80
         return Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)
     if dim <= 128:
-        # two accumulators of 64 x 128: eight warps. A dim held as two powers of two has the
+        # two accumulators of 64 x 128: eight warps. A dim split into two powers of two has the
         # addresses of both: half the rows a time
         split = any(split_dim(dim)[1] for dim in (problem.dim, problem.value_dim))
         return Tiles(64, 64, 8, 2), Tiles(32 if split else 64, 64, 8, 2)
@@ -211,22 +211,22 @@ def _hopper_backward(problem: Problem, target: Target, dim: int) -> tuple[Tiles,
     maps = can_use_tensor_maps(problem, target)
     if dim > 128:
         if problem.biased:
-            # the bias is held beside logits and accumulators: half the tile
+            # the bias takes registers next to logits and accumulators: half the tile
             return Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)
         # dq: one accumulator of 128 x 256 fills half the registers; 128 KiB of queries and output
         # gradients leave room for two stages of 32 keys. dkv: one accumulator at a time (see
         # ``key_passes``), 128 x 256 is 128 registers a thread; 128 KiB of keys and values leave
         # room for two stages of 32 rows
         return Tiles(128, 32, 8, 2), Tiles(32, 128, 8, 2)
-    # held beside the logits: the addresses of pointers, a bias, a cap's slope, a dropout mask. Two
-    # of them take half the rows at a time. A slope or a mask alone spills a few bytes of 64 rows
-    # at 128 columns, and measured faster than 32 rows, which spill nothing: 454 to 391 TFLOP/s
+    # registers next to the logits go to pointer addresses, a bias, a cap's slope, a dropout mask.
+    # Two of them take half the rows at a time. A slope or a mask alone spills a few bytes of 64
+    # rows at 128 columns, and measured faster than 32 rows, which spill nothing: 454 to 391 TFLOP/s
     # (cap), 417 to 320 (dropout)
     extras = (problem.soft_cap is not None) + (problem.dropout > 0.0)
     rows = 32 if (extras + problem.biased > 1 and dim > 64) or not maps else 64
     if dim <= 64 and not problem.biased:
         # 64 KiB: three programs a multiprocessor, one exponentiates while others multiply; that
-        # leaves a thread 168 registers. Left to itself the compiler takes a few more, which leave
+        # leaves a thread 168 registers. By default the compiler takes a few more, which leave
         # two programs: 368 TFLOP/s, not 441
         registers = None if extras else 168
         return Tiles(64, 64, 4, 3), Tiles(rows, 64, 4, 3, registers)
@@ -236,21 +236,21 @@ def _hopper_backward(problem: Problem, target: Target, dim: int) -> tuple[Tiles,
 
 
 def _fit(
-    tiles: Tiles, problem: Problem, target: Target, *, walks_keys: bool, held: tuple[int, ...]
+    tiles: Tiles, problem: Problem, target: Target, *, streams_keys: bool, resident: tuple[int, ...]
 ) -> Tiles:
-    """``tiles`` made smaller until their shared memory fits the target, or as small as they get.
+    """Shrinks ``tiles`` until their shared memory fits the target, or to the smallest tiles.
 
-    Walked rows beyond 32 go first, then stages: copies still run ahead of products.
+    Streamed rows beyond 32 go first, then stages: copies still run ahead of the MMAs.
     """
-    while _shared(tiles, problem, target, walks_keys, held) > target.shared_limit:
-        walked, other = ("block_kv", "block_q") if walks_keys else ("block_q", "block_kv")
-        rows = getattr(tiles, walked)
+    while _shared(tiles, problem, target, streams_keys, resident) > target.shared_limit:
+        streamed, other = ("block_kv", "block_q") if streams_keys else ("block_q", "block_kv")
+        rows = getattr(tiles, streamed)
         if rows > 32:
-            tiles = replace(tiles, **{walked: rows // 2})
+            tiles = replace(tiles, **{streamed: rows // 2})
         elif tiles.num_stages > 1:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
         elif rows > 16:
-            tiles = replace(tiles, **{walked: rows // 2})
+            tiles = replace(tiles, **{streamed: rows // 2})
         elif getattr(tiles, other) > 16:
             tiles = replace(tiles, **{other: getattr(tiles, other) // 2})
         else:
@@ -260,30 +260,30 @@ def _fit(
 
 
 def _shared(
-    tiles: Tiles, problem: Problem, target: Target, walks_keys: bool, held: tuple[int, ...]
+    tiles: Tiles, problem: Problem, target: Target, streams_keys: bool, resident: tuple[int, ...]
 ) -> int:
-    """Bytes of shared memory, a bound: ``held`` are the columns that stay beside the walked."""
+    """Returns a bound of the shared-memory bytes; ``resident``: head dims of resident operands."""
     dims = _padded(problem.dim), _padded(problem.value_dim)
-    rows, walked = tiles.block_q, tiles.block_kv
-    if not walks_keys:
-        rows, walked = walked, rows
+    rows, streamed = tiles.block_q, tiles.block_kv
+    if not streams_keys:
+        rows, streamed = streamed, rows
     size, stages = problem.itemsize, tiles.num_stages
-    total = stages * walked * sum(dims) * size
+    total = stages * streamed * sum(dims) * size
     if stages == 1:
-        total += walked * max(dims) * size * bool(held)  # read in two layouts
-    if target.platform == "cuda":  # elsewhere operands held are in registers
-        total += rows * sum(map(_padded, held)) * size
-    # probabilities between two products; a dense mask and a bias of four bytes are staged
-    return total + rows * walked * (size + stages * (1 + 4 * problem.biased))
+        total += streamed * max(dims) * size * bool(resident)  # read in two layouts
+    if target.platform == "cuda":  # elsewhere resident operands are in registers
+        total += rows * sum(map(_padded, resident)) * size
+    # probabilities between two matmuls; a dense mask and a bias of four bytes are staged
+    return total + rows * streamed * (size + stages * (1 + 4 * problem.biased))
 
 
 def key_passes(
     problem: Problem, tiles: Tiles, target: Target
 ) -> tuple[tuple[tuple[str, ...], Tiles], ...]:
-    """Which key gradients each launch computes, and its tiles.
+    """Returns the key gradients that each launch computes, and its tiles.
 
-    Both in one launch is four products a tile, apart it is two (dv) and three (dk). Apart is
-    faster where both accumulators would take more than half of the 255 registers a thread has.
+    One launch for both takes four matmuls a tile, separate launches two (dv) and three (dk). They
+    are faster where both accumulators would take more than half of the 255 registers a thread has.
     """
     columns = _padded(problem.dim) + _padded(problem.value_dim)
     threads = target.warp_size * tiles.num_warps
@@ -293,7 +293,7 @@ def key_passes(
     double = problem.itemsize == 2 and can_use_tensor_maps(problem, target)
     rows = min(64, 2 * tiles.block_q) if double else tiles.block_q
     wide = replace(tiles, block_q=rows)
-    wide = _fit(wide, problem, target, walks_keys=False, held=(problem.dim,))
+    wide = _fit(wide, problem, target, streams_keys=False, resident=(problem.dim,))
     return (("dk",), tiles), (("dv",), wide)
 
 
@@ -303,23 +303,23 @@ FIELDS = {
     "num_warps": "num_warps",
     "num_stages": "num_stages",
 }
-# the key gradients have the names of FIELDS; warps and stages are those of both
+# the key gradients use the names of FIELDS; both passes share warps and stages
 DQ_FIELDS = FIELDS | {"block_q": "blocksize_m", "block_kv": "blocksize_n"}
 
 
 def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:
-    """``tiles`` with what ``fwd_params`` or ``bwd_params`` of a config says instead."""
+    """Returns ``tiles`` overridden by ``fwd_params`` or ``bwd_params`` of a config."""
     new = overridden(tiles, params, fields)
     # a bound on registers was chosen for these sizes only
     return tiles if new == tiles else replace(new, registers=None)
 
 
 def pass_neighbours(tiles: Tiles, problem: Problem) -> list[Tiles]:
-    """Tiles one step away: half or twice the keys, half the rows with half the warps, a stage."""
-    near = [
+    """Returns tiles one step away: keys halved or doubled, rows and warps halved, a stage more."""
+    candidates = [
         replace(tiles, block_kv=tiles.block_kv // 2),
         replace(tiles, block_q=tiles.block_q // 2, num_warps=max(4, tiles.num_warps // 2)),
         replace(tiles, num_stages=tiles.num_stages + 1),
         replace(tiles, block_kv=tiles.block_kv * 2),
     ]
-    return [t for t in near if min(t.block_q, t.block_kv) >= 16 and t.block_kv <= 256]
+    return [t for t in candidates if min(t.block_q, t.block_kv) >= 16 and t.block_kv <= 256]

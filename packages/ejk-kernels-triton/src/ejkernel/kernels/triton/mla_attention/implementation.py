@@ -1,4 +1,4 @@
-"""Latent attention in Triton: flash attention on what latent rows expand to."""
+"""Latent attention in Triton: flash attention on keys and values expanded from latent rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class FlashMLA(FromLatent, FlashAttention):
     """The kernels of flash attention on keys and values expanded from latent rows; see
     ``mla_attention``.
 
-    Dtypes, head dims (with the rotary part; of values) and ``cfg`` are those of
-    ``flash_attention``. The backward pass expands anew: nothing expanded is kept.
+    Dtypes, head dims (keys with the rotary part, and values) and ``cfg`` are as for
+    ``flash_attention``. The backward pass expands again: expanded rows are not saved.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """

@@ -116,7 +116,7 @@ class Dots(NamedTuple):
 
     FUSED: see ``fused_softmax``. FORM: of scores with 8-bit keys that hold their values, see
     ``common.eight_bit_keys``; "": even and odd columns apart. BIASED: their int8 values are
-    multiplied as ``biased_numbers``.
+    multiplied as ``convert_biased_pairs``.
     """
 
     FORM: str

@@ -6,7 +6,7 @@ in shared memory (``common.eight_bit_keys``); float8 ones pass through registers
 
 from __future__ import annotations
 
-from ejkernel.kernels.triton.common.eight_bit_keys import digits, neighbours, quads
+from ejkernel.kernels.triton.common.eight_bit_keys import convert_adjacent, digits, quads
 from ejkernel.kernels.triton.common.queries import digit_factors, largest_bits, row_factors
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -103,7 +103,7 @@ def add_scores(s, pairs, q, KIND: gl.constexpr, PTX: gl.constexpr, A: gl.constex
         if n + 1 < STEPS:
             x = pairs.slice((n + 1) * COLUMNS, COLUMNS, dim=1).load(A)
         for i in gl.static_range(2):
-            k = gl.convert_layout(neighbours(parts[i], KIND, PTX), A, assert_trivial=True)
+            k = gl.convert_layout(convert_adjacent(parts[i], KIND, PTX), A, assert_trivial=True)
             part = q.slice(i * ROWS, ROWS, dim=0).slice(n * COLUMNS, COLUMNS, dim=1)
             s = warpgroup_mma(k, part.permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(2, deps=[s])

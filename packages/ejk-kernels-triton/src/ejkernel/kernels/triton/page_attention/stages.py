@@ -9,7 +9,8 @@ from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.stages import ReferenceGradients, Stage, StagedKernel
+from ejkernel.ops.stages import Stage, StagedKernel
+from ejkernel.ops.xla_gradients import XlaGradients
 
 ONLY_MERGED = ("v_scale", "sink")  # operands that only the merge reads
 
@@ -40,7 +41,7 @@ def _share_count(work: Work) -> int:
     return t.splits * p.batch if t.splits else share_count(p, t, work.target)
 
 
-class CacheKernel(ReferenceGradients, TritonKernel, StagedKernel):
+class CacheKernel(XlaGradients, TritonKernel, StagedKernel):
     """A kernel over a cache, differentiated by the XLA kernel of its operation."""
 
 

@@ -15,7 +15,8 @@ from ejkernel.kernels.pallas.gpu.serving.mla_merge import merge, merge_lse
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.stages import ReferenceGradients, Stage, StagedKernel
+from ejkernel.ops.stages import Stage, StagedKernel
+from ejkernel.ops.xla_gradients import XlaGradients
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import LatentProblem
@@ -68,7 +69,7 @@ def _launch(run: Any, outputs: dict[str, Any], *operands: jax.Array) -> tuple[ja
     return tuple(untracked(in_int32, types)(*operands))
 
 
-class MLADecode(ReferenceGradients, StagedKernel, PallasKernel):
+class MLADecode(XlaGradients, StagedKernel, PallasKernel):
     """Latent attention of the last tokens over a paged cache, on a Hopper GPU.
 
     Queries are float16 or bfloat16, the cache of their dtype, int8, float8_e4m3fn or float8_e5m2;

@@ -41,7 +41,7 @@ def compiler_params(chip: Chip, semantics: tuple[Any, ...], vmem: int) -> Any:
 
 
 def dot(p: GroupedProblem, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Returns the product of two blocks over one axis each, in float32."""
+    """Returns the matmul of two blocks over one axis each, in float32."""
     full = p.dtype == "float32" and p.precision in ("high", "highest")
     precision = lax.Precision.HIGHEST if full else lax.Precision.DEFAULT
     numbers = (((axes[0],), (axes[1],)), ((), ()))
@@ -123,7 +123,7 @@ def forward(
     scale: jax.Array | None = None,
 ) -> jax.Array:
     """Returns ``[rows, columns]``; ``scale`` is float32 ``[held, 1, columns]`` of 8-bit ``rhs``."""
-    found: Visits = visits(segment_bounds(group_sizes, offset, p.held, p.rows), p.rows, t.rows)
+    schedule: Visits = visits(segment_bounds(group_sizes, offset, p.held, p.rows), p.rows, t.rows)
     steps = -(-p.inner // t.inner)
 
     def matrix(v: Any, segment: Any) -> Any:
@@ -137,8 +137,8 @@ def forward(
         return row_block(v, segment, shift), inner_block(v, k, segment)
 
     def of_rhs(n: Any, v: Any, k: Any, segment: Any, shift: Any, bounds: Any) -> Any:
-        place = (n, inner_block(v, k, segment)) if p.transposed else (inner_block(v, k, segment), n)
-        return matrix(v, segment), *place
+        block = inner_block(v, k, segment)
+        return matrix(v, segment), *((n, block) if p.transposed else (block, n))
 
     def of_scale(n: Any, v: Any, k: Any, segment: Any, shift: Any, bounds: Any) -> Any:
         return matrix(v, segment), 0, n
@@ -162,7 +162,7 @@ def forward(
         functools.partial(_kernel, p, t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(across, found.count, steps),
+            grid=(across, schedule.count, steps),
             in_specs=specs,
             out_specs=out_spec,
             scratch_shapes=[pltpu.VMEM((t.rows, t.columns), jnp.float32)],
@@ -174,4 +174,4 @@ def forward(
         ),
         interpret=chip.interpret,
         name="ejkernel_grouped_matmul",
-    )(*found.tables, *operands)
+    )(*schedule.tables, *operands)

@@ -79,11 +79,11 @@ class GroupedMatmul(PallasKernel):
     ) -> Mapping[str, Any]:
         p, t, chip, (dout,) = work.problem, work.tiles, work.target, cotangents
         lhs, rhs, cut = (x.astype(p.dtype) for x in (arrays["lhs"], arrays["rhs"], dout))
-        found = {
+        gradients = {
             "lhs": forward(p.flipped(), t.dlhs, chip, cut, rhs, *_groups(arrays)),
             "rhs": weights(p, t.drhs, chip, lhs, cut, *_groups(arrays)),
         }
-        return found | ({"existing_out": dout} if p.added else {})
+        return gradients | ({"existing_out": dout} if p.added else {})
 
 
 def _groups(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:

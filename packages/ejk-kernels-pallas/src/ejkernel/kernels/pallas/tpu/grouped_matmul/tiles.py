@@ -154,9 +154,9 @@ def forward_tiles(p: GroupedProblem, chip: Chip) -> Tiles:
     def chunk(n: int) -> int:
         return max(LANES, min(straight_work(p, chip) // (rows * n) // LANES * LANES, 1024))
 
-    found = [legal(Tiles(rows, n, k, chunk(n)), p) for k in inner for n in columns]
-    fitting = [t for t in found if t.vmem(p) <= memory_for(chip)]
-    return min(fitting, key=cost) if fitting else min(found, key=lambda t: t.vmem(p))
+    candidates = [legal(Tiles(rows, n, k, chunk(n)), p) for k in inner for n in columns]
+    fitting = [t for t in candidates if t.vmem(p) <= memory_for(chip)]
+    return min(fitting, key=cost) if fitting else min(candidates, key=lambda t: t.vmem(p))
 
 
 def gradient_tiles(p: GroupedProblem, chip: Chip) -> Tiles:
@@ -173,11 +173,11 @@ def gradient_tiles(p: GroupedProblem, chip: Chip) -> Tiles:
     inner = list(parts(p.inner, chip.mxu, 1024))
     columns = list(parts(p.columns, chip.mxu, 1024))
     straight = max(straight_work(p, chip), 512**2 * rows)
-    found = [
+    candidates = [
         legal(Tiles(rows, n, k), p) for k in inner for n in columns if rows * n * k <= straight
     ]
-    fitting = [t for t in found if t.gradient_vmem(p) <= memory_for(chip)]
-    return min(fitting, key=cost) if fitting else min(found, key=lambda t: t.gradient_vmem(p))
+    fitting = [t for t in candidates if t.gradient_vmem(p) <= memory_for(chip)]
+    return min(fitting, key=cost) if fitting else min(candidates, key=lambda t: t.gradient_vmem(p))
 
 
 def choose(p: GroupedProblem, chip: Chip) -> GroupedTiles:

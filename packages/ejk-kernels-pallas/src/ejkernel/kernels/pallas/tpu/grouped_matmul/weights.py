@@ -75,7 +75,7 @@ def weights(
 ) -> jax.Array:
     """Returns the gradient of ``rhs``, in its layout and in the dtype of the operands."""
     bounds = segment_bounds(group_sizes, offset, p.held, p.rows)[1:-1]
-    found = visits(bounds, p.rows, t.rows, empty_segments=True)
+    schedule = visits(bounds, p.rows, t.rows, empty_segments=True)
     block, shape = (t.inner, t.columns), (p.inner, p.columns)
     if p.transposed:
         block, shape = block[::-1], shape[::-1]
@@ -95,7 +95,7 @@ def weights(
         functools.partial(_kernel, p, t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(down, across, found.count),
+            grid=(down, across, schedule.count),
             in_specs=[
                 pl.BlockSpec((t.rows, t.inner), of_lhs),
                 pl.BlockSpec((t.rows, t.columns), of_dout),
@@ -112,4 +112,4 @@ def weights(
         ),
         interpret=chip.interpret,
         name="ejkernel_grouped_matmul_weights",
-    )(*found.tables, lhs, dout)
+    )(*schedule.tables, lhs, dout)

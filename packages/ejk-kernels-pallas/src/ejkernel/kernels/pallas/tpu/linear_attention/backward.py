@@ -11,7 +11,7 @@ s < r, and in ``total``:
 
     dg_r = sum of W[t, s] over s < r <= t + sum of a_t, t >= r + sum of b_s, s < r + <G, total H>
 
-with W = scale * (q k^T) * E, a and b the rowwise products of q and k with their gradients through
+with W = scale * (q k^T) * E, a and b the rowwise dots of q and k with their gradients through
 the state. A matmul with zeros and ones adds up exactly these terms, so that nothing
 cancels.
 
@@ -132,7 +132,7 @@ def backward(
     p: Problem,
     t: Tiles,
     chip: Chip,
-    found: Visits,
+    schedule: Visits,
     arrays: tuple[jax.Array, ...],
     before: jax.Array,
     dfinal: jax.Array,
@@ -143,7 +143,7 @@ def backward(
     ``arrays``: q, k, v, do, and log decays; ``before``: what ``forward`` kept.
     """
     specs = specs_of(p, t, not p.reverse)
-    tables = (*found.tables, found.count[None])
+    tables = (*schedule.tables, schedule.count[None])
     state = (p.dim, p.value_dim)
     dtypes = (p.out, *(["float32"] * 2 if p.group > 1 else [p.dtype] * 2))
     widths = (p.dim, p.dim, p.value_dim)
@@ -159,7 +159,7 @@ def backward(
         functools.partial(_kernel, p, t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(p.heads, found.count),
+            grid=(p.heads, schedule.count),
             in_specs=[
                 specs.rows(p.dim),
                 specs.rows(p.dim, True),

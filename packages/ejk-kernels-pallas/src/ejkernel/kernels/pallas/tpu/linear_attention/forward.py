@@ -158,8 +158,8 @@ def specs_of(p: Problem, t: Tiles, backwards: bool) -> Specs:
         group = p.group if shared else 1
 
         def of_rows(h: Any, i: Any, *tables: Any) -> Any:
-            head, place = h // group, block(i, tables)
-            return (0, place, head) if in_lanes(width) else (head, place, 0)
+            head, rows_block = h // group, block(i, tables)
+            return (0, rows_block, head) if in_lanes(width) else (head, rows_block, 0)
 
         return pl.BlockSpec((1, t.rows, width), of_rows)
 
@@ -189,7 +189,7 @@ def forward(
     p: Problem,
     t: Tiles,
     chip: Chip,
-    found: Visits,
+    schedule: Visits,
     arrays: tuple[jax.Array, ...],
     initial: jax.Array,
     *,
@@ -201,21 +201,21 @@ def forward(
     ``arrays``: q, k, v in ``row_shape`` and log decays ``[heads, 1, rows]``.
     """
     specs = specs_of(p, t, p.reverse)
-    tables = (*found.tables, found.count[None])
+    tables = (*schedule.tables, schedule.count[None])
     state = (p.dim, p.value_dim)
     outputs = [
         (specs.rows(p.value_dim), row_shape(p, p.value_dim, p.heads), p.out),
         (specs.states, (p.states, p.heads, *state), "float32"),
     ]
     if keep:
-        visits = found.segment.shape[0]
+        visits = schedule.segment.shape[0]
         outputs.append((specs.visits, (p.heads, visits, *state), "float32"))
     flops = 2 * p.heads * p.total * (CHUNK * (p.dim + p.value_dim) + 2 * p.dim * p.value_dim)
     return pl.pallas_call(
         functools.partial(_kernel, p, t, keep),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(p.heads, found.count),
+            grid=(p.heads, schedule.count),
             in_specs=[
                 specs.rows(p.dim),
                 specs.rows(p.dim, True),

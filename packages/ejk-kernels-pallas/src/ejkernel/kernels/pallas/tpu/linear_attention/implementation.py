@@ -73,9 +73,9 @@ class LinearAttention(PallasKernel):
     ) -> Mapping[str, Any]:
         p, (do, dfinal) = work.problem, cotangents
         operands = self._operands(work, arrays | {"do": do}, "query", "key", "value", "do")
-        found = _visits(work, arrays)
+        schedule = _visits(work, arrays)
         dq, dk, dv, *dgate, dinitial = backward(
-            p, work.tiles, work.target, found, operands, saved, dfinal
+            p, work.tiles, work.target, schedule, operands, saved, dfinal
         )
         dq, dk, dv = (_batched(p, x, p.heads) for x in (dq, dk, dv))
         if p.group > 1:

@@ -51,9 +51,9 @@ class MeanPooling(PallasKernel):
             means = pool_chunks(p, t, work.target, x, arrays.get("kept"))
             return (means.reshape(-1, p.channels),), ()
         bounds, counts, row_mask = _segments(p, arrays)
-        found = visits(bounds, p.batch * p.rows, t.rows, empty_segments=True)
+        schedule = visits(bounds, p.batch * p.rows, t.rows, empty_segments=True)
         flat = x.reshape(-1, p.channels)
-        return (pool_segments(p, t, work.target, flat, found, counts, row_mask),), ()
+        return (pool_segments(p, t, work.target, flat, schedule, counts, row_mask),), ()
 
     def backward(
         self, work: Work, arrays: Arrays, outputs: Any, saved: Any, cotangents: Any
@@ -64,8 +64,8 @@ class MeanPooling(PallasKernel):
             return {"x": chunks_gradient(p, t, work.target, dout, arrays.get("kept"))}
         bounds, counts, row_mask = _segments(p, arrays)
         rows = p.batch * p.rows
-        found = visits(jnp.append(bounds, rows), rows, t.rows)
-        dx = segments_gradient(p, t, work.target, dout, found, counts, row_mask)
+        schedule = visits(jnp.append(bounds, rows), rows, t.rows)
+        dx = segments_gradient(p, t, work.target, dout, schedule, counts, row_mask)
         return {"x": dx.reshape(arrays["x"].shape)}
 
 

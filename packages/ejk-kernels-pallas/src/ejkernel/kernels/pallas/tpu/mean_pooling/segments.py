@@ -84,7 +84,7 @@ def pool_segments(
     t: Tiles,
     chip: Chip,
     x: jax.Array,
-    found: Visits,
+    schedule: Visits,
     counts: jax.Array,
     row_mask: jax.Array | None,
 ) -> jax.Array:
@@ -95,7 +95,7 @@ def pool_segments(
         functools.partial(_kernel, t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(-(-p.channels // t.channels), found.count),
+            grid=(-(-p.channels // t.channels), schedule.count),
             in_specs=[
                 *(pl.BlockSpec((1, t.rows), of_mask) for _ in masks),
                 pl.BlockSpec((t.rows, t.channels), of_rows),
@@ -110,5 +110,5 @@ def pool_segments(
         cost_estimate=pl.CostEstimate(flops=x.size, transcendentals=0, bytes_accessed=x.nbytes),
         interpret=chip.interpret,
         name="ejkernel_pool_segments",
-    )(*found.tables, counts, *masks, x)
+    )(*schedule.tables, counts, *masks, x)
     return out[:, 0]

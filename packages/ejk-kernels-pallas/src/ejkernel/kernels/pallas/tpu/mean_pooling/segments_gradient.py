@@ -50,11 +50,11 @@ def segments_gradient(
     t: Tiles,
     chip: Chip,
     dout: jax.Array,
-    found: Visits,
+    schedule: Visits,
     counts: jax.Array,
     row_mask: jax.Array | None,
 ) -> jax.Array:
-    """Returns the gradient of x ``[rows, channels]``; ``found`` visits all its rows."""
+    """Returns the gradient of x ``[rows, channels]``; ``schedule`` visits all its rows."""
     masks = [] if row_mask is None else [row_mask.astype(jnp.int32)]
     segments = counts.shape[0]
     out = result((p.batch * p.rows, p.channels), p.dtype, dout)
@@ -66,7 +66,7 @@ def segments_gradient(
         functools.partial(_kernel, t, segments),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(-(-p.channels // t.channels), found.count),
+            grid=(-(-p.channels // t.channels), schedule.count),
             in_specs=[
                 *(pl.BlockSpec((1, t.rows), of_mask) for _ in masks),
                 pl.BlockSpec((1, 1, t.channels), of_dout),
@@ -80,4 +80,4 @@ def segments_gradient(
         ),
         interpret=chip.interpret,
         name="ejkernel_pool_segments_gradient",
-    )(*found.tables, counts, *masks, dout[:, None])
+    )(*schedule.tables, counts, *masks, dout[:, None])

@@ -1,0 +1,1 @@
+"""Decoding over a paged cache, for TPUs."""

@@ -1,0 +1,251 @@
+"""Decoding over a cache on a TPU: the newest tokens of each sequence, all heads at once.
+
+    o = exp(x - lse) v,  x = scale * q k^T over the tokens of the sequence
+
+Grid (sequence): a step loops over the blocks of its sequence. Blocks are copied into two buffers by
+hand: while one is computed the next one arrives, and at the end of a sequence the first block of
+the next sequence, so that copies never pause between sequences that have tokens.
+
+A row of the score tile is a query head, a column a token *and* kv head, as the cache stores them:
+no key is moved on the chip. Scores of a query head with other kv heads are masked. The rows of all
+heads take a matrix unit no longer than the rows of one group would, since loading keys as its
+weights decides: the extra scores cost exponentials only. Values of a latent cache are the first
+columns of its keys.
+
+Bound: memory, 2 hk d elements a token for 4 h d FLOPs; a latent cache of 640 columns makes 230
+FLOPs a byte with 128 rows, where both limits meet on v5e.
+
+Sources: Milakov and Gimelshein 2018 (online softmax); Kwon et al. 2023 (paged caches).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.compat import result
+from ejkernel.kernels.pallas.tpu.page_attention.tiles import Tiles
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types.serving.problem import PagedProblem
+
+# a row that has seen nothing keeps FLOOR, and exp(HIDDEN - FLOOR) is 0
+FLOOR, HIDDEN = -1e38, -3e38
+
+
+def dot(p: PagedProblem, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """Returns the matmul of two tiles over one axis each, in the dtype of the query."""
+    precision = lax.Precision.HIGHEST if p.query_dtype == "float32" else lax.Precision.DEFAULT
+    numbers = (((axes[0],), (axes[1],)), ((), ()))
+    a, b = a.astype(p.query_dtype), b.astype(p.query_dtype)
+    return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
+
+
+def query_rows(p: PagedProblem) -> int:
+    """Returns the rows of a sequence: every head of every new token."""
+    return p.tokens * p.heads
+
+
+def matching_heads(p: PagedProblem, columns: int) -> jax.Array:
+    """Returns which columns have the kv head of their row."""
+    shape = (query_rows(p), columns)
+    row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    head = lax.rem(row, p.heads)
+    return lax.rem(column, p.kv_heads) == lax.div(head, p.group)
+
+
+def visible_range(p: PagedProblem, start: Any, end: Any) -> tuple[Any, Any]:
+    """Returns the first visible token and the end of them: scalars, or ``[rows, 1]`` where a
+    sequence has several new tokens."""
+    if p.tokens == 1:
+        return start, end
+    row = lax.broadcasted_iota(jnp.int32, (query_rows(p), 1), 0)
+    ends = end - (p.tokens - 1 - lax.div(row, p.heads))
+    if p.window_left is None:
+        return jnp.full_like(ends, start), ends
+    return jnp.maximum(ends - 1 - p.window_left, start), ends
+
+
+def _kernel(p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], *refs: Any) -> None:
+    starts, ends, table, next_table, q_ref, factor_ref, *blocks = refs
+    latent, counts = p.layout.is_latent, 1 if p.layout.is_latent else 2
+    pools, blocks = blocks[:counts], blocks[counts:]
+    outputs, scratch = blocks[: 1 + p.return_lse], blocks[1 + p.return_lse :]
+    buffers, (semaphores, parity, mask_ref) = scratch[:counts], scratch[counts:]
+    cache = cache_of(tuple(pools), tuple(buffers), semaphores)
+    sequence, last = pl.program_id(0), pl.num_programs(0) - 1
+    start, end = starts[sequence], ends[sequence]
+    first = start // t.block
+    stop = jnp.where(start < end, pl.cdiv(end, t.block), first)
+    after, before = jnp.minimum(sequence + 1, last), jnp.maximum(sequence - 1, 0)
+    continues = (sequence < last) & (starts[after] < ends[after])
+    columns, rows = t.block * p.kv_heads, query_rows(p)
+    low_token, high_token = visible_range(p, start, end)
+
+    @pl.when(sequence == 0)
+    def _begin() -> None:
+        parity[0] = 0
+        mask_ref[...] = matching_heads(p, columns).astype(jnp.float32)
+
+    @pl.when((start < end) & ((sequence == 0) | (starts[before] >= ends[before])))
+    def _first_block() -> None:
+        cache.fetch(table, first, start, end, parity[0])
+
+    def add_block(block: Any, carry: Any) -> Any:
+        m_old, total, acc = carry
+        slot = parity[0]
+
+        @pl.when(block + 1 < stop)
+        def _next_block() -> None:
+            cache.fetch(table, block + 1, start, end, 1 - slot)
+
+        @pl.when((block + 1 == stop) & continues)
+        def _next_sequence() -> None:
+            block = starts[after] // t.block
+            cache.fetch(next_table, block, starts[after], ends[after], 1 - slot)
+
+        cache.wait(block, start, end, slot)
+        # columns with tokens of the sequence that belong to this block
+        base = cache.first_token(block)
+        first_token = jnp.maximum(start, block * t.block)
+        low, high = (first_token - base) * p.kv_heads, (end - base) * p.kv_heads
+        values = buffers[-1]
+        dim = values.shape[-1]
+
+        @pl.when((low > 0) | (high < columns))
+        def _clear() -> None:
+            # rows that were not copied may hold NaN, which a probability of 0 would keep
+            if p.value_dtype == "int8":
+                return
+            v = values[slot].reshape(columns, dim)
+            row = lax.broadcasted_iota(jnp.int32, v.shape, 0)
+            v = jnp.where((row >= low) & (row < high), v.astype(jnp.float32), 0.0)
+            values[slot] = v.astype(values.dtype).reshape(values.shape[1:])
+
+        k = buffers[0][slot].reshape(columns, p.dim)
+        x = dot(p, q_ref[0], k, (1, 1)) * factor_ref[0, :, :1]
+        if p.soft_cap is not None:
+            x = p.soft_cap * jnp.tanh(x * (1.0 / p.soft_cap))
+        column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        first_column = jnp.maximum((low_token - base) * p.kv_heads, low)
+        seen = (column >= first_column) & (column < (high_token - base) * p.kv_heads)
+        if p.kv_heads > 1:
+            seen &= mask_ref[...] > 0.0
+        x = jnp.where(seen, x, HIDDEN)
+        m = jnp.maximum(m_old, jnp.max(x, axis=1, keepdims=True))
+        alpha, probabilities = jnp.exp(m_old - m), jnp.exp(x - m)
+        v = k[:, : p.value_dim] if latent else values[slot].reshape(columns, dim)
+        parity[0] = 1 - slot
+        total = total * alpha + jnp.sum(probabilities, axis=1, keepdims=True)
+        return m, total, acc * alpha + dot(p, probabilities, v, (1, 0))
+
+    row = jnp.zeros((rows, 1), jnp.float32)
+    acc = jnp.zeros((rows, p.value_dim), jnp.float32)
+    m, total, acc = lax.fori_loop(first, stop, add_block, (row + FLOOR, row, acc))
+    sinks, seen = factor_ref[0, :, 2:3], total > 0.0
+    top = jnp.maximum(m, sinks)
+    shrink = jnp.exp(m - top)
+    total = jnp.where(seen, total * shrink + jnp.exp(sinks - top), 1.0)
+    o = acc * (shrink * factor_ref[0, :, 1:2] / total)
+    outputs[0][0] = jnp.where(seen, o, 0.0).astype(outputs[0].dtype)
+    if p.return_lse:
+        outputs[1][0] = jnp.where(seen, top + jnp.log(total), -jnp.inf)
+
+
+def row_factors(p: PagedProblem, arrays: Arrays) -> jax.Array:
+    """Returns float32 ``[1 or batch, rows, 128]`` for the rows of a sequence: the factors of their
+    logits and of their values, and the log of the sum of the exponentials of their sinks."""
+
+    def per_row(x: jax.Array) -> jax.Array:
+        """``[1 or batch, 1, kv heads or heads]`` for all rows."""
+        x = jnp.repeat(x.astype(jnp.float32), p.heads // x.shape[1], axis=1)
+        return jnp.tile(x, (1, p.tokens))
+
+    no_scale = jnp.ones((1, 1), jnp.float32)
+    factors = [per_row(arrays.get(name, no_scale)) for name in ("k_scale", "v_scale")]
+    factors[0] = factors[0] * p.scale
+    sinks = jnp.full((1, p.heads), HIDDEN, jnp.float32)
+    if "sink" in arrays:
+        sinks = jax.nn.logsumexp(arrays["sink"].astype(jnp.float32), axis=-1)
+    factors.append(per_row(jnp.maximum(sinks, HIDDEN)))
+    size = max(x.shape[0] for x in factors)
+    factors = [jnp.broadcast_to(x, (size, x.shape[1])) for x in factors]
+    return jnp.pad(jnp.stack(factors, axis=2), ((0, 0), (0, 0), (0, 125)))
+
+
+def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:
+    """Returns o ``[batch, rows, value_dim]`` and, if the call returns it, lse ``[batch, rows]``.
+
+    ``arrays`` are the operands of ``ejkernel.types.serving.operands``; ``cache_of`` makes the
+    ``Pages`` or ``Rows`` of pools, buffers and semaphores.
+    """
+    p, t, chip = work.problem, work.tiles, work.target
+    rows, columns = query_rows(p), t.block * p.kv_heads
+    ends = jnp.clip(arrays["lens"], 0, p.capacity).astype(jnp.int32)
+    starts = jnp.zeros_like(ends)
+    if "begins" in arrays:
+        starts = jnp.maximum(arrays["begins"], 0).astype(jnp.int32)
+    if p.window_left is not None:
+        starts = jnp.maximum(starts, ends - p.tokens - p.window_left)
+    tables = jnp.clip(jnp.asarray(arrays["tables"]), 0, p.pages - 1).astype(jnp.int32)[:, None]
+    # rows of tokens and heads, as they lie in memory
+    length = p.page_size * p.kv_heads
+    pools = [arrays[name].reshape(p.pages, length, -1) for name in ("k", "v") if name in arrays]
+    factors = row_factors(p, arrays)
+    table = (1, 1, tables.shape[2])
+    query, *outputs = (
+        ((p.batch, rows, width), dtype)
+        for width, dtype in ((p.dim, None), (p.value_dim, p.query_dtype), (1, "float32"))
+    )
+    outputs = outputs[: 1 + p.return_lse]
+
+    def of_rows(shape: tuple[int, ...]) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *shape[1:]), lambda b, *s: (b if shape[0] > 1 else 0, 0, 0))
+
+    o, *lse = pl.pallas_call(
+        functools.partial(_kernel, p, t, cache_of),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(p.batch,),
+            in_specs=[
+                pl.BlockSpec(table, lambda b, *s: (b, 0, 0), memory_space=pltpu.SMEM),
+                pl.BlockSpec(
+                    table,
+                    lambda b, *s: (jnp.minimum(b + 1, p.batch - 1), 0, 0),
+                    memory_space=pltpu.SMEM,
+                ),
+                of_rows(query[0]),
+                of_rows(factors.shape),
+                *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(pools),
+            ],
+            out_specs=[of_rows(shape) for shape, _ in outputs],
+            scratch_shapes=[
+                *(
+                    pltpu.VMEM((2, t.pages, t.tokens * p.kv_heads, x.shape[2]), x.dtype)
+                    for x in pools
+                ),
+                pltpu.SemaphoreType.DMA((2, len(pools))),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((rows, columns), jnp.float32),
+            ],
+        ),
+        out_shape=[result(shape, dtype, arrays["q"], *pools) for shape, dtype in outputs],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=int(min(chip.vmem, max(t.vmem(p) * 3 // 2, 16 * 2**20))),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * p.batch * p.capacity * rows * (p.dim + p.value_dim),
+            transcendentals=p.batch * p.capacity * rows,
+            bytes_accessed=p.batch * p.capacity * p.kv_heads * p.token_bytes,
+        ),
+        interpret=chip.interpret,
+        name="ejkernel_decode",
+    )(starts, ends, tables, tables, arrays["q"], factors, *pools)
+    return {"o": o, "lse": lse[0][..., 0]} if lse else {"o": o}

@@ -1,0 +1,1 @@
+"""Decoding over a contiguous cache, for TPUs."""

@@ -1,0 +1,185 @@
+"""How the launches of the gated delta rule lie over chunks, and what they have in common.
+
+A chunk is a piece of ``common.sequences``: the tokens of one sequence in a tile of CHUNK rows. Its
+number among all of the call is its slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
+from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
+from ejkernel.kernels.triton.common.sequences import find_segment, pieces_of, sequence_start
+from ejkernel.kernels.triton.gated_delta_rule.problem import Problem
+from ejkernel.kernels.triton.gated_delta_rule.tiles import Tiles
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import Launch
+from ejkernel.kernels.triton.linear_attention import tiles as linear_tiles
+from ejkernel.kernels.triton.linear_attention.rows import POINTERS
+from ejkernel.kernels.triton.targets import Target
+
+FACTORS = 4
+"""Factors of a token: of q and k that read the state before the chunk, of k that enters the state
+after it, and beta."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call; fields in capitals are constants of a compiled kernel.
+
+    Attributes:
+        pieces: chunks of a batch row, empty ones included.
+        DIM, COLUMNS: padded channels of a key; columns of the values that a program has.
+        LANES: sequences searched together.
+        MAPS: how rows are loaded, see ``linear_attention.rows``.
+        DTYPE: dtype of the operands of matmuls.
+        PRECISION: precision of float32 matmuls.
+    """
+
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    sequences: int
+    pieces: int
+    CHUNK: int
+    DIM: int
+    COLUMNS: int
+    LANES: int
+    REVERSED: bool
+    MAPS: int
+    DTYPE: Any
+    PRECISION: str
+
+
+@dataclass(frozen=True)
+class ChunkLaunch(Launch):
+    """A launch over the chunks of a call."""
+
+    problem: Problem
+    tiles: Tiles
+
+    @property
+    def pieces(self) -> int:
+        """Chunks of a batch row, empty ones included."""
+        return piece_count(self.problem.rows, self.problem.sequences, self.tiles.chunk)
+
+    @property
+    def slots(self) -> int:
+        """Chunks of all batch rows."""
+        return self.problem.batch * self.pieces
+
+    @property
+    def columns(self) -> int:
+        """Columns of the values that a program has."""
+        return min(self.tiles.columns, linear_tiles.width(self.problem.value_dim))
+
+    def maps(self, target: Target) -> int:
+        """Returns how rows are loaded: through the copy engine where there is one."""
+        p, t = self.problem, self.tiles
+        keys, values = (p.dim, linear_tiles.width(p.dim)), (p.value_dim, self.columns)
+        return linear_tiles.maps_of(p, t.chunk, (keys, values), target)
+
+    def sizes(self, target: Target) -> Sizes:
+        p = self.problem
+        return Sizes(
+            p.rows,
+            p.heads,
+            p.kv_heads,
+            p.dim,
+            p.value_dim,
+            p.sequences,
+            self.pieces,
+            CHUNK=self.tiles.chunk,
+            DIM=linear_tiles.width(p.dim),
+            COLUMNS=self.columns,
+            LANES=lane_count(p.sequences),
+            REVERSED=p.reverse,
+            MAPS=self.maps(target),
+            DTYPE=getattr(tl, p.compute_dtype),
+            PRECISION=p.precision if target.platform == "cuda" else "ieee",
+        )
+
+    def row_tiles(self, target: Target, *names: str) -> dict[str, In | TensorMap | None]:
+        """Returns operands ``[batch, rows, heads, channels]`` by name, loaded a chunk at a time."""
+        return {name: self._rows(name, target) for name in names}
+
+    def _rows(self, name: str, target: Target) -> In | TensorMap | None:
+        operand, shape, maps = self.operand(name), self.shape(name), self.maps(target)
+        if operand is None or shape is None or not maps:
+            return operand
+        batch, rows, heads, channels = shape
+        width = linear_tiles.width(channels) if name in ("query", "key") else self.columns
+        block = (self.tiles.chunk, width)
+        if maps == linear_tiles.FULL:
+            return TensorMap(operand.index, (batch * rows, heads * channels), block)
+        return runs_map(operand.index, heads * channels, block)
+
+    def matrices(self, target: Target, *names: str) -> dict[str, In | TensorMap | None]:
+        """Returns operands ``[slots, heads, height, width]`` by name, loaded a matrix at a time."""
+        return {name: self._matrices(name, target) for name in names}
+
+    def _matrices(self, name: str, target: Target) -> In | TensorMap | None:
+        operand, shape = self.operand(name), self.shape(name)
+        if operand is None or shape is None or not self.maps(target):
+            return operand
+        slots, heads, height, width = shape
+        return TensorMap(operand.index, (slots * heads * height, width), (height, width))
+
+
+@triton.jit
+def find_chunk(cu, slot, sizes):
+    """Returns the position of a chunk: (its first row, its tokens, its rows).
+
+    Rows are counted from the first batch row. Rows past the last sequence are no tokens.
+    """
+    batch, begin, end, used = find_segment(
+        cu, slot, sizes.pieces, sizes.rows, sizes.sequences, sizes.CHUNK, sizes.LANES
+    )
+    # empty pieces may begin past the array
+    begin = tl.minimum(begin, sizes.rows)
+    return batch * sizes.rows + begin, tl.maximum(used - begin, 0), tl.maximum(end - begin, 0)
+
+
+@triton.jit
+def find_sequence(cu, owner, sizes):
+    """Returns the position of a sequence.
+
+    (batch row, number of its state, whether it has one, its first row in the batch row, the row
+    past its last, its first piece, the piece past its last, pieces minus tiles). Rows past the last
+    sequence are one more sequence, which has no state.
+    """
+    if cu is None:
+        return owner, owner, owner >= 0, 0, sizes.rows, 0, sizes.pieces, 0
+    else:
+        batch = owner // (sizes.sequences + 1)
+        sequence = (owner % (sizes.sequences + 1)).to(tl.int32)
+        cu += batch * (sizes.sequences + 1)
+        start = sequence_start(cu, sequence, sizes.sequences, sizes.rows)
+        stop = sequence_start(cu, sequence + 1, sizes.sequences, sizes.rows)
+        first, last, _ = pieces_of(cu, sequence, sizes.sequences, sizes.rows, sizes.CHUNK)
+        state = batch * sizes.sequences + sequence
+        return batch, state, sequence < sizes.sequences, start, stop, first, last, sequence
+
+
+@triton.jit
+def load_matrix(
+    x, number, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MAPS: tl.constexpr
+):
+    """Loads a matrix of ``[count, height, width]``, padded with zeros."""
+    if MAPS == POINTERS:
+        row = tl.arange(0, HEIGHT)[:, None]
+        column = tl.arange(0, WIDTH)[None, :]
+        place = number * height * width + row * width + column
+        tile = tl.load(x + place, mask=(row < height) & (column < width), other=0.0)
+    else:
+        tile = x.load([(number * height).to(tl.int32), 0])
+    return tile
+
+
+@triton.jit
+def load_square(x, number, sizes):
+    """Loads a matrix of ``[count, CHUNK, CHUNK]``."""
+    return load_matrix(x, number, sizes.CHUNK, sizes.CHUNK, sizes.CHUNK, sizes.CHUNK, sizes.MAPS)

@@ -1,0 +1,90 @@
+"""The gated delta rule in Triton as one kernel object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.gated_delta_rule import tiles
+from ejkernel.kernels.triton.gated_delta_rule.decode import DecodeLaunch
+from ejkernel.kernels.triton.gated_delta_rule.prepare import PrepareLaunch
+from ejkernel.kernels.triton.gated_delta_rule.problem import Problem, problem_of
+from ejkernel.kernels.triton.gated_delta_rule.reverse_scan import ReverseScanLaunch
+from ejkernel.kernels.triton.gated_delta_rule.row_gradients import RowGradientsLaunch
+from ejkernel.kernels.triton.gated_delta_rule.scan import ScanLaunch
+from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+from ejkernel.types.calls import arguments
+
+NAMES = {
+    "query": "query",
+    "key": "key",
+    "value": "value",
+    "gate": "g",
+    "beta": "beta",
+    "initial": "initial_state",
+}
+
+
+class GatedDeltaRule(TritonKernel):
+    """The gated delta rule with one gate per head, on a GPU.
+
+    float16, bfloat16 and float32, states and accumulators in float32; head dims up to 128. Two runs
+    give the same bits. Differentiable once, from the inputs alone: everything else is computed
+    again. ``vmap`` is one launch. ``cfg``: time_tile, dv_tile, num_warps, num_stages.
+    """
+
+    call = calls.GatedDeltaRule
+    reads = arguments.RECURRENCE | {"g", "beta", "normalize_qk"}
+    problem = staticmethod(problem_of)
+    choose = staticmethod(tiles.choose)
+    neighbours = staticmethod(tiles.neighbours)
+
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
+        return problem.unsupported or None
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p, t, operands = work.problem, work.tiles, _operands(arrays)
+        if tiles.few_tokens(p):
+            state = operands["initial"]
+            overwrites = state is not None and state.dtype == jnp.float32
+            found = call(DecodeLaunch(p, t, overwrites=overwrites), **operands)
+        else:
+            found = call(ScanLaunch(p, t, for_gradients=False), **_prepared(p, t, operands))
+        return (found["out"], found["final"]), None
+
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
+        p, t, operands = work.problem, work.tiles, _operands(arrays)
+        do, dstate = cotangents
+        prepared = _prepared(p, t, operands)
+        found = call(ScanLaunch(p, t, for_gradients=True), **prepared)
+        del prepared["value"], prepared["initial"]
+        found |= call(ReverseScanLaunch(p, t), **prepared, dout=do, dfinal=dstate)
+        del operands["value"], operands["initial"]
+        dinitial = found.pop("dinitial")
+        gradients = call(RowGradientsLaunch(p, t), **operands, **found, dout=do)
+        gradients |= {"dvalue": found["dvalue"], "dinitial": dinitial}
+        named = {theirs: gradients.get(f"d{ours}") for ours, theirs in NAMES.items()}
+        return {name: x for name, x in named.items() if name in arrays}
+
+
+def _operands(arrays: Arrays) -> dict[str, Any]:
+    """Returns the operands of launches by name, None for those not given."""
+    cu = arrays.get("cu_seqlens")
+    found = {ours: arrays.get(theirs) for ours, theirs in NAMES.items()}
+    return found | {"cu": None if cu is None else cu[None]}
+
+
+def _prepared(p: Problem, t: tiles.Tiles, operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the operands of the scans: arrays of the call, and the results of ``prepare``."""
+    of_chunks = {name: operands[name] for name in ("query", "key", "gate", "beta", "cu")}
+    of_scan = {name: operands[name] for name in ("query", "key", "value", "initial", "cu")}
+    return call(PrepareLaunch(p, t), **of_chunks) | of_scan
+
+
+gated_delta_rule = GatedDeltaRule()

@@ -1,0 +1,171 @@
+"""The scan over chunks: states, updates and outputs.
+
+    u   = inverse (beta (v - D k S))                    updates of a chunk                [C, dv]
+    o   = (scale D q) S + scores u                                                        [C, dv]
+    S  <- decay of the chunk * S + (k decayed to the chunk end)^T u                       [dk, dv]
+
+``prepare`` made inverse, scores and factors. S and the accumulators are float32; matmuls take S, u
+and v - D k S in the dtype of the keys. Keys are never scaled before a matmul: the factors of tokens
+are applied to accumulators and to updates.
+
+Work split: some columns of the state of one value head and sequence, in registers, chunk after
+chunk; the next chunk's operands are loaded meanwhile. Gradients need the states before the chunks
+and the updates: the same kernel then stores these, and no outputs.
+
+Bound: a chain of three matmuls a chunk. 8192 tokens are 128 chunks; at about 900 cycles each that
+is 0.06 to 0.07 ms on an H200, not measured. Operands: q, k, v, inverse and scores are read, o is
+written: 267 MB with 16 key and 32 value heads of 128, 0.06 ms at 4.3 TB/s; what the programs of a
+head share comes from the second-level cache.
+
+Sources: Yang et al. 2024 (arXiv 2406.06484), section 3, for the form in chunks; Yang et al. 2024
+(arXiv 2412.06464), section 3.3, for decays. The triangular system is applied to the errors of the
+values, not multiplied into keys and values beforehand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ejkernel.kernels.triton.gated_delta_rule.chunks import (
+    FACTORS,
+    ChunkLaunch,
+    find_sequence,
+    load_square,
+)
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import BATCHED, struct
+from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
+
+OPERANDS = ("query", "key", "value", "inverse", "scores", "factors", "decays", "initial", "cu")
+
+
+@triton.jit
+def scan_chunks(
+    query, key, value, inverse, scores, factors, decays, initial, cu, out, final, states, updates,
+    sizes, FACTORS: tl.constexpr,
+):  # fmt: skip
+    CHUNK: tl.constexpr = sizes.CHUNK
+    DIM: tl.constexpr = sizes.DIM
+    COLUMNS: tl.constexpr = sizes.COLUMNS
+    DTYPE: tl.constexpr = sizes.DTYPE
+    PRECISION: tl.constexpr = sizes.PRECISION
+    across = (sizes.value_dim + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    column = program % across * COLUMNS
+    head = program // across % sizes.heads
+    kv_head = head // (sizes.heads // sizes.kv_heads)
+    owner = (program // across // sizes.heads).to(tl.int64)
+    batch, slot_of_state, has_state, start, stop, first, last, gap = find_sequence(cu, owner, sizes)
+    d = tl.arange(0, DIM)[:, None]
+    c = tl.arange(0, COLUMNS)[None, :]
+    token = tl.arange(0, CHUNK)
+    place = column + d * sizes.value_dim + c
+    inside = (d < sizes.dim) & (c < sizes.value_dim - column)
+    state_size = sizes.dim * sizes.value_dim
+    place_of_state = (slot_of_state * sizes.heads + head) * state_size + place
+    in_state = inside & has_state
+    state = tl.zeros([DIM, COLUMNS], tl.float32)
+    if initial is not None:
+        state = tl.load(initial + place_of_state, mask=in_state, other=0.0).to(tl.float32)
+    for i in tl.range(0, last - first):
+        if sizes.REVERSED:
+            piece = last - 1 - i
+        else:
+            piece = first + i
+        begin = tl.maximum((piece - gap) * CHUNK, start)
+        rows = tl.minimum(stop, (piece - gap + 1) * CHUNK) - begin
+        tokens = tl.where(has_state, rows, 0)
+        base = batch * sizes.rows + begin
+        number = (batch * sizes.pieces + piece) * sizes.heads + head
+        factor = factors + number * (FACTORS * CHUNK) + token
+        q_since = tl.load(factor)
+        k_since = tl.load(factor + CHUNK)
+        k_until = tl.load(factor + 2 * CHUNK)
+        strength = tl.load(factor + 3 * CHUNK)
+        decay = tl.load(decays + number)
+        k = load_rows(
+            key, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
+        ).to(DTYPE)
+        v = load_rows(
+            value, base, tokens, 0, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
+            sizes.MAPS,
+        ).to(tl.float32)  # fmt: skip
+        solved = load_square(inverse, number, sizes)
+
+        before = state.to(DTYPE)
+        if states is not None:
+            target = states + number * state_size + place
+            tl.store(target, before.to(states.dtype.element_ty), mask=inside)
+        read = tl.dot(k, before, input_precision=PRECISION)
+        error = strength[:, None] * (v - k_since[:, None] * read)
+        update = tl.dot(solved, error.to(DTYPE), input_precision=PRECISION)
+        entering = (k_until[:, None] * update).to(DTYPE)
+        state = tl.dot(tl.trans(k), entering, acc=state * decay, input_precision=PRECISION)
+        narrow = update.to(DTYPE)
+        if updates is not None:
+            store_rows(
+                updates, narrow, base, rows, head, sizes.heads, column, sizes.value_dim, CHUNK,
+                COLUMNS, sizes.MAPS,
+            )  # fmt: skip
+        if out is not None:
+            q = load_rows(
+                query, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM,
+                sizes.MAPS,
+            ).to(DTYPE)  # fmt: skip
+            weights = load_square(scores, number, sizes)
+            o = tl.dot(q, before, input_precision=PRECISION) * q_since[:, None]
+            o = tl.dot(weights, narrow, acc=o, input_precision=PRECISION)
+            store_rows(
+                out, o, base, rows, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
+                sizes.MAPS,
+            )  # fmt: skip
+    if final is not None:
+        tl.store(final + place_of_state, state, mask=in_state)
+
+
+@dataclass(frozen=True)
+class ScanLaunch(ChunkLaunch):
+    """Launch of ``scan_chunks``.
+
+    Results: out ``[batch, rows, heads, dv]`` and final ``[states, heads, dk, dv]``; or, with
+    ``for_gradients``, states before every chunk ``[slots, heads, dk, dv]`` and updates
+    ``[batch, rows, heads, dv]`` in the dtype of matmuls.
+    """
+
+    kernel = scan_chunks
+    batching: ClassVar = dict.fromkeys(OPERANDS, BATCHED)
+
+    for_gradients: bool
+
+    def outputs(self):
+        p = self.problem
+        size, rows = (p.heads, p.dim, p.value_dim), (p.batch, p.rows, p.heads, p.value_dim)
+        if self.for_gradients:
+            return {
+                "out": None,
+                "final": None,
+                "states": struct(p.compute_dtype, self.slots, *size),
+                "updates": struct(p.compute_dtype, *rows),
+            }
+        return {
+            "out": struct(p.out, *rows),
+            "final": struct("float32", p.batch * p.states, *size),
+            "states": None,
+            "updates": None,
+        }
+
+    def grid(self, target):
+        return (scan_programs(self),)
+
+    def arguments(self, target):
+        rows = self.row_tiles(target, "query", "key", "value")
+        squares = self.matrices(target, "inverse", "scores")
+        return rows | squares | {"sizes": self.sizes(target), "FACTORS": FACTORS}
+
+
+def scan_programs(launch: ChunkLaunch) -> int:
+    """Returns the programs of a scan: columns of the states, and of rows past the last sequence."""
+    p = launch.problem
+    owners = p.sequences + 1 if p.sequences else 1
+    return p.batch * owners * p.heads * -(-p.value_dim // launch.columns)

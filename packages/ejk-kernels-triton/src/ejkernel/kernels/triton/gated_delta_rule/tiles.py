@@ -1,0 +1,86 @@
+"""How the gated delta rule is launched: the heuristic, and the tiles worth timing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ejkernel.kernels.triton.gated_delta_rule.problem import Problem
+from ejkernel.kernels.triton.kernel import overridden
+from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.linear_attention.tiles import width
+from ejkernel.kernels.triton.targets import Target
+
+FIELDS = {
+    "chunk": "time_tile",
+    "columns": "dv_tile",
+    "num_warps": "num_warps",
+    "num_stages": "num_stages",
+}
+MAX_CHUNK = 64
+FEW_TOKENS = 16  # at most, per sequence
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of the scans over chunks; the other launches follow from the chunk.
+
+    Attributes:
+        chunk: tokens of a chunk.
+        columns: columns of the state of a program.
+    """
+
+    chunk: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Values of the config's fields."""
+        return {theirs: getattr(self, mine) for mine, theirs in FIELDS.items()}
+
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+        """Returns these tiles with the values of a config, in which chunks are bounded."""
+        t = overridden(self, cfg, FIELDS)
+        return replace(t, chunk=max(16, min(t.chunk, MAX_CHUNK)))
+
+
+def few_tokens(p: Problem) -> bool:
+    """Returns whether tokens are processed one after the other.
+
+    Packed sequences may have all of them in one, which then takes its time.
+    """
+    return p.rows <= (2 * p.sequences if p.sequences else FEW_TOKENS)
+
+
+def choose(p: Problem, target: Target) -> Tiles:
+    """Returns the heuristic tiles."""
+    wide = width(p.value_dim)
+    if few_tokens(p):
+        # the state of one token is all memory: 64 bytes of it in flight per thread
+        return Tiles(16, max(16, min(wide, 8192 // width(p.dim))), 4, 1)
+    # 64 rows fill one asynchronous matmul of four warps. Operands of synchronous ones lie in
+    # registers, where the three parts of float32 operands leave room for smaller tiles only
+    narrow = p.compute_dtype == "bfloat16"
+    chunk, columns = 32, min(wide, 32)
+    if narrow and target.hopper:
+        chunk, columns = MAX_CHUNK, min(wide, 64)
+    elif p.dtype == "float32" and target.platform == "cuda":
+        chunk, columns = 16, 16
+    chunk = min(chunk, max(16, power_of_two(p.rows // p.states)))
+    # a scan waits for its own matmuls: more programs of fewer columns, as long as every
+    # multiprocessor has but one
+    while columns > 16 and 2 * p.batch * p.states * p.heads * -(-wide // columns) <= target.cores:
+        columns //= 2
+    return Tiles(chunk, columns, 4, 2)
+
+
+def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
+    """Returns tiles worth timing."""
+    found = [replace(t, columns=n) for n in (16, 32, 64, 128) if n <= width(p.value_dim)]
+    found += [replace(t, num_warps=n) for n in (2, 4, 8)]
+    if not few_tokens(p):
+        found += [replace(t, chunk=n) for n in (16, 32, 64)]
+        found += [replace(t, num_stages=n) for n in (1, 2, 3)]
+    return [f for f in dict.fromkeys(found) if f != t]
