@@ -71,8 +71,8 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
-def plans(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """(plan, operand types) of every launch of a program."""
+def traced_launches(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Yields every launch of a program with the types of its operands."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "ejkernel_triton":
             yield eqn.params["launch"], [v.aval for v in eqn.invars]
@@ -80,22 +80,22 @@ def plans(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
             for item in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(item, "jaxpr", item)
                 if hasattr(inner, "eqns"):
-                    yield from plans(inner)
+                    yield from traced_launches(inner)
 
 
 def named_launches(program: Any) -> dict[str, tuple[Any, list[Any]]]:
-    """The launches of a program by the names of their plans, numbered where there are several."""
+    """Returns the launches of a program by the names of their classes, numbered if several."""
     launches: dict[str, tuple[Any, list[Any]]] = {}
-    for plan, avals in plans(program.jaxpr):
-        name = type(plan).__name__.removesuffix("Plan").removesuffix("Launch")
+    for launch, avals in traced_launches(program.jaxpr):
+        name = type(launch).__name__.removesuffix("Launch")
         name = re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
         again = sum(re.sub(r" \d+$", "", earlier) == name for earlier in launches)
-        launches[f"{name} {again + 1}" if again else name] = plan, avals
+        launches[f"{name} {again + 1}" if again else name] = launch, avals
     return launches
 
 
 def launches(call: str | AbstractCall, target_name: str) -> dict[str, tuple[Any, list[Any]]]:
-    """Kernel name -> (plan, operand types) of a call, or one of the list, and its gradients."""
+    """Returns launches and operand types of a call (or its name) with its gradients, by name."""
     c, target = CALLS[call] if isinstance(call, str) else call, TARGETS[target_name]
     run = c.backward(triton) if c.gradients else c.forward(triton)
     with compile_for(target):
@@ -103,13 +103,13 @@ def launches(call: str | AbstractCall, target_name: str) -> dict[str, tuple[Any,
 
 
 def launches_of(program: Any, target: Target) -> dict[str, tuple[Any, list[Any]]]:
-    """Kernel name -> (plan, operand types) of a traced program, as a user's ``target`` runs it."""
-    # whether this machine's jax-triton knows tensor maps is no matter here
+    """Returns launches and operand types of a traced program on ``target``, by name."""
+    # independent of whether this jax-triton supports tensor maps
     return {
-        name: (replace(plan, tensor_maps=can_use_tensor_maps(plan.problem, target)), avals)
-        if isinstance(plan, AttentionLaunch)
-        else (plan, avals)
-        for name, (plan, avals) in named_launches(program).items()
+        name: (replace(launch, tensor_maps=can_use_tensor_maps(launch.problem, target)), avals)
+        if isinstance(launch, AttentionLaunch)
+        else (launch, avals)
+        for name, (launch, avals) in named_launches(program).items()
     }
 
 
@@ -117,6 +117,6 @@ def resources(call: str | AbstractCall, target_name: str) -> dict[str, Resources
     """Kernel name -> what its binary uses."""
     target = TARGETS[target_name]
     return {
-        kernel: measure(launch_source(plan, avals, target), target)
-        for kernel, (plan, avals) in launches(call, target_name).items()
+        kernel: measure(launch_source(launch, avals, target), target)
+        for kernel, (launch, avals) in launches(call, target_name).items()
     }

@@ -11,7 +11,7 @@ from ejkernel.kernels.xla.grouped_matmul.implementation import GroupedMatmul
 from ejkernel.modules.workloads import call_of
 from ejkernel.modules.workloads.families import AttentionShape, GroupedShape
 from ejktest.device import described
-from ejktest.triton_calls import plans as plans_of
+from ejktest.triton_calls import traced_launches
 from gpu import sweep
 
 TINY = GroupedShape("tiny", 256, 16, 16, 4, "float32", device="cpu")
@@ -73,7 +73,7 @@ def test_any_field_of_a_kernels_tiles():
         hopper = sweep.subject_of(call, "pallas")
         assert len(hopper.candidates("fwd", {}, 40)) > 2
         assert len(hopper.candidates("bwd", {}, 40)) == 1  # none that nobody vouches for
-    plans = {type(plan).__name__: plan.tiles for plan, _ in plans_of(program.jaxpr)}
-    assert plans["DkvLaunch"] == replace(subject.ships.dkv, registers=128)
-    assert plans["DqLaunch"] == replace(subject.ships.dq, block_q=32)
-    assert plans["ForwardLaunch"] == subject.ships.fwd
+    launches = {type(launch).__name__: launch.tiles for launch, _ in traced_launches(program.jaxpr)}
+    assert launches["DkvLaunch"] == replace(subject.ships.dkv, registers=128)
+    assert launches["DqLaunch"] == replace(subject.ships.dq, block_q=32)
+    assert launches["ForwardLaunch"] == subject.ships.fwd

@@ -20,8 +20,8 @@ from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.launch import BATCHED, Launch
 from ejkernel.kernels.triton.ragged_page_attention import tiles
-from ejkernel.kernels.triton.ragged_page_attention.plans import RaggedMergePlan
-from ejkernel.kernels.triton.ragged_page_attention_v3.implementation import WritePlan
+from ejkernel.kernels.triton.ragged_page_attention.merge_kernel import RaggedMerge
+from ejkernel.kernels.triton.ragged_page_attention_v3.write_kernel import RaggedWrite
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejktest.drawn import normal as numbers
@@ -151,22 +151,22 @@ def test_results_outside_the_memory_of_their_operands(monkeypatch, operation):
     if operation == "read":
         run, arguments = ragged_page_attention, reading(call)
     arguments["cfg"] = {"num_kv_pages_per_block": 4}
-    outer, moved = {WritePlan, RaggedMergePlan}, []
-    launch_of = {plan: plan.launch for plan in outer}
+    outer, moved = {RaggedWrite, RaggedMerge}, []
+    bind_of = {launch: launch.bind for launch in outer}
 
-    def launched_elsewhere(plan, target):
-        launch = launch_of[type(plan)](plan, target)
-        moved.append((type(plan), len(launch.aliases)))
-        return replace(launch, aliases={})
+    def bound_elsewhere(launch, target):
+        bound = bind_of[type(launch)](launch, target)
+        moved.append((type(launch), len(bound.aliases)))
+        return replace(bound, aliases={})
 
     with interpret_mode():
         expected = jax.tree.leaves(run(**arguments))
-        for plan in outer:
-            monkeypatch.setattr(plan, "launch", launched_elsewhere)
+        for launch in outer:
+            monkeypatch.setattr(launch, "bind", bound_elsewhere)
         jax.clear_caches()
         found = jax.tree.leaves(run(**arguments))
     assert set(moved) == (
-        {(RaggedMergePlan, 1)} if operation == "read" else {(WritePlan, 1), (RaggedMergePlan, 2)}
+        {(RaggedMerge, 1)} if operation == "read" else {(RaggedWrite, 1), (RaggedMerge, 2)}
     )
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -120,7 +120,7 @@ def test_one_token_is_one_launch_in_the_memory_of_its_state():
     run = jax.jit(partial(recurrent_attention, return_state=True))
     traced = str(run.trace(**args).jaxpr)
     assert traced.count("DecodeTokens") == 1
-    assert "WalkPlan" not in traced
+    assert "ChunkLoop" not in traced
     assert "reuse_state=True" in traced
 
 
@@ -194,7 +194,7 @@ def test_constants_are_rows_of_one_gate(shape, cu, long_segments):
     args = make(KINDS["constant"], **{**shape, "h": 2, "hk": 2}, states=4 if cu is not None else 2)
     args = {name: x.astype(jnp.bfloat16) for name, x in args.items()}
     run = partial(recurrent_attention, cu_seqlens=cu, cfg=SMALL, reverse=cu is not None)
-    assert "SumsPlan" not in str(jax.make_jaxpr(lambda args: run(**args))(args))
+    assert "GatePrefixSums" not in str(jax.make_jaxpr(lambda args: run(**args))(args))
 
     @jax.jit
     def pull(gate):

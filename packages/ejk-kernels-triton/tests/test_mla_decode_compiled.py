@@ -12,7 +12,8 @@ import pytest
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.mla_decode import tiles
-from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
+from ejkernel.kernels.triton.page_attention.merge_kernel import PagedMerge
+from ejkernel.kernels.triton.page_attention.split_kernel import PagedSplit
 from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
@@ -39,7 +40,7 @@ CASES = {
 }
 
 
-def planned(name, target):
+def launched(name, target):
     heads, page, cache, options = CASES[name]
     b, pages, columns, kind = 64, 8192, 128, "bfloat16"
     p = LatentProblem(
@@ -54,9 +55,9 @@ def planned(name, target):
         "tables": ((b, columns), "int32"),
         "k_scale": ((1, 1), "float32"),
     }
-    shapes = tuple((n, shape) for n, (shape, _) in given.items())
-    plan = SplitPlan(p, t, b * t.splits if t.splits else share_count(p, t, target), shapes)
-    return plan, [jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for shape, kind in given.values()]
+    launch = PagedSplit(p, t, b * t.splits if t.splits else share_count(p, t, target))
+    avals = {n: jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for n, (x, dtype) in given.items()}
+    return launch.with_operands(avals), list(avals.values())
 
 
 @pytest.mark.parametrize(
@@ -74,34 +75,34 @@ def planned(name, target):
 )
 def test_split_kernel(name, chip):
     target = TARGETS[chip]
-    plan, avals = planned(name, target)
-    used = measure(launch_source(plan, avals, target), target)
-    print(f"{name} {chip}: {plan.tiles}: {used}")
+    launch, avals = launched(name, target)
+    used = measure(launch_source(launch, avals, target), target)
+    print(f"{name} {chip}: {launch.tiles}: {used}")
     assert used.spills == 0
     assert used.products > 0 and not used.serialized
     # the programs meant to run together fit
-    assert used.shared * plan.tiles.per_core <= target.shared_limit
+    assert used.shared * launch.tiles.per_core <= target.shared_limit
     if target.platform == "cuda":
-        assert used.registers * 32 * used.num_warps * plan.tiles.per_core <= 65536
-        estimate = tiles.held_bytes(plan.problem, plan.tiles, target)
+        assert used.registers * 32 * used.num_warps * launch.tiles.per_core <= 65536
+        estimate = tiles.held_bytes(launch.problem, launch.tiles, target)
         assert 0.8 * estimate <= used.shared <= 1.25 * estimate
-    if plan.tiles.apart:
+    if launch.tiles.apart:
         # two groups of warps have half the keys of a step each, and half the columns of values
-        assert used.products == 576 // 16 + plan.tiles.block // 16
+        assert used.products == 576 // 16 + launch.tiles.block // 16
 
 
 def test_8_bit_numbers_are_converted_once_for_both_products():
     target = TARGETS["sm_90"]
-    plan, avals = planned("int8", target)
-    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
-    words = plan.tiles.block * plan.problem.token_bytes // 4 // (32 * plan.tiles.num_warps)
+    launch, avals = launched("int8", target)
+    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
+    words = launch.tiles.block * launch.problem.token_bytes // 4 // (32 * launch.tiles.num_warps)
     assert text.count("fma.rn.bf16x2") == 2 * words
 
 
 def test_few_heads_take_int8_keys_as_they_are():
     target = TARGETS["sm_90"]
-    plan, avals = planned("int8, 16 heads", target)
-    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    launch, avals = launched("int8, 16 heads", target)
+    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
     # both digits of 16 heads beside each other, in 18 steps of 32 columns
     assert len(re.findall(r"wgmma\S*\.m64n32k32\.s32\.s8", text)) == 18
     # 512 columns by 64 tokens, even and odd ones apart
@@ -112,8 +113,8 @@ def test_few_heads_take_int8_keys_as_they_are():
 @pytest.mark.parametrize("name", ["int8, 16 heads", "e4m3, 16 heads", "int8, 16 heads, splits"])
 def test_a_place_is_freed_when_all_warps_have_read_it(name):
     target = TARGETS["sm_90"]
-    plan, avals = planned(name, target)
-    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    launch, avals = launched(name, target)
+    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
     (freed,) = (m.start() for m in re.finditer(r"mbarrier\.arrive\.shared", text))
     read = max(text.rindex(word, 0, freed) for word in ("ldmatrix", "wgmma.wait_group"))
     assert "bar.sync" in text[read:freed]
@@ -123,8 +124,8 @@ def test_a_place_is_freed_when_all_warps_have_read_it(name):
 def test_few_heads_take_int8_keys_as_they_are_without_gluon(monkeypatch):
     monkeypatch.setattr(compat, "has_gluon", lambda: False)
     target = TARGETS["sm_90"]
-    plan, avals = planned("int8, 16 heads", target)
-    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    launch, avals = launched("int8, 16 heads", target)
+    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
     # a warp has 16 of 64 keys: two digits times 18 steps of 32 columns times two of eight keys
     assert len(re.findall(r"mma\.sync\S*\.s32\.s8", text)) == 2 * 18 * 2
     assert "sub.rn.f16x2" not in text
@@ -133,9 +134,9 @@ def test_few_heads_take_int8_keys_as_they_are_without_gluon(monkeypatch):
 
 def test_warps_find_their_share_alone():
     target = TARGETS["sm_90"]
-    plan, avals = planned("16 heads", target)
-    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
-    assert plan.problem.batch > 32  # more sequences than a warp has lanes
+    launch, avals = launched("16 heads", target)
+    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
+    assert launch.problem.batch > 32  # more sequences than a warp has lanes
     assert "bar.sync" not in text[: text.rindex("redux.sync")]
 
 
@@ -162,48 +163,45 @@ def test_warps_find_their_share_alone():
 )
 def test_few_heads_and_8_bit_rows_have_a_kernel_by_hand(changed, tiles_changed, kernel):
     target = TARGETS["sm_90"]
-    plan = planned("int8, 16 heads", target)[0]
-    p = replace(plan.problem, **changed)
+    launch = launched("int8, 16 heads", target)[0]
+    p = replace(launch.problem, **changed)
     t = tiles.canonical(replace(tiles.choose(p, target), **tiles_changed), p, target)
-    launch = replace(plan, problem=p, tiles=t).launch(target)
-    assert launch.kernel.__name__ == kernel
-    assert kernel == "paged_split" or launch.stand_in.kernel.__name__ == "paged_split"
+    bound = replace(launch, problem=p, tiles=t).bind(target)
+    assert bound.kernel.__name__ == kernel
+    assert kernel == "paged_split" or bound.stand_in.kernel.__name__ == "paged_split"
 
 
 def test_merge_kernel():
     target = TARGETS["sm_90"]
-    split, _ = planned("page 16", target)
-    operands = dict(zip(("acc", "m", "l", "starts"), split.outputs(), strict=True))
-    operands["sink"] = jax.ShapeDtypeStruct((1, 128, 2), jnp.float32)
-    shapes = tuple((n, x.shape) for n, x in operands.items())
-    plan = MergePlan(split.problem, split.tiles, split.shares, shapes)
-    used = measure(launch_source(plan, list(operands.values()), target), target)
+    split, _ = launched("page 16", target)
+    operands = {**split.outputs(), "sink": jax.ShapeDtypeStruct((1, 128, 2), jnp.float32)}
+    merge = PagedMerge(split.problem, split.tiles, split.shares).with_operands(operands)
+    used = measure(launch_source(merge, list(operands.values()), target), target)
     assert used.spills == 0
 
 
 def merge_of(name, **changed):
     """The merge of a case and the types of its operands."""
-    split, _ = planned(name, TARGETS["sm_90"])
+    split, _ = launched(name, TARGETS["sm_90"])
     split = replace(split, problem=replace(split.problem, **changed))
-    operands = dict(zip(("acc", "m", "l", "starts"), split.outputs(), strict=True))
-    shapes = tuple((n, x.shape) for n, x in operands.items())
-    plan = MergePlan(split.problem, split.tiles, split.shares, shapes)
-    return plan, list(operands.values())
+    operands = split.outputs()
+    merge = PagedMerge(split.problem, split.tiles, split.shares).with_operands(operands)
+    return merge, list(operands.values())
 
 
 def test_few_parts_are_merged_by_threads_that_need_no_other():
     target = TARGETS["sm_90"]
-    plan, avals = merge_of("int8, 16 heads")
+    launch, avals = merge_of("int8, 16 heads")
     assert avals[0].dtype == jnp.float16
-    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
     assert "shfl.sync" not in text and "bar.sync" not in text
 
 
 def test_lanes_that_add_many_parts_have_the_same_sum():
     """What lanes exchange is no product: added to another in one instruction it is not rounded."""
     target = TARGETS["sm_90"]
-    plan, avals = merge_of("16 heads", batch=2)
-    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    launch, avals = merge_of("16 heads", batch=2)
+    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
     exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+%r\d+, (%r\d+)", text))
     assert exchanged
     products = set(re.findall(r"mul\.(?:rn\.)?f32\s+(%r\d+)", text))

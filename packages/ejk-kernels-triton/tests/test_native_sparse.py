@@ -26,7 +26,7 @@ from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
 from ejktest.programs import equations_of, sizes_of
 from ejktest.tolerance import check_close
-from ejktest.triton_calls import plans as plans_of
+from ejktest.triton_calls import traced_launches
 
 pytest.importorskip("triton")
 
@@ -385,7 +385,7 @@ def test_few_means_of_many_tokens(group):
 
     compare(ours, theirs, [q, k, v])
     traced = jax.make_jaxpr(lambda *x: jax.vjp(ours, *x[:3])[1](x[3]))(q, k, v, theirs(q, k, v))
-    launches = (launch for launch, _ in plans_of(traced.jaxpr))
+    launches = (launch for launch, _ in traced_launches(traced.jaxpr))
     assert [x.neighbours() for x in launches if isinstance(x, DkvLaunch)] == [2]
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.page_attention import tiles
-from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
+from ejkernel.kernels.triton.page_attention.merge_kernel import PagedMerge
+from ejkernel.kernels.triton.page_attention.split_kernel import PagedSplit
 from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
@@ -33,7 +34,7 @@ CASES = {
 }
 
 
-def planned(name, target):
+def launched(name, target):
     heads, kv_heads, dim, page, cache, options = CASES[name]
     b, pages, columns = 64, 4096, 512
     kind = "bfloat16"
@@ -50,39 +51,38 @@ def planned(name, target):
         "tables": ((b, columns), "int32"),
         "k_scale": ((1, 1), "float32"),
     }
-    plan = SplitPlan(p, t, shares, tuple((n, shape) for n, (shape, _) in given.items()))
-    avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in given.values()]
-    return plan, avals
+    avals = {n: jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for n, (x, dtype) in given.items()}
+    return PagedSplit(p, t, shares).with_operands(avals), list(avals.values())
 
 
 @pytest.mark.parametrize("chip", TARGETS)
 @pytest.mark.parametrize("name", CASES)
 def test_split_kernel(name, chip):
     target = TARGETS[chip]
-    plan, avals = planned(name, target)
-    used = measure(launch_source(plan, avals, target), target)
-    print(f"{name} {chip}: {plan.tiles}: {used}")
+    launch, avals = launched(name, target)
+    used = measure(launch_source(launch, avals, target), target)
+    print(f"{name} {chip}: {launch.tiles}: {used}")
     assert used.spills == 0
     assert used.products > 0
     # the programs meant to run together fit
-    assert used.shared * plan.tiles.per_core <= target.shared_limit
+    assert used.shared * launch.tiles.per_core <= target.shared_limit
     if target.platform == "cuda":
-        assert used.registers * 32 * used.num_warps * plan.tiles.per_core <= 65536
+        assert used.registers * 32 * used.num_warps * launch.tiles.per_core <= 65536
     if chip == "sm_90":
         # what the tiles were chosen by is what the compiler does
-        estimate = tiles.held_bytes(plan.problem, plan.tiles.block, plan.tiles.num_stages)
+        estimate = tiles.held_bytes(launch.problem, launch.tiles.block, launch.tiles.num_stages)
         assert 0.8 * estimate <= used.shared <= 1.25 * estimate
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3"])
 def test_8_bit_numbers_move_and_convert_together(name):
     target = TARGETS["sm_90"]
-    plan, avals = planned(name, target)
-    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    launch, avals = launched(name, target)
+    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
     # whole matrices from shared memory, never bytes; four numbers to a conversion of one register
     assert "ldmatrix" in text
     assert "ld.shared.b8" not in text and "cvt.rn.f32.s" not in text
-    p, t = plan.problem, plan.tiles
+    p, t = launch.problem, launch.tiles
     words = t.block * p.token_bytes // 4 // (32 * t.num_warps)
     assert text.count("sub.rn.f16x2" if name == "int8" else "cvt.rn.f16x2.e4m3x2") == 2 * words
 
@@ -90,12 +90,10 @@ def test_8_bit_numbers_move_and_convert_together(name):
 @pytest.mark.parametrize("chip", TARGETS)
 def test_merge_kernel(chip):
     target = TARGETS[chip]
-    split, _ = planned("d128", target)
+    split, _ = launched("d128", target)
     p = split.problem
-    operands = dict(zip(("acc", "m", "l", "starts"), split.outputs(), strict=True))
-    operands["sink"] = jax.ShapeDtypeStruct((1, p.heads, 2), jnp.float32)
-    shapes = tuple((n, x.shape) for n, x in operands.items())
-    plan = MergePlan(p, split.tiles, split.shares, shapes)
-    used = measure(launch_source(plan, list(operands.values()), target), target)
+    operands = {**split.outputs(), "sink": jax.ShapeDtypeStruct((1, p.heads, 2), jnp.float32)}
+    merge = PagedMerge(p, split.tiles, split.shares).with_operands(operands)
+    used = measure(launch_source(merge, list(operands.values()), target), target)
     print(f"{chip}: {used}")
     assert used.spills == 0

@@ -9,8 +9,12 @@ import jax
 import pytest
 
 from ejkernel.kernels.triton import compiled
-from ejkernel.kernels.triton.ragged_page_attention import plans, tiles
-from ejkernel.kernels.triton.ragged_page_attention_v3.implementation import BLOCK, WritePlan
+from ejkernel.kernels.triton.ragged_page_attention import tiles
+from ejkernel.kernels.triton.ragged_page_attention.merge_kernel import RaggedMerge
+from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import RaggedPrefill
+from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import RaggedScheduleLaunch
+from ejkernel.kernels.triton.ragged_page_attention.stages import decode_launch
+from ejkernel.kernels.triton.ragged_page_attention_v3.write_kernel import BLOCK, RaggedWrite
 from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
@@ -50,37 +54,45 @@ def operands(
         "values": new,
     }
 
-    def outputs(plan, *names):
-        shapes = tuple((n, x.shape) for n, x in found.items())
-        return dict(zip(names, plan(problem, launch, target, shapes).outputs(), strict=True))
-
-    found |= outputs(plans.SchedulePlan, *plans.SCHEDULE)
+    found |= (
+        RaggedScheduleLaunch(problem, launch, target)
+        .with_operands({name: found[name] for name in ("starts", "lens", "valid")})
+        .outputs()
+    )
     found |= {"begins": found["d_begins"], "rows": found["d_rows"], "counts": found["d_counts"]}
-    found |= outputs(plans.PrefillPlan, "o", "p_acc", "p_m", "p_l")
-    return found | outputs(plans.decode_plan, "d_acc", "d_m", "d_l", "d_starts")
+    prefill = RaggedPrefill(problem, launch, target).outputs()
+    decode = decode_launch(problem, launch, target).outputs()
+    found |= {"o": prefill["o"], "o_in": prefill["o"], "first_rows": found["d_rows"]}
+    found |= {f"p_{name}": prefill[name] for name in ("acc", "m", "l")}
+    return found | {f"d_{name}": x for name, x in decode.items()} | {"cache_in": found["k"]}
 
 
 KERNELS = {
-    "schedule": (plans.SchedulePlan, "starts lens valid"),
-    "write": (WritePlan, "keys values tables d_rows work facts k_scale v_scale k"),
-    "decode": (plans.decode_plan, "q k lens tables begins rows counts k_scale"),
-    "prefill": (plans.PrefillPlan, "q k tables d_rows work facts k_scale v_scale"),
+    "schedule": (RaggedScheduleLaunch, "starts lens valid"),
+    "write": (RaggedWrite, "keys values tables first_rows work facts k_scale v_scale cache_in"),
+    "decode": (decode_launch, "q k lens tables begins rows counts k_scale"),
+    "prefill": (RaggedPrefill, "q k tables first_rows work facts k_scale v_scale"),
     "merge": (
-        plans.RaggedMergePlan,
-        "d_acc d_m d_l d_starts d_counts d_rows work facts p_acc p_m p_l v_scale o k",
+        RaggedMerge,
+        "d_acc d_m d_l d_starts d_counts first_rows work facts p_acc p_m p_l v_scale o_in cache_in",
     ),
 }
 
 
+def bound_source(kernel: str, problem: RaggedProblem, tiles, target):
+    """The specialisation of a kernel."""
+    make, names = KERNELS[kernel]
+    every = operands(problem, tiles, target)
+    given = {name: every[name] for name in names.split()}
+    launch = make(problem, tiles, target).with_operands(given)
+    return launch_source(launch, list(given.values()), target)
+
+
 def used(kernel: str, problem: RaggedProblem, target):
-    launch = tiles.choose(problem, target)
-    plan, names = KERNELS[kernel]
-    given = operands(problem, launch, target)
-    shapes = tuple((n, given[n].shape) for n in names.split())
-    made = plan(problem, launch, target, shapes)
-    found = measure(launch_source(made, [given[n] for n in names.split()], target), target)
-    print(f"{kernel} {target.name}: {launch}: {found}")
-    return launch, found
+    chosen = tiles.choose(problem, target)
+    found = measure(bound_source(kernel, problem, chosen, target), target)
+    print(f"{kernel} {target.name}: {chosen}: {found}")
+    return chosen, found
 
 
 @pytest.mark.parametrize(
@@ -134,19 +146,15 @@ def test_the_grid_depends_on_shapes_and_chip_only():
     small = replace(p, rows=9)
     assert launch.apply_config(huge, small, target).rows == 64  # 9 tokens of 4 query heads
     of_three = launch.apply_config(dict(num_splits=3), p, target)
-    assert plans.decode_plan(p, of_three, target, ()).shares == 64 * 3
-    assert plans.decode_plan(p, launch, target, ()).shares == 2 * 132 // 8
+    assert decode_launch(p, of_three, target).shares == 64 * 3
+    assert decode_launch(p, launch, target).shares == 2 * 132 // 8
 
 
 def test_numbers_for_an_8_bit_cache_are_made_by_instructions_for_them():
     """Two at a time; a quotient is a product and its corrections, but for divisors out of all
     bounds."""
     target, p = TARGETS["sm_90"], problem("float8_e4m3fn")
-    names = KERNELS["write"][1].split()
-    given = operands(p, tiles.choose(p, target), target)
-    shapes = tuple((n, given[n].shape) for n in names)
-    plan = WritePlan(p, tiles.choose(p, target), target, shapes)
-    source = launch_source(plan, [given[n] for n in names], target)
+    source = bound_source("write", p, tiles.choose(p, target), target)
     text = str(compiled.stages(source, target, "ptx")[0]["ptx"])
     numbers = 2 * BLOCK * p.paged.dim // 128  # keys and values of a thread
     assert text.count("cvt.rn.satfinite.e4m3x2.f32") >= numbers // 2

@@ -32,9 +32,8 @@ from ejktest.tolerance import check_close
 pytest.importorskip("triton")
 
 from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
-from ejkernel.kernels.triton.bridge import call_plan
-from ejkernel.kernels.triton.launch import shapes_of
-from ejkernel.kernels.triton.ragged_page_attention import plans, tiles
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.ragged_page_attention import launch, schedule_kernel, tiles
 
 
 @pytest.fixture(autouse=True)
@@ -178,15 +177,15 @@ def test_schedule_is_that_of_the_reference(name, window):
     long = LongPrefill(128, 256, 128, 128, decodes=True)
     t = replace(tiles.choose(problem, target), long=long, rows=16, least=64)
     operands = starts, lens, np.asarray([n - 1], np.int32)
-    shapes = shapes_of(dict(zip(("starts", "lens", "valid"), operands, strict=True)))
-    plan = plans.SchedulePlan(problem, t, target, shapes)
+    launch = schedule_kernel.RaggedScheduleLaunch(problem, t, target)
     with compile_for(target):
-        *found, _, work_tiles, decode_rows = map(np.asarray, call_plan(plan, *operands))
+        tables = call(launch, **dict(zip(("starts", "lens", "valid"), operands, strict=True)))
+    *found, _, work_tiles, decode_rows = map(np.asarray, tables.values())
     found = RaggedSchedule(*found, work_tiles, decode_rows)
     sizes = ScheduleSizes(
-        problem.rows, problem.paged.capacity, h, hk, t.block, t.tile, t.decode_tokens, plan.fair,
-        -(-t.least // t.block), target.cores, plans.NEAR // problem.paged.token_bytes,
-        window, long,
+        problem.rows, problem.paged.capacity, h, hk, t.block, t.tile, t.decode_tokens, launch.fair,
+        -(-t.least // t.block), target.cores,
+        schedule_kernel.NEAR_BYTES // problem.paged.token_bytes, window, long,
     )  # fmt: skip
     want = ragged_schedule(starts, lens, n - 1, sizes)
     for table, x, y in zip(want._fields, found, want, strict=True):
@@ -265,11 +264,14 @@ def test_a_step_of_decoding_is_merged_by_programs_that_all_run_at_once():
     args = (struct(n, 32, 128), struct(n * 8, page, 16, 128), *integers)
     with compile_for(card):
         program = jax.make_jaxpr(lambda *x: ragged_page_attention(*x))(*args)
-    kinds = [plan for plan, _ in triton_calls.plans(program.jaxpr)]
+    kinds = [launch for launch, _ in triton_calls.traced_launches(program.jaxpr)]
     assert len(kinds) == 4
-    merge = kinds[-1].launch(card)
+    merge = kinds[-1].bind(card)
     # 64 warps fit a multiprocessor; no program loads many more parts than a row has
-    assert merge.grid[0] * merge.options["num_warps"] <= 132 * 64 and merge.constants["PARTS"] == 4
+    assert (
+        merge.grid[0] * merge.options["num_warps"] <= 132 * 64
+        and merge.arguments["tile"].PARTS == 4
+    )
 
 
 def test_long_walks_are_cut_into_parts(monkeypatch):
@@ -278,7 +280,7 @@ def test_long_walks_are_cut_into_parts(monkeypatch):
     options = dict(softmax_aux=SINKS, v_scale=0.5)
     whole = np.asarray(ragged_page_attention(*args, **options))
     monkeypatch.setattr(tiles, "LEAST", 32)
-    monkeypatch.setattr(plans, "MAX_LANES", 2)  # several looks at the sequences
+    monkeypatch.setattr(launch, "MAX_LANES", 2)  # several looks at the sequences
     cfg = dict(num_kv_pages_per_block=2, num_splits=3)
     cut = np.asarray(ragged_page_attention(*args, cfg=cfg, **options))
     assert not np.array_equal(cut, whole)

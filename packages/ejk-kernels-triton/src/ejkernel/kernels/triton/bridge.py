@@ -41,7 +41,6 @@ from ejkernel.kernels.triton.bound_launch import (
 from ejkernel.kernels.triton.compiled import CONSTANT, Code, ParameterPath, Source, compile_kernel
 from ejkernel.kernels.triton.interpret import run_interpreted
 from ejkernel.kernels.triton.launch import Launch
-from ejkernel.kernels.triton.plan import Plan
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.ops.in_turn import in_turn
@@ -74,11 +73,6 @@ def call(launch: Launch, /, **operands: jax.Array | None) -> dict[str, jax.Array
     launch = launch.with_operands(arrays)
     names = [name for name, kind in launch.outputs().items() if kind is not None]
     return dict(zip(names, _primitive.bind(*arrays.values(), launch=launch), strict=True))
-
-
-def call_plan(plan: Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Runs ``plan`` on ``arrays``; returns its results as a tuple."""
-    return tuple(_primitive.bind(*arrays, launch=plan))
 
 
 _primitive = Primitive("ejkernel_triton")

@@ -93,6 +93,14 @@ class Logits(NamedTuple):
     POSITIVE: bool
 
 
+class Partial(NamedTuple):
+    """Partial results of rows: unnormalised output, largest logit, sum of exponentials."""
+
+    acc: Given
+    m: Given
+    l: Given  # noqa: E741
+
+
 class Heads(NamedTuple):
     """ALL query heads and KV heads; the rows of a kv head in CHUNKS of BLOCK; TOKENS a sequence."""
 

@@ -23,10 +23,9 @@ In Gluon (``compat.has_gluon``). No interpreter runs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from ejkernel.kernels.triton.bound_launch import BoundLaunch
 from ejkernel.kernels.triton.common.eight_bit import pair_numbers
 from ejkernel.kernels.triton.common.softmax import tanh_from_exp2
 from ejkernel.kernels.triton.language import tl
@@ -47,9 +46,9 @@ from ejkernel.kernels.triton.page_attention.latent_products import (
     store_queries,
     sum_of_digits,
 )
+from ejkernel.kernels.triton.page_attention.launch import CacheLaunch, PagedLaunch, sequential
 from ejkernel.kernels.triton.page_attention.merge_kernel import average, part_logit
 from ejkernel.kernels.triton.page_attention.params import column_parts
-from ejkernel.kernels.triton.plan import bound
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -69,8 +68,8 @@ LOADER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def attend(
-    q, cache, sequences, k_scale, acc_out, m_out, l_out, sizes, logits, share, ring, capacity,
-    weights, q_main, q_rest,
+    q, cache, sequences, k_scale, partial, sizes, logits, share, ring, capacity, weights, q_main,
+    q_rest,
     HEADS: gl.constexpr, BLOCK: gl.constexpr, SPLITS: gl.constexpr, OPENING: gl.constexpr,
     PTX: gl.constexpr,
 ):  # fmt: skip
@@ -157,14 +156,14 @@ def attend(
         kept = slot.to(gl.int64) * HEADS
         head = gl.arange(0, ROWS, layout=HEAD)
         total = gl.sum(l, 0)
-        if acc_out.dtype.element_ty == gl.float16:
+        if partial.acc.dtype.element_ty == gl.float16:
             weight = average(total)[None, :]
             even, odd, even_2, odd_2 = sums
             sums = (even * weight, odd * weight, even_2 * weight, odd_2 * weight)
-        gl.store(m_out + kept + head, part_logit(m, slopes, total), mask=head < HEADS)
-        gl.store(l_out + kept + head, total, mask=head < HEADS)
+        gl.store(partial.m + kept + head, part_logit(m, slopes, total), mask=head < HEADS)
+        gl.store(partial.l + kept + head, total, mask=head < HEADS)
         for n in gl.static_range(2):
-            out = acc_out + kept * MAIN + 2 * HALF * n
+            out = partial.acc + kept * MAIN + 2 * HALF * n
             store_pairs(out, sums[2 * n], sums[2 * n + 1], HEADS, MAIN)
         b += 1
 
@@ -175,9 +174,7 @@ def latent_split(
     cache,
     sequences,
     k_scale,
-    acc_out,
-    m_out,
-    l_out,
+    partial,
     starts,
     sizes,
     logits,
@@ -223,8 +220,8 @@ def latent_split(
     gl.warp_specialize(
         [
             (attend, (
-                q, cache, sequences, k_scale, acc_out, m_out, l_out, sizes, logits, share, ring,
-                capacity, weights, q_main, q_rest, layout.ALL, BLOCK, SPLITS, OPENING, PTX,
+                q, cache, sequences, k_scale, partial, sizes, logits, share, ring, capacity,
+                weights, q_main, q_rest, layout.ALL, BLOCK, SPLITS, OPENING, PTX,
             )),
             (load_rows, (
                 cache, sequences, sizes, share, ring, capacity, BLOCK, SPLITS, OPENING,
@@ -235,24 +232,39 @@ def latent_split(
     )  # fmt: skip
 
 
-def suits(problem: Any, tiles: Any) -> bool:
-    """Returns whether ``latent_split`` computes what is asked for."""
+def is_supported(problem: Any, tiles: Any) -> bool:
+    """Returns whether ``latent_split`` computes a call."""
     p, t = problem, tiles
     shape = (t.block, t.num_warps, p.tokens, *column_parts(p)[0]) == (64, 4, 1, 512, 64)
     form = t.form in ("digits", "quads") and t.splits != 1
     return shape and form and p.heads <= ROWS.value and p.batch <= MAX_LANES * MAX_ROUNDS
 
 
-def launch(arguments: Mapping[str, Any], split: BoundLaunch, batch: int) -> BoundLaunch:
-    """In the place of ``split``, a launch of ``paged_split`` with these ``arguments``."""
-    lanes = min(MAX_LANES, power_of_two(batch))
-    known = {
-        **arguments,
-        "PTX": split.constants["PTX"],
-        "PLACES": max(1, split.options["num_stages"] - 1),
-        "LANES": lanes,
-        "ROUNDS": -(-batch // lanes),
-    }
-    options = {"maxnreg": REGISTERS}
-    how = (split.grid, split.options["num_warps"], 1, options)
-    return bound(latent_split, {}, *how, known=known, stand_in=split)
+@dataclass(frozen=True)
+class LatentSplit(CacheLaunch):
+    """Launch of ``latent_split`` in the place of ``general``, a launch of ``paged_split``."""
+
+    kernel = latent_split
+    batching: ClassVar = sequential("q k v lens tables begins rows counts k_scale v_scale sink")
+
+    general: PagedLaunch
+
+    def outputs(self):
+        return self.general.outputs()
+
+    def grid(self, target):
+        return self.general.grid(target)
+
+    def options(self, target):
+        return {"num_warps": self.general.tiles.num_warps, "num_stages": 1, "maxnreg": REGISTERS}
+
+    def arguments(self, target):
+        batch, tiles = self.general.problem.batch, self.general.tiles
+        lanes = min(MAX_LANES, power_of_two(batch))
+        arguments = {
+            **self.general.arguments(target),
+            "PLACES": max(1, tiles.num_stages - 1),
+            "LANES": lanes,
+            "ROUNDS": -(-batch // lanes),
+        }
+        return {name: x for name, x in arguments.items() if name in self.kernel.arg_names}

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
 from ejkernel.kernels.triton.common.pages import block_pages, run_between
-from ejkernel.kernels.triton.page_attention.split_kernel import (
+from ejkernel.kernels.triton.page_attention.shares import (
     cost,
     extent,
-    found,
+    find_share,
     part_of_sequence,
     store_starts,
 )
@@ -63,7 +63,7 @@ def share_of(
         # every warp has all lanes: none waits for the others
         EACH: gl.constexpr = gl.BlockedLayout([max(1, LANES // 32)], [32], [4], [0])
         lane = gl.arange(0, LANES, layout=EACH)
-        t, end, b, before, total = found(
+        t, end, b, before, total = find_share(
             share, lane, sequences, capacity, sizes, BLOCK, 1, OPENING, LANES, ROUNDS
         )
         if share == 0:

@@ -17,8 +17,20 @@ cache at the shape named in ``split_kernel``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E
 from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import power_of_two, struct
+from ejkernel.kernels.triton.page_attention.groups import Partial
+from ejkernel.kernels.triton.page_attention.launch import (
+    PagedLaunch,
+    expected_parts,
+    parts_at_once,
+    sequential,
+)
+from ejkernel.types.serving.problem import ITEMSIZE
 
 FEW = tl.constexpr(8)  # parts that a thread holds, one after the other
 
@@ -211,9 +223,7 @@ def merge_row(
 
 @triton.jit
 def paged_merge(
-    acc_in,
-    m_in,
-    l_in,
+    partial,
     starts,
     v_scale,
     sinks,
@@ -231,6 +241,7 @@ def paged_merge(
     SPLITS: tl.constexpr,
     OPENING: tl.constexpr,
 ):
+    """Writes the output of some columns of one row."""
     ROWS: tl.constexpr = TOKENS * HEADS
     chunk = tl.program_id(0) % CHUNKS
     b = tl.program_id(0) // (CHUNKS * ROWS)
@@ -241,8 +252,9 @@ def paged_merge(
     # asked for here: behind the parts it would be one more wait for the memory
     number = number_of(v_scale, b, h // GROUP)
     m, l, acc = merge_row(  # noqa: E741
-        acc_in, m_in, l_in, slot.to(tl.int64) * ROWS + row, count, ROWS, column, DV, PARTS
-    )
+        partial.acc, partial.m, partial.l, slot.to(tl.int64) * ROWS + row, count, ROWS, column, DV,
+        PARTS,
+    )  # fmt: skip
     one = tl.arange(0, 1)
     factor = finish(m, l, sinks, b, h + one, one < 1, number)
     row += b.to(tl.int64) * ROWS
@@ -253,3 +265,64 @@ def paged_merge(
     tl.store(
         o + row * DV + column, (acc * tl.sum(factor, 0)).to(o.dtype.element_ty), mask=column < DV
     )
+
+
+@dataclass(frozen=True)
+class PagedMerge(PagedLaunch):
+    """Launch of ``paged_merge``.
+
+    Results: o ``[b, rows, dv]`` in the query's dtype, and lse ``[b, rows]`` if the call returns it.
+    """
+
+    kernel = paged_merge
+    batching: ClassVar = sequential("acc m l starts v_scale sink")
+
+    def outputs(self):
+        p = self.problem
+        lse = struct("float32", p.batch, self.rows) if p.return_lse else None
+        return {"o": struct(p.query_dtype, p.batch, self.rows, p.value_dim), "lse_out": lse}
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Columns of a program, and programs for a row.
+
+        Where a sequence has many partial results a program has few columns, and loads them at once.
+        """
+        columns = max(16, power_of_two(self.problem.value_dim))
+        each = max(min(columns, 4096 // power_of_two(self.expected)), min(columns, 32))
+        return each, columns // each
+
+    @property
+    def expected(self) -> int:
+        """Partial results of a sequence."""
+        return self.tiles.splits or expected_parts(self.shares, self.problem.batch)
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Partial results that a program loads at once, and its warps."""
+        return parts_at_once(self.columns[0], self.expected, ITEMSIZE[self.part_dtype])
+
+    def grid(self, target):
+        return (self.problem.batch * self.rows * self.columns[1],)
+
+    def options(self, target):
+        return {"num_warps": self.parts[1], "num_stages": 1}
+
+    def arguments(self, target):
+        p, t, (columns, chunks) = self.problem, self.tiles, self.columns
+        return {
+            "partial": Partial(*map(self.operand, ("acc", "m", "l"))),
+            "v_scale": self.scale("v_scale"),
+            "sinks": self.sinks(),
+            "batch": p.batch,
+            "shares": self.shares,
+            "HEADS": p.heads,
+            "TOKENS": p.tokens,
+            "GROUP": p.group,
+            "DV": p.value_dim,
+            "COLUMNS": columns,
+            "CHUNKS": chunks,
+            "PARTS": self.parts[0],
+            "SPLITS": t.splits or 0,
+            "OPENING": 0 if t.splits else t.opening,
+        }

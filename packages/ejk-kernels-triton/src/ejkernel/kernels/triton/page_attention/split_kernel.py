@@ -33,6 +33,11 @@ Kwon et al., "PagedAttention" (arXiv 2309.06180), section 4.1, for the cache.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ejkernel.kernels.triton import compat
+from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
 from ejkernel.kernels.triton.common.cached import (
     Keys,
     attend_block,
@@ -43,138 +48,45 @@ from ejkernel.kernels.triton.common.cached import (
 from ejkernel.kernels.triton.common.pages import block_pages, run_between, token_places
 from ejkernel.kernels.triton.common.queries import opened, opened_as_loaded
 from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import power_of_two, struct
+from ejkernel.kernels.triton.page_attention.groups import Heads, Partial, Sequences, Sizes
+from ejkernel.kernels.triton.page_attention.launch import (
+    PagedLaunch,
+    cache_group,
+    dots_group,
+    logits_group,
+    sequential,
+)
 from ejkernel.kernels.triton.page_attention.merge_kernel import (
     average,
     finish,
     number_of,
     part_logit,
 )
+from ejkernel.kernels.triton.page_attention.params import column_parts
+from ejkernel.kernels.triton.page_attention.shares import (
+    cost,
+    extent,
+    find_share,
+    part_of_sequence,
+    store_starts,
+)
+from ejkernel.kernels.triton.page_attention.tiles import query_rows
+from ejkernel.kernels.triton.targets import Target, instructions
+from ejkernel.types.serving.problem import ITEMSIZE
 
-
-@triton.jit
-def _number(values, b, mask):
-    if mask is None:
-        number = tl.load(values + b)
-    else:
-        number = tl.load(values + b, mask=mask, other=0)
-    return number
-
-
-@triton.jit
-def extent(sequences, b, mask, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """(length, first visible key, first tile, number of tiles) of sequences ``b``."""
-    length = tl.minimum(tl.maximum(_number(sequences.lens, b, mask), 0), capacity)
-    begin = length * 0
-    if sequences.begins is not None:
-        begin = tl.minimum(tl.maximum(_number(sequences.begins, b, mask), 0), length)
-    if sizes.WINDOW:
-        begin = tl.maximum(length - TOKENS - sizes.left, begin)  # what the first row sees
-    first = begin // BLOCK
-    return length, begin, first, tl.cdiv(length, BLOCK) - first
-
-
-@triton.jit
-def cost(tiles, OPENING: tl.constexpr):
-    """Of a sequence of so many tiles."""
-    if OPENING > 0:
-        return tl.where(tiles > 0, tiles + OPENING, 0)
-    else:
-        return tiles
-
-
-@triton.jit
-def part_of_sequence(
-    share, sequences, capacity, sizes,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """(first tile, end, sequence) of a share of one of SPLITS equal parts of a sequence."""
-    b = share // SPLITS
-    part = share % SPLITS
-    _, _, _, tiles = extent(sequences, b, None, capacity, sizes, BLOCK, TOKENS)
-    t = (tiles.to(tl.int64) * part // SPLITS).to(tl.int32)
-    return t, (tiles.to(tl.int64) * (part + 1) // SPLITS).to(tl.int32), b
-
-
-@triton.jit
-def _costs(
-    i, sequences, batch, capacity, sizes,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, OPENING: tl.constexpr,
-):  # fmt: skip
-    """Of sequences ``i``, 0 behind the last."""
-    _, _, _, tiles = extent(sequences, i, i < batch, capacity, sizes, BLOCK, TOKENS)
-    return cost(tiles, OPENING)
-
-
-@triton.jit
-def found(
-    share, lane, sequences, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    OPENING: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    """(first tile, end, sequence, its first tile, tiles of all) of a share.
-
-    ``lane``: 0 .. LANES, the sequences looked at together; ROUNDS of them are all.
-    """
-    batch = sizes.batch
-    total = 0
-    for base in tl.static_range(0, ROUNDS * LANES, LANES):
-        costs = _costs(base + lane, sequences, batch, capacity, sizes, BLOCK, TOKENS, OPENING)
-        total += tl.sum(costs, 0)
-    each = total // sizes.shares
-    extra = total % sizes.shares
-    t = share * each + tl.minimum(share, extra)
-    b = 0
-    before = 0
-    passed = 0
-    for base in tl.static_range(0, ROUNDS * LANES, LANES):
-        costs = _costs(base + lane, sequences, batch, capacity, sizes, BLOCK, TOKENS, OPENING)
-        upto = passed + tl.cumsum(costs, 0)
-        done = (upto <= t) & (base + lane < batch)
-        b += tl.sum(done.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(done, upto, 0), 0))
-        passed += tl.sum(costs, 0)
-    return t, t + each + (share < extra).to(tl.int32), b, before, total
-
-
-@triton.jit
-def store_starts(
-    starts, total, lane, sequences, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    OPENING: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    """The first tile of every sequence, and how many all have."""
-    batch = sizes.batch
-    passed = 0
-    for base in tl.static_range(0, ROUNDS * LANES, LANES):
-        i = base + lane
-        costs = _costs(i, sequences, batch, capacity, sizes, BLOCK, TOKENS, OPENING)
-        tl.store(starts + i, passed + tl.cumsum(costs, 0) - costs, mask=i < batch)
-        passed += tl.sum(costs, 0)
-    tl.store(starts + batch, total)
+# sequences that a program looks at at once: what one warp holds is summed without the others, and
+# the compiler unrolls that many rounds
+MIN_LANES, MAX_ROUNDS = 32, 8
 
 
 @triton.jit
 def paged_split(
-    q,
-    cache,
-    sequences,
-    k_scale,
-    v_scale,
-    sinks,
-    acc_out,
-    m_out,
-    l_out,
-    starts,
-    o,
-    sizes,
-    logits,
-    layout,
-    dots,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OPENING: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    q, cache, sequences, k_scale, v_scale, sinks, partial, starts, o, sizes, logits, layout, dots,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, SPLITS: tl.constexpr,
+    OPENING: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes ``partial`` results and ``starts``, or with one split a sequence the output."""
     GROUP: tl.constexpr = layout.ALL // layout.KV
     TOKENS: tl.constexpr = layout.TOKENS
     left = sizes.left
@@ -192,7 +104,7 @@ def paged_split(
         more = True
     else:
         lane = tl.arange(0, LANES)
-        t, end, b, before, total = found(
+        t, end, b, before, total = find_share(
             share, lane, sequences, capacity, sizes, BLOCK, TOKENS, OPENING, LANES, ROUNDS
         )
         if pid == 0:
@@ -283,14 +195,14 @@ def paged_split(
         else:
             slot = share + b if SPLITS == 0 else share
             kept = slot.to(tl.int64) * (TOKENS * layout.ALL) + row_of
-            if acc_out.dtype.element_ty == tl.float16:
+            if partial.acc.dtype.element_ty == tl.float16:
                 factor = average(l)
                 acc = acc * factor[:, None]
                 if cache.V.REST > 0:
                     acc_more = acc_more * factor[:, None]
-            tl.store(m_out + kept, m, mask=inside)
-            tl.store(l_out + kept, l, mask=inside)
-            store_rows(acc_out, kept, acc, acc_more, inside, cache.V)
+            tl.store(partial.m + kept, m, mask=inside)
+            tl.store(partial.l + kept, l, mask=inside)
+            store_rows(partial.acc, kept, acc, acc_more, inside, cache.V)
 
         if SPLITS == 0:
             t = stop
@@ -299,3 +211,105 @@ def paged_split(
             more = t + OPENING < end
         else:
             more = False
+
+
+@dataclass(frozen=True)
+class PagedSplit(PagedLaunch):
+    """Launch of ``paged_split``.
+
+    Results: acc ``[slots, rows, dv]``, m, l ``[slots, rows]``, starts ``[b + 1]``, or with one
+    split a sequence the output o ``[b, rows, dv]``.
+    """
+
+    kernel = paged_split
+    batching: ClassVar = sequential("q k v lens tables begins rows counts k_scale v_scale sink")
+
+    def outputs(self):
+        p = self.problem
+        if self.direct:
+            return {"o": struct(p.query_dtype, p.batch, self.rows, p.value_dim)}
+        row = struct("float32", self.slots, self.rows)
+        return {
+            "acc": struct(self.part_dtype, self.slots, self.rows, p.value_dim),
+            "m": row,
+            "l": row,
+            "starts": struct("int32", p.batch + 1) if self.tiles.splits is None else None,
+        }
+
+    @property
+    def query_block(self) -> tuple[int, int]:
+        """Query rows of a program, and programs for the rows of a kv head."""
+        return query_rows(self.problem, self.tiles.most)
+
+    def grid(self, target):
+        return (self.shares * self.problem.kv_heads * self.query_block[1],)
+
+    def options(self, target):
+        t = self.tiles
+        options = {"num_warps": t.num_warps, "num_stages": t.num_stages}
+        if target.platform != "cuda":
+            return options
+        # without a bound the assembler spills to fit more programs than are meant to run together
+        registers = min(255, 2048 // (t.num_warps * t.per_core) // 8 * 8)
+        return options | {"maxnreg": registers}
+
+    def cache_operands(self) -> tuple[In | TensorMap | None, TensorMap | None, In | None]:
+        """Returns keys by pointer, or by descriptors of both parts of a row, and values."""
+        p, t = self.problem, self.tiles
+        k_view, v_view = (
+            "int16" if ITEMSIZE[dtype] == 1 else None for dtype in (p.key_dtype, p.value_dtype)
+        )
+        k, tail = self.operand("k", k_view), None
+        if t.maps and k is not None:
+            columns = column_parts(p)[0][1]
+            width = 1 if k_view is None else 2  # elements that are loaded as one
+            dim, main, columns = p.dim // width, p.value_dim // width, columns // width
+            shape = (p.pages * p.page_size, dim)
+            tail = TensorMap(k.index, shape, (t.block, columns), view=k_view)
+            k = runs_map(k.index, dim, (t.block, main), k_view)
+        return k, tail, self.operand("k" if p.layout.value_offset else "v", v_view)
+
+    def arguments(self, target: Target) -> dict[str, Any]:
+        p, t, (rows, chunks) = self.problem, self.tiles, self.query_block
+        lanes = max(MIN_LANES, power_of_two(p.batch) // MAX_ROUNDS)
+        names = ("lens", "tables", "begins", "rows", "counts")
+        return {
+            "cache": cache_group(p, *self.cache_operands(), once=t.once),
+            "sequences": Sequences(*map(self.operand, names)),
+            "k_scale": self.scale("k_scale"),
+            "v_scale": self.scale("v_scale"),
+            "sinks": self.sinks(),
+            "partial": Partial(*map(self.result, ("acc", "m", "l"))),
+            "starts": self.result("starts"),
+            "o": self.result("o"),
+            "sizes": Sizes(
+                p.batch, self.shares, p.max_pages, p.pages, p.window_left or 0,
+                WINDOW=p.window_left is not None,
+            ),
+            "logits": logits_group(p),
+            "layout": Heads(p.heads, p.kv_heads, chunks, rows, p.tokens),
+            "dots": dots_group(
+                p, target,
+                RAW=p.layout.is_latent and (p.key_dtype == p.query_dtype or t.once),
+                APART=t.apart,
+                FORM=t.form,
+                BIASED=t.form == "digits",
+            ),
+            "BLOCK": t.block,
+            "LANES": lanes,
+            "ROUNDS": -(-power_of_two(p.batch) // lanes),
+            "SPLITS": t.splits or 0,
+            "OPENING": 0 if t.splits else t.opening,
+            "PTX": instructions(target),
+        }  # fmt: skip
+
+    def bind(self, target):
+        bound = super().bind(target)
+        if not (self.tiles.form and compat.has_gluon()):
+            return bound
+        from ejkernel.kernels.triton.page_attention import latent_kernel
+
+        if not latent_kernel.is_supported(self.problem, self.tiles):
+            return bound
+        launch = latent_kernel.LatentSplit(self, operands=self.operands)
+        return replace(launch.bind(target), stand_in=bound)

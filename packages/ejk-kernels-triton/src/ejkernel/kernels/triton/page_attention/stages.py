@@ -5,37 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ejkernel.kernels.triton.bridge import call_plan
+from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.kernel import TritonKernel
-from ejkernel.kernels.triton.launch import shapes_of
-from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
 from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.stages import Stage, StagedKernel
 from ejkernel.ops.xla_gradients import XlaGradients
 
-PARTIAL = ("acc", "m", "l", "starts")  # partial results, and the first work unit of each sequence
 ONLY_MERGED = ("v_scale", "sink")  # operands that only the merge reads
 
 
 def decode(work: Work, arrays: Arrays) -> Arrays:
     """Returns partial results of every split, or the output where each sequence has one split."""
-    p, t, shares = work.problem, work.tiles, _share_count(work)
-    plan = SplitPlan(p, t, shares, shapes_of(arrays))
-    if plan.direct:
-        return {"o": call_plan(plan, *arrays.values())[0]}
-    read = {name: x for name, x in arrays.items() if name not in ONLY_MERGED}
-    partial = call_plan(SplitPlan(p, t, shares, shapes_of(read)), *read.values())
-    return dict(zip(PARTIAL, partial, strict=False))
+    from ejkernel.kernels.triton.page_attention.split_kernel import PagedSplit
+
+    launch = PagedSplit(work.problem, work.tiles, _share_count(work))
+    if launch.direct:
+        return call(launch, **arrays)
+    return call(launch, **{name: x for name, x in arrays.items() if name not in ONLY_MERGED})
 
 
 def merge(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output of partial results, and the log-sum-exp if the call returns it."""
+    from ejkernel.kernels.triton.page_attention.merge_kernel import PagedMerge
+
     if "o" in arrays:
         return {}
-    read = {name: arrays[name] for name in (*PARTIAL, *ONLY_MERGED) if name in arrays}
-    plan = MergePlan(work.problem, work.tiles, _share_count(work), shapes_of(read))
-    return dict(zip(("o", "lse"), call_plan(plan, *read.values()), strict=False))
+    launch = PagedMerge(work.problem, work.tiles, _share_count(work))
+    merged = call(launch, **{n: arrays[n] for n in launch.batching if n in arrays})
+    return {"o": merged["o"], **({"lse": merged["lse_out"]} if "lse_out" in merged else {})}
 
 
 def _share_count(work: Work) -> int:

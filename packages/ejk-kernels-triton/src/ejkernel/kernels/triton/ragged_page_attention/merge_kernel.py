@@ -9,16 +9,29 @@ these, and the cache of a call that writes one, are copied where XLA put a resul
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
 from ejkernel.kernels.triton.common.in_place import copy_if_elsewhere, is_elsewhere
 from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import power_of_two, struct
+from ejkernel.kernels.triton.page_attention.groups import Partial
+from ejkernel.kernels.triton.page_attention.launch import expected_parts, parts_at_once, sequential
 from ejkernel.kernels.triton.page_attention.merge_kernel import (
     finish,
     merge_row,
     number_of,
     parts_of,
 )
+from ejkernel.kernels.triton.ragged_page_attention.launch import RaggedLaunch
 from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import tile_rows
 from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
+from ejkernel.types.serving.problem import ITEMSIZE
+
+MERGED = 4  # rows of a tile that a warp merges
+MERGING = 16  # warps of a multiprocessor that merge, at least
+COPIED = 512  # elements that a warp copies at a time, 32 bytes of 16-bit values a thread
 
 
 @triton.jit
@@ -43,48 +56,53 @@ def _copy_other_rows(
                 tl.store(o + start + i, x, mask=i < WIDTH)
 
 
+class MergeSizes(NamedTuple):
+    """Sizes of a call; ``shares``: equal parts of the keys of decoded sequences."""
+
+    n: int
+    rows: int
+    cache_size: int
+    shares: int
+
+
+class MergeTile(NamedTuple):
+    """Constants: TOKENS rows of a decoded sequence; PARTS partial results, LINES rows at once."""
+
+    TOKENS: int
+    D: int
+    COLUMNS: int
+    PARTS: int
+    LINES: int
+    LANES: int
+    COPIED: int
+
+
 @triton.jit
 def ragged_merge(
-    d_acc,
-    d_m,
-    d_l,
-    d_starts,
-    d_counts,
-    first_rows,
-    work,
-    facts,
-    p_acc,
-    p_m,
-    p_l,
-    v_scale,
-    sinks,
-    given,
-    cache_in,
-    o,
-    cache,
-    n,
-    rows,
-    cache_size,
-    shares,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LINES: tl.constexpr,
-    LANES: tl.constexpr,
-    COPIED: tl.constexpr,
-):
+    decoded, d_starts, d_counts, first_rows, work, facts, prefilled, v_scale, sinks, o_in, cache_in,
+    o, cache, sizes, layout, tile,
+):  # fmt: skip
+    """Writes the rows of ``decoded`` and ``prefilled`` partial results into the output.
+
+    ``o_in``, ``cache_in``: operands in whose memory ``o`` and ``cache`` are.
+    """
+    n = sizes.n
+    HEADS: tl.constexpr = layout.HEADS
+    KV_HEADS: tl.constexpr = layout.KV_HEADS
+    CHUNKS: tl.constexpr = layout.CHUNKS
+    ROWS: tl.constexpr = layout.ROWS
+    TOKENS: tl.constexpr = tile.TOKENS
+    D: tl.constexpr = tile.D
+    COLUMNS: tl.constexpr = tile.COLUMNS
+    PARTS: tl.constexpr = tile.PARTS
+    LINES: tl.constexpr = tile.LINES
+    LANES: tl.constexpr = tile.LANES
+    COPIED: tl.constexpr = tile.COPIED
     if cache_in is not None:
-        copy_if_elsewhere(cache_in, cache, cache_size, COPIED)
-    if is_elsewhere(given, o):
+        copy_if_elsewhere(cache_in, cache, sizes.cache_size, COPIED)
+    if is_elsewhere(o_in, o):
         _copy_other_rows(
-            given, o, rows, d_counts, first_rows, work, n, HEADS * D, COPIED, LANES
+            o_in, o, sizes.rows, d_counts, first_rows, work, n, HEADS * D, COPIED, LANES
         )  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     UNITS: tl.constexpr = KV_HEADS * CHUNKS
@@ -98,12 +116,12 @@ def ragged_merge(
         b = x // HEADS
         tokens = tl.load(d_counts + b)
         start = tl.load(first_rows + b)
-        slot, parts = parts_of(b, d_starts, n, shares, 0, 0)
+        slot, parts = parts_of(b, d_starts, n, sizes.shares, 0, 0)
         number = number_of(v_scale, 0, h // GROUP)
         for token in range(0, tokens):
             kept = slot.to(tl.int64) * (TOKENS * HEADS) + token * HEADS + h
             m, l, acc = merge_row(  # noqa: E741
-                d_acc, d_m, d_l, kept, parts, TOKENS * HEADS, column, D, PARTS
+                decoded.acc, decoded.m, decoded.l, kept, parts, TOKENS * HEADS, column, D, PARTS
             )
             one = tl.arange(0, 1)
             factor = finish(m, l, sinks, 0, h + one, one < 1, number)
@@ -123,26 +141,95 @@ def ragged_merge(
             member = line * LINES + tl.arange(0, LINES)
             _, heads, row, inside = tile_rows(
                 member, (slot - before) // parts, unit % CHUNKS, first, count, hk,
-                HEADS, GROUP, TILE, MEMBERS,
+                HEADS, GROUP, layout.TILE, layout.MEMBERS,
             )  # fmt: skip
             m = tl.full([LINES], float("-inf"), tl.float32)
             l = tl.zeros([LINES], tl.float32)  # noqa: E741
             acc = tl.zeros([LINES, COLUMNS], tl.float32)
             for i in range(0, parts):
                 kept = ((slot + i).to(tl.int64) * UNITS + unit) * ROWS + member
-                m_i = tl.load(p_m + kept)
+                m_i = tl.load(prefilled.m + kept)
                 acc_i = tl.load(
-                    p_acc + kept[:, None] * D + column[None, :], mask=(column < D)[None, :],
-                    other=0.0,
+                    prefilled.acc + kept[:, None] * D + column[None, :],
+                    mask=(column < D)[None, :], other=0.0,
                 )  # fmt: skip
                 top = tl.maximum(m, m_i)
                 base = tl.where(top == float("-inf"), 0.0, top)
                 weight = tl.exp2(m_i - base)
                 alpha = tl.exp2(m - base)
                 m = top
-                l = l * alpha + tl.load(p_l + kept) * weight  # noqa: E741
+                l = l * alpha + tl.load(prefilled.l + kept) * weight  # noqa: E741
                 acc = acc * alpha[:, None] + acc_i * weight[:, None]
             factor = finish(m, l, sinks, 0, heads, inside, number_of(v_scale, 0, hk))
             acc = (acc * factor[:, None]).to(o.dtype.element_ty)
             where = o + row[:, None] * D + column[None, :]
             tl.store(where, acc, mask=inside[:, None] & (column < D)[None, :])
+
+
+@dataclass(frozen=True)
+class RaggedMerge(RaggedLaunch):
+    """Launch of ``ragged_merge``: partial results into the output of the prefill.
+
+    A call that writes its cache gets that as a result too.
+    """
+
+    kernel = ragged_merge
+    batching: ClassVar = sequential(
+        "d_acc d_m d_l d_starts d_counts first_rows work facts p_acc p_m p_l v_scale sink"
+        " o_in cache_in"
+    )
+
+    def outputs(self):
+        p, cache = self.problem.paged, self.shape("cache_in")
+        o = struct(p.query_dtype, self.problem.rows, p.heads, p.dim)
+        return {"o": o, "cache": None if cache is None else struct(p.key_dtype, *cache)}
+
+    def in_place(self):
+        return {"o": "o_in", "cache": "cache_in"}
+
+    @property
+    def columns(self) -> int:
+        """Columns of a head, as a power of two."""
+        return max(16, power_of_two(self.problem.paged.dim))
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Partial results that a program loads at once, and its warps."""
+        expected = expected_parts(self.decode_shares, self.problem.paged.batch)
+        return parts_at_once(self.columns, expected)
+
+    def grid(self, target):
+        p, t, warps = self.problem.paged, self.tiles, self.parts[1]
+        tiles = self.fair * p.kv_heads * self.chunks * (t.rows // (MERGED * warps))
+        # most calls have few split tiles: a program for each would mostly start and end
+        most = target.cores * MERGING * (2 if warps > 1 else 1) // warps
+        return (min(p.batch * p.heads + tiles, most),)
+
+    def options(self, target):
+        return {"num_warps": self.parts[1], "num_stages": 1}
+
+    def arguments(self, target):
+        p, (parts, warps) = self.problem.paged, self.parts
+        view = "int8" if ITEMSIZE[p.key_dtype] == 1 else None
+        return {
+            "decoded": Partial(*map(self.operand, ("d_acc", "d_m", "d_l"))),
+            "prefilled": Partial(*map(self.operand, ("p_acc", "p_m", "p_l"))),
+            "v_scale": self.scale("v_scale"),
+            "sinks": self.sinks(),
+            "cache_in": self.operand("cache_in", view),
+            "cache": self.result("cache", view),
+            "sizes": MergeSizes(
+                p.batch, self.problem.rows, math.prod(self.shape("cache_in") or (0,)),
+                self.decode_shares,
+            ),
+            "layout": self.layout(),
+            "tile": MergeTile(
+                TOKENS=self.tiles.decode_tokens,
+                D=p.dim,
+                COLUMNS=self.columns,
+                PARTS=parts,
+                LINES=MERGED * warps,
+                LANES=self.lanes,
+                COPIED=warps * COPIED,
+            ),
+        }  # fmt: skip

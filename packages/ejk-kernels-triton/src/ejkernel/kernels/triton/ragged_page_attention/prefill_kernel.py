@@ -24,6 +24,10 @@ Sources: Dao, "FlashAttention-2" (2023), section 3; Kwon et al., "PagedAttention
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
 from ejkernel.kernels.triton.common.cached import (
     Keys,
     attend_block,
@@ -35,8 +39,24 @@ from ejkernel.kernels.triton.common.pages import pages_between, places_between, 
 from ejkernel.kernels.triton.common.queries import opened
 from ejkernel.kernels.triton.common.structure import band_blocks
 from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import struct
+from ejkernel.kernels.triton.page_attention.groups import Partial
+from ejkernel.kernels.triton.page_attention.launch import (
+    cache_group,
+    dots_group,
+    logits_group,
+    sequential,
+)
 from ejkernel.kernels.triton.page_attention.merge_kernel import finish, number_of
+from ejkernel.kernels.triton.page_attention.params import compute_dtype
+from ejkernel.kernels.triton.ragged_page_attention.groups import Sizes
+from ejkernel.kernels.triton.ragged_page_attention.launch import RaggedLaunch
 from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
+from ejkernel.kernels.triton.ragged_page_attention.tiles import maps_pages, most_pieces
+from ejkernel.kernels.triton.targets import Target, instructions
+from ejkernel.types.serving.problem import ITEMSIZE
+
+LINES = 32  # rows that a program sets to zero
 
 
 @triton.jit
@@ -70,28 +90,13 @@ def _clear(o, block, first, last, rows, WIDTH: tl.constexpr, LINES: tl.constexpr
 
 @triton.jit
 def ragged_prefill(
-    q,
-    cache,
-    tables,
-    first_rows,
-    work,
-    facts,
-    k_scale,
-    v_scale,
-    sinks,
-    given,
-    o,
-    acc_out,
-    m_out,
-    l_out,
-    sizes,
-    logits,
-    layout,
-    dots,
-    BLOCK: tl.constexpr,
-    LOOPED: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    q, cache, tables, first_rows, work, facts, k_scale, v_scale, sinks, o_in, o, partial, sizes,
+    logits, layout, dots, BLOCK: tl.constexpr, LOOPED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes the rows of tiles with one part, and partial results of the others.
+
+    ``o_in``: the output of another kernel, in whose memory ``o`` is.
+    """
     HEADS: tl.constexpr = layout.HEADS
     ROWS: tl.constexpr = layout.ROWS
     TILE: tl.constexpr = layout.TILE
@@ -199,6 +204,80 @@ def ragged_prefill(
                     slot = tl.load(work + 4 * n + r) - mine + tile * parts + part
                     member = tl.arange(0, ROWS)
                     kept = (slot.to(tl.int64) * UNITS + unit) * ROWS + member
-                    tl.store(m_out + kept, m)
-                    tl.store(l_out + kept, l)
-                    store_rows(acc_out, kept, acc, acc_more, member >= 0, cache.V)
+                    tl.store(partial.m + kept, m)
+                    tl.store(partial.l + kept, l)
+                    store_rows(partial.acc, kept, acc, acc_more, member >= 0, cache.V)
+
+
+@dataclass(frozen=True)
+class RaggedPrefill(RaggedLaunch):
+    """Launch of ``ragged_prefill``.
+
+    Results: o ``[T, h, d]`` without the rows of decoded sequences, and acc, m, l of partial
+    results. An ``o_in`` has the rows of another kernel's sequences.
+    """
+
+    kernel = ragged_prefill
+    batching: ClassVar = sequential("q k tables first_rows work facts k_scale v_scale sink o_in")
+
+    def outputs(self):
+        p = self.problem.paged
+        slots = (self.fair, p.kv_heads * self.chunks, self.tiles.rows)
+        row = struct("float32", *slots)
+        o = struct(p.query_dtype, self.problem.rows, p.heads, p.dim)
+        return {"o": o, "acc": struct("float32", *slots, p.dim), "m": row, "l": row}
+
+    def in_place(self):
+        return {"o": "o_in"} if self.has("o_in") else {}
+
+    def programs(self, target: Target) -> int:
+        """Returns the programs that compute tiles."""
+        p, t = self.problem, self.tiles
+        programs = most_pieces(p, t, self.fair) * p.paged.kv_heads * self.chunks
+        if not self.has("o_in"):
+            return programs
+        # most calls leave few pieces to this kernel
+        return min(programs, target.cores * max(1, 8 // t.num_warps))
+
+    def grid(self, target):
+        return (self.programs(target) + -(-self.problem.rows // LINES),)
+
+    def cache_operands(self, target: Target) -> tuple[In | TensorMap | None, TensorMap | None]:
+        """Returns the cache by a pointer, or by descriptors of keys and of values."""
+        p, t = self.problem.paged, self.tiles
+        k = self.operand("k", "int16" if ITEMSIZE[p.key_dtype] == 1 else None)
+        if k is None or not maps_pages(p, t.block, target):
+            return k, None
+        heads, step = p.layout.heads, p.layout.key_stride
+        keys = TensorMap(k.index, (p.pages * p.page_size, heads * step), (t.block, p.dim))
+        return keys, runs_map(k.index, heads * step, (t.block, p.dim))
+
+    def arguments(self, target):
+        p, t = self.problem.paged, self.tiles
+        keys, values = self.cache_operands(target)
+        # float16 lacks the range for the carried sums, wide heads the registers
+        fused = compute_dtype(p, p.value_dtype) != "float16" and p.dim <= 128
+        return {
+            "cache": cache_group(p, keys, None, values),
+            "k_scale": self.scale("k_scale"),
+            "v_scale": self.scale("v_scale"),
+            "sinks": self.sinks(),
+            "partial": Partial(*map(self.result, ("acc", "m", "l"))),
+            "sizes": Sizes(
+                n=p.batch,
+                rows=self.problem.rows,
+                programs=self.programs(target),
+                max_pages=p.max_pages,
+                pages=p.pages,
+                left=p.window_left or 0,
+                WINDOW=p.window_left is not None,
+                LANES=self.lanes,
+                LINES=LINES,
+            ),
+            "logits": logits_group(p),
+            "layout": self.layout(),
+            "dots": dots_group(p, target, FUSED=fused),
+            "BLOCK": t.block,
+            "LOOPED": self.has("o_in"),
+            "PTX": instructions(target),
+        }

@@ -27,9 +27,17 @@ all others.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
 from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import struct
+from ejkernel.kernels.triton.page_attention.groups import Given
+from ejkernel.kernels.triton.page_attention.launch import sequential
+from ejkernel.kernels.triton.ragged_page_attention.launch import RaggedLaunch
 from ejkernel.kernels.triton.ragged_page_attention.queue_kernel import queue_tiles, tiles_of
 
+NEAR_BYTES = 16 << 20  # keys and values that programs loop over together
 EARLY = tl.constexpr(2.0)  # programs that decode, over those that would take as long as all others
 
 
@@ -67,55 +75,76 @@ def _tiles(
     return tiles, tl.cdiv(length, BLOCK) - tl.minimum(begin, length) // BLOCK
 
 
+class DecodeRows(NamedTuple):
+    """Of decoded sequences: length, first visible key, first row, number of rows."""
+
+    lens: Given
+    begins: Given
+    rows: Given
+    counts: Given
+
+
+class LongPrefill(NamedTuple):
+    """Tables of another kernel, None without one: see ``types.serving.schedule``."""
+
+    sequences: Given
+    work_tiles: Given
+    decode_rows: Given
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call; ``left``: keys seen before a row, with WINDOW.
+
+    ``fair``, ``least``: partial results of split tiles, and blocks of keys in one at least.
+    ``enough``: rows that another kernel needs; ``most_tiles``: tiles that it may have.
+    """
+
+    n: int
+    rows: int
+    capacity: int
+    left: int
+    fair: int
+    least: int
+    enough: int
+    cores: int
+    most_tiles: int
+
+
+class Tile(NamedTuple):
+    """Constants. ONCE: all sequences are looked at at once. COUNT: index in ``valid``."""
+
+    WINDOW: bool
+    BLOCK: int
+    TOKENS: int
+    TILE: int
+    LONG: int
+    SINGLE: bool
+    HEADS: int
+    KV_HEADS: int
+    BLOCK_Q: int
+    BLOCK_KV: int
+    NEAR: int
+    COUNT: int
+    ONCE: bool
+
+
 @triton.jit
 def ragged_schedule(
-    starts,
-    lens,
-    valid,
-    d_lens,
-    d_begins,
-    d_rows,
-    d_counts,
-    work,
-    facts,
-    longs,
-    lines,
-    own,
-    n,
-    rows,
-    capacity,
-    left,
-    fair,
-    least,
-    enough,
-    cores,
-    most_tiles,
-    LANES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    LONG: tl.constexpr,
-    SINGLE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    NEAR: tl.constexpr,
-    COUNT: tl.constexpr,
-    ONCE: tl.constexpr,
+    starts, lens, valid, decode, work, facts, long_prefill, sizes, LANES: tl.constexpr, tile
 ):
+    """Writes the schedule of a call, see above."""
+    n, rows, capacity, left = sizes.n, sizes.rows, sizes.capacity, sizes.left
     lane = tl.arange(0, LANES)
-    valid = tl.minimum(tl.maximum(tl.load(valid + COUNT), 0), n)
+    valid = tl.minimum(tl.maximum(tl.load(valid + tile.COUNT), 0), n)
     edge = tl.load(starts)
     edge = tl.where(valid > 0, tl.minimum(tl.maximum(edge, 0), rows), 0)
 
-    if ONCE:  # a look at all sequences serves every pass
+    if tile.ONCE:  # a look at all sequences serves every pass
         first, last, length, count = _sequences(lane, starts, lens, valid, edge, rows, capacity)
     most = rows
     single = 0
     decoding = 0
-    if LONG > 0:
+    if tile.LONG > 0:
         found = 0
         # keys that programs of the other kernel walk over, in steps of 128 rows
         walked = 0.0
@@ -124,72 +153,76 @@ def ragged_schedule(
         own_blocks = 0.0
         longest_single = 0
         top = edge
-        for base in range(0, LANES if ONCE else n, LANES):
-            if not ONCE:
+        for base in range(0, LANES if tile.ONCE else n, LANES):
+            if not tile.ONCE:
                 first, last, length, count = _sequences(
                     base + lane, starts, lens, valid, top, rows, capacity
                 )
-            found += tl.sum(tl.where(count >= LONG, count, 0), 0)
-            if SINGLE:
+            found += tl.sum(tl.where(count >= tile.LONG, count, 0), 0)
+            if tile.SINGLE:
                 seen = length.to(tl.float32) - 0.5 * count
-                steps = tl.where(count >= LONG, count * seen * (HEADS / 128), 0.0)
+                steps = tl.where(count >= tile.LONG, count * seen * (tile.HEADS / 128), 0.0)
                 alone = tl.where(count == 1, length, 0)
-                walked += tl.sum(steps + alone.to(tl.float32) * (KV_HEADS / 2), 0)
+                walked += tl.sum(steps + alone.to(tl.float32) * (tile.KV_HEADS / 2), 0)
                 longest_single = tl.maximum(longest_single, tl.max(alone, 0))
-                blocks = tl.cdiv(length, BLOCK_KV).to(tl.float32)
-                own_blocks += tl.sum(tl.where(count == 1, blocks, 0.0), 0) * (KV_HEADS / 2)
-                mine = tiles_of(first, last, BLOCK_Q).to(tl.float32)
-                mine = tl.where(count >= LONG, mine * (blocks - 0.5 * mine + 1.0), 0.0)
-                long_blocks += tl.sum(mine, 0) * HEADS
+                blocks = tl.cdiv(length, tile.BLOCK_KV).to(tl.float32)
+                own_blocks += tl.sum(tl.where(count == 1, blocks, 0.0), 0) * (tile.KV_HEADS / 2)
+                mine = tiles_of(first, last, tile.BLOCK_Q).to(tl.float32)
+                mine = tl.where(count >= tile.LONG, mine * (blocks - 0.5 * mine + 1.0), 0.0)
+                long_blocks += tl.sum(mine, 0) * tile.HEADS
             top = tl.max(first, 0)
-        most = tl.where(found >= enough, LONG - 1, rows)
-        if SINGLE:
-            fits = 2.0 * longest_single * cores <= walked
-            single = tl.where((found >= enough) & fits, 1, 0)
+        most = tl.where(found >= sizes.enough, tile.LONG - 1, rows)
+        if tile.SINGLE:
+            fits = 2.0 * longest_single * sizes.cores <= walked
+            single = tl.where((found >= sizes.enough) & fits, 1, 0)
             share = own_blocks / tl.maximum(own_blocks + long_blocks, 1.0)
-            decoding = share * cores * EARLY
+            decoding = share * sizes.cores * EARLY
             down = decoding.to(tl.int32)
-            decoding = tl.minimum(tl.where(decoding > down, down + 1, down), cores) * single
+            decoding = tl.minimum(tl.where(decoding > down, down + 1, down), sizes.cores) * single
 
     total = tl.zeros([], tl.int64)
     top = edge
-    for base in range(0, LANES if ONCE else n, LANES):
-        if not ONCE:
+    for base in range(0, LANES if tile.ONCE else n, LANES):
+        if not tile.ONCE:
             first, last, length, count = _sequences(
                 base + lane, starts, lens, valid, top, rows, capacity
             )
-        tiles, longest = _tiles(length, count, most, left, WINDOW, BLOCK, TOKENS, TILE)
+        tiles, longest = _tiles(
+            length, count, most, left, tile.WINDOW, tile.BLOCK, tile.TOKENS, tile.TILE
+        )
         total += tl.sum(tiles.to(tl.int64) * longest, 0)
         top = tl.max(first, 0)
-    part = tl.maximum((total + fair - 1) // fair, least).to(tl.int32)
+    part = tl.maximum((total + sizes.fair - 1) // sizes.fair, sizes.least).to(tl.int32)
 
     pieces = 0
     slots = 0
     listed = 0
     top = edge
     end = edge
-    for base in range(0, LANES if ONCE else n, LANES):
+    for base in range(0, LANES if tile.ONCE else n, LANES):
         i = base + lane
         inside = i < n
-        if not ONCE:
+        if not tile.ONCE:
             first, last, length, count = _sequences(i, starts, lens, valid, top, rows, capacity)
-        tiles, longest = _tiles(length, count, most, left, WINDOW, BLOCK, TOKENS, TILE)
+        tiles, longest = _tiles(
+            length, count, most, left, tile.WINDOW, tile.BLOCK, tile.TOKENS, tile.TILE
+        )
         top = tl.max(first, 0)
         end = tl.maximum(end, tl.max(tl.where(i < valid, last, 0), 0))
         parts = tl.maximum(longest // part, 1)
         mine = tiles * parts
         kept = tl.where(parts > 1, mine, 0)
 
-        few = (count > 0) & (count <= TOKENS)
-        if SINGLE:
+        few = (count > 0) & (count <= tile.TOKENS)
+        if tile.SINGLE:
             few = few & ((single == 0) | (count > 1) | (length == 0))
         begin = length * 0
-        if WINDOW:
+        if tile.WINDOW:
             begin = tl.maximum(length - count - left, 0)
-        tl.store(d_lens + i, tl.where(few, length, 0), mask=inside)
-        tl.store(d_begins + i, begin, mask=inside)
-        tl.store(d_rows + i, first, mask=inside)
-        tl.store(d_counts + i, tl.where(few, count, 0), mask=inside)
+        tl.store(decode.lens + i, tl.where(few, length, 0), mask=inside)
+        tl.store(decode.begins + i, begin, mask=inside)
+        tl.store(decode.rows + i, first, mask=inside)
+        tl.store(decode.counts + i, tl.where(few, count, 0), mask=inside)
         tl.store(work + i, tl.where(i < valid, last, rows + 1), mask=inside)
         tl.store(work + n + i, length, mask=inside)
         tl.store(work + 2 * n + i, pieces + tl.cumsum(mine, 0), mask=inside)
@@ -197,30 +230,104 @@ def ragged_schedule(
         tl.store(work + 4 * n + i, slots + tl.cumsum(kept, 0), mask=inside)
         pieces += tl.sum(mine, 0)
         slots += tl.sum(kept, 0)
-        if LONG > 0:
+        if tile.LONG > 0:
             long = count > most
-            at = longs + listed + tl.cumsum(long.to(tl.int32), 0) - 1
+            at = long_prefill.sequences + listed + tl.cumsum(long.to(tl.int32), 0) - 1
             tl.store(at, i, mask=long)
             tl.store(at + n, first, mask=long)
             tl.store(at + 2 * n, last, mask=long)
             tl.store(at + 3 * n, length, mask=long)
-            tl.store(at + 4 * n, tiles_of(first, last, BLOCK_Q), mask=long)
+            tl.store(at + 4 * n, tiles_of(first, last, tile.BLOCK_Q), mask=long)
             listed += tl.sum(long.to(tl.int32), 0)
             alone = (count == 1) & (single > 0)
-            tl.store(own + 3 * i, first, mask=inside)
-            tl.store(own + 3 * i + 1, tl.where(alone, length, 0), mask=inside)
-            tl.store(own + 3 * i + 2, decoding, mask=inside)
+            tl.store(long_prefill.decode_rows + 3 * i, first, mask=inside)
+            tl.store(long_prefill.decode_rows + 3 * i + 1, tl.where(alone, length, 0), mask=inside)
+            tl.store(long_prefill.decode_rows + 3 * i + 2, decoding, mask=inside)
     tl.store(facts, pieces)
     tl.store(facts + 1, edge)
     tl.store(facts + 2, end)
     tl.store(facts + 3, slots)
     tl.store(facts + 4, most + 1)
     tl.store(facts + 5, single)
-    if LONG > 0:
+    if tile.LONG > 0:
         tl.debug_barrier()  # what one thread has listed, another reads
         queue_tiles(
-            longs, listed, n, lines, most_tiles, BLOCK_Q, BLOCK_KV, HEADS, KV_HEADS, NEAR
+            long_prefill.sequences, listed, n, long_prefill.work_tiles, sizes.most_tiles,
+            tile.BLOCK_Q, tile.BLOCK_KV, tile.HEADS, tile.KV_HEADS, tile.NEAR
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RaggedScheduleLaunch(RaggedLaunch):
+    """Launch of ``ragged_schedule``; the results are tables of ``types.serving.schedule``.
+
+    With long prefill these include the sequences and tiles of another kernel, and the single rows
+    that it decodes.
+    """
+
+    kernel = ragged_schedule
+    batching: ClassVar = sequential("starts lens valid")
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles of long prefill in any mix of sequences."""
+        p, long = self.problem, self.tiles.long
+        return 0 if long is None else long.max_tiles(p.rows, p.sequences)
+
+    def outputs(self):
+        n, long = self.problem.sequences, self.tiles.long is not None
+        row = struct("int32", n)
+        return {
+            **dict.fromkeys(("d_lens", "d_begins", "d_rows", "d_counts"), row),
+            "work": struct("int32", 5, n),
+            "facts": struct("int32", 6),
+            "long_sequences": struct("int32", 5, n) if long else None,
+            "work_tiles": struct("int32", self.most_tiles + 1, 8) if long else None,
+            "decode_rows": struct("int32", n, 3) if long else None,
+        }
+
+    def grid(self, target):
+        return (1,)
+
+    def options(self, target):
+        return {"num_warps": 4, "num_stages": 1}
+
+    def arguments(self, target):
+        p, t, long = self.problem.paged, self.tiles, self.tiles.long
+        decode = ("d_lens", "d_begins", "d_rows", "d_counts")
+        tables = ("long_sequences", "work_tiles", "decode_rows")
+        valid = self.shape("valid") or (1,)
+        return {
+            "decode": DecodeRows(*map(self.result, decode)),
+            "long_prefill": LongPrefill(*map(self.result, tables)),
+            "sizes": Sizes(
+                n=p.batch,
+                rows=self.problem.rows,
+                capacity=p.capacity,
+                left=p.window_left or 0,
+                fair=self.fair,
+                least=-(-t.least // t.block),
+                enough=long.min_total_rows if long else 0,
+                cores=target.cores,
+                most_tiles=self.most_tiles,
+            ),
+            "LANES": self.lanes,
+            "tile": Tile(
+                WINDOW=p.window_left is not None,
+                BLOCK=t.block,
+                TOKENS=t.decode_tokens,
+                TILE=t.tile,
+                LONG=long.min_rows if long else 0,
+                SINGLE=long is not None and long.decodes,
+                HEADS=p.heads,
+                KV_HEADS=p.kv_heads,
+                BLOCK_Q=long.block_q if long else 1,
+                BLOCK_KV=long.block_kv if long else 1,
+                NEAR=NEAR_BYTES // p.token_bytes,
+                COUNT=valid[0] - 1,  # the last element is the number of valid sequences
+                ONCE=p.batch <= self.lanes,
+            ),
+        }
 
 
 @triton.jit

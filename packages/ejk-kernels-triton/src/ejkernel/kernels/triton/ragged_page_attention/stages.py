@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
-from ejkernel.kernels.triton.bridge import call_plan
-from ejkernel.kernels.triton.launch import shapes_of
-from ejkernel.kernels.triton.ragged_page_attention import plans
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.ragged_page_attention.tiles import Tiles, decode_problem, decode_shares
+from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types.serving.problem import RaggedProblem
 
-LONG_PREFILL = ("long_sequences", "work_tiles", "decode_rows")  # tables of another kernel
-
-
-def launch(plan: Any, work: Work, arrays: Arrays, *names: str) -> tuple[jax.Array, ...]:
-    """Launches a kind of plan on the operands named, those that are given; returns its results."""
-    read = {name: arrays[name] for name in names if name in arrays}
-    return call_plan(plan(work.problem, work.tiles, work.target, shapes_of(read)), *read.values())
+if TYPE_CHECKING:
+    from ejkernel.kernels.triton.page_attention.split_kernel import PagedSplit
 
 
 def schedule(work: Work, arrays: Arrays) -> Arrays:
     """Returns the tables of ``types.serving.schedule.RaggedSchedule``."""
-    tables = launch(plans.SchedulePlan, work, arrays, "starts", "lens", "valid")
-    return dict(zip((*plans.SCHEDULE, *LONG_PREFILL), tables, strict=False))
+    from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import RaggedScheduleLaunch
+
+    launch = RaggedScheduleLaunch(work.problem, work.tiles, work.target)
+    return call(launch, **select(arrays, "starts", "lens", "valid"))
 
 
 def decode(work: Work, arrays: Arrays) -> Arrays:
     """Returns partial results of the sequences that are decoded."""
-    operands = {
-        "q": arrays["q"],
-        "k": arrays["k"],
-        "lens": arrays["d_lens"],
-        "tables": arrays["tables"],
-        "begins": arrays["d_begins"],
-        "rows": arrays["d_rows"],
-        "counts": arrays["d_counts"],
-    }
-    if "k_scale" in arrays:
-        operands["k_scale"] = arrays["k_scale"]
-    partial = launch(plans.decode_plan, work, operands, *operands)
-    return dict(zip(("d_acc", "d_m", "d_l", "d_starts"), partial, strict=True))
+    p, t = work.problem, work.tiles
+    partial = call(
+        decode_launch(p, t, work.target),
+        **select(arrays, "q", "k", "tables", "k_scale"),
+        lens=arrays["d_lens"],
+        begins=arrays["d_begins"],
+        rows=arrays["d_rows"],
+        counts=arrays["d_counts"],
+    )
+    return {f"d_{name}": x for name, x in partial.items()}
+
+
+def decode_launch(problem: RaggedProblem, tiles: Tiles, target: Target) -> PagedSplit:
+    """Returns the split kernel over decoded sequences; the other sequences have length 0."""
+    from ejkernel.kernels.triton.page_attention.split_kernel import PagedSplit
+
+    shares = decode_shares(problem, tiles, target)
+    return PagedSplit(decode_problem(problem, tiles), tiles.decode, shares)
 
 
 def no_long_prefill(work: Work, arrays: Arrays) -> Arrays:
@@ -54,27 +57,41 @@ def no_long_prefill(work: Work, arrays: Arrays) -> Arrays:
 
 def prefill(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output with the rows of short prefill, and partial results of split tiles."""
-    results = launch(
-        plans.PrefillPlan, work, arrays,
-        "q", "k", "tables", "d_rows", "work", "facts", "k_scale", "v_scale", "sink", "o",
-    )  # fmt: skip
-    return dict(zip(("o", "p_acc", "p_m", "p_l"), results, strict=True))
+    from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import RaggedPrefill
+
+    results = call(
+        RaggedPrefill(work.problem, work.tiles, work.target),
+        **select(arrays, "q", "k", "tables", "work", "facts", "k_scale", "v_scale", "sink"),
+        first_rows=arrays["d_rows"],
+        o_in=arrays.get("o"),
+    )
+    return {name if name == "o" else f"p_{name}": x for name, x in results.items()}
 
 
 def merge(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output with the rows of partial results."""
-    return {"o": _merge(work, arrays)[0]}
+    return {"o": _merge(work, arrays, None)["o"]}
 
 
 def merge_beside_cache(work: Work, arrays: Arrays) -> Arrays:
-    """Returns the same, and the cache of a call that wrote it."""
-    o, cache = _merge(work, arrays, "k")
-    return {"o": o, "k": cache}
+    """Returns the output, and the cache of a call that wrote it."""
+    merged = _merge(work, arrays, arrays["k"])
+    return {"o": merged["o"], "k": merged["cache"]}
 
 
-def _merge(work: Work, arrays: Arrays, *cache: str) -> tuple[jax.Array, ...]:
-    return launch(
-        plans.RaggedMergePlan, work, arrays,
-        "d_acc", "d_m", "d_l", "d_starts", "d_counts", "d_rows", "work", "facts",
-        "p_acc", "p_m", "p_l", "v_scale", "sink", "o", *cache,
-    )  # fmt: skip
+def _merge(work: Work, arrays: Arrays, cache: jax.Array | None) -> Arrays:
+    from ejkernel.kernels.triton.ragged_page_attention.merge_kernel import RaggedMerge
+
+    names = ("d_acc", "d_m", "d_l", "d_starts", "d_counts", "work", "facts", "p_acc", "p_m", "p_l")
+    return call(
+        RaggedMerge(work.problem, work.tiles, work.target),
+        **select(arrays, *names, "v_scale", "sink"),
+        first_rows=arrays["d_rows"],
+        o_in=arrays["o"],
+        cache_in=cache,
+    )
+
+
+def select(arrays: Arrays, *names: str) -> Arrays:
+    """Returns the arrays of these names that a call has."""
+    return {name: arrays[name] for name in names if name in arrays}

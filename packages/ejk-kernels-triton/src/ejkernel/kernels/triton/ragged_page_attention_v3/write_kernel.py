@@ -12,9 +12,23 @@ Bound: reading the new rows and writing them. 16,440 rows of 8 heads, D128 in bf
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import jax.numpy as jnp
+
 from ejkernel.kernels.triton.common.in_place import is_elsewhere
 from ejkernel.kernels.triton.common.narrow import eight_bit_quotients, eight_bits
 from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import power_of_two, struct
+from ejkernel.kernels.triton.page_attention.launch import sequential
+from ejkernel.kernels.triton.page_attention.params import layout_params
+from ejkernel.kernels.triton.ragged_page_attention.launch import RaggedLaunch
+from ejkernel.kernels.triton.targets import instructions
+from ejkernel.types.serving.problem import ITEMSIZE
+
+BLOCK = 32  # packed rows of a program that writes
+LANES = 64  # sequences it looks at at once: one compare for each row and each of them
 
 
 @triton.jit
@@ -38,28 +52,56 @@ def _stored(
     return x.to(kind)
 
 
+class Sizes(NamedTuple):
+    """Sizes of a call."""
+
+    n: int
+    rows: int
+    max_pages: int
+    pages: int
+
+
+class Tile(NamedTuple):
+    """Constants: BLOCK rows of a program, LANES sequences at once.
+
+    K_HEADS combined heads of K_STEP elements in a token. KIND: the dtype of an 8-bit cache, else
+    "". LARGEST: the largest value of another cache's dtype. VERBATIM: rows are of the cache's
+    dtype.
+    """
+
+    KV_HEADS: int
+    D: int
+    COLUMNS: int
+    K_HEADS: int
+    K_STEP: int
+    PAGE: int
+    BLOCK: int
+    LANES: int
+    KIND: str
+    LARGEST: float
+    VERBATIM_K: bool
+    VERBATIM_V: bool
+
+
 @triton.jit
 def _write_rows(
-    block, head, keys, values, tables, first_rows, work, facts, k_scale, v_scale, cache, n,
-    max_pages, pages,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, K_HEADS: tl.constexpr,
-    K_STEP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-    KIND: tl.constexpr, LARGEST: tl.constexpr, VERBATIM_K: tl.constexpr,
-    VERBATIM_V: tl.constexpr, PTX: tl.constexpr,
+    block, head, keys, values, tables, first_rows, work, facts, k_scale, v_scale, cache, sizes,
+    tile, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes the keys and values of one head in one block of packed rows."""
-    row = block * BLOCK + tl.arange(0, BLOCK)
+    n = sizes.n
+    row = block * tile.BLOCK + tl.arange(0, tile.BLOCK)
     here = (row >= tl.load(facts + 1)) & (row < tl.load(facts + 2))
-    column = tl.arange(0, COLUMNS)
+    column = tl.arange(0, tile.COLUMNS)
     # read before their places are known: whoever waits for one look-up after the other has them
-    source = (row.to(tl.int64) * KV_HEADS + head)[:, None] * D + column[None, :]
-    mask = here[:, None] & (column < D)[None, :]
+    source = (row.to(tl.int64) * tile.KV_HEADS + head)[:, None] * tile.D + column[None, :]
+    mask = here[:, None] & (column < tile.D)[None, :]
     new_keys = tl.load(keys + source, mask=mask, other=0)
     new_values = tl.load(values + source, mask=mask, other=0)
 
-    r = tl.zeros([BLOCK], tl.int32)
-    for base in range(0, n, LANES):
-        i = base + tl.arange(0, LANES)
+    r = tl.zeros([tile.BLOCK], tl.int32)
+    for base in range(0, n, tile.LANES):
+        i = base + tl.arange(0, tile.LANES)
         end = tl.load(work + i, mask=i < n, other=2147483647)
         r += tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
     r = tl.minimum(r, n - 1)
@@ -68,17 +110,19 @@ def _write_rows(
     first = tl.load(first_rows + r)
     position = length - last + row
     here = here & (position >= 0) & (row >= first)
-    page = tl.load(tables + r.to(tl.int64) * max_pages + position // PAGE, mask=here, other=-1)
-    here = here & (page >= 0) & (page < pages)
-    place = page.to(tl.int64) * PAGE + position % PAGE
+    page = tl.load(
+        tables + r.to(tl.int64) * sizes.max_pages + position // tile.PAGE, mask=here, other=-1
+    )
+    here = here & (page >= 0) & (page < sizes.pages)
+    place = page.to(tl.int64) * tile.PAGE + position % tile.PAGE
 
-    mask = here[:, None] & (column < D)[None, :]
-    target = cache + ((place * K_HEADS + head) * K_STEP)[:, None] + column[None, :]
+    mask = here[:, None] & (column < tile.D)[None, :]
+    target = cache + ((place * tile.K_HEADS + head) * tile.K_STEP)[:, None] + column[None, :]
     kind: tl.constexpr = cache.dtype.element_ty
-    x = _stored(new_keys, k_scale, head, kind, KIND, VERBATIM_K, LARGEST, PTX)
+    x = _stored(new_keys, k_scale, head, kind, tile.KIND, tile.VERBATIM_K, tile.LARGEST, PTX)
     tl.store(target, x, mask=mask)
-    x = _stored(new_values, v_scale, head, kind, KIND, VERBATIM_V, LARGEST, PTX)
-    tl.store(target + K_STEP // 2, x, mask=mask)
+    x = _stored(new_values, v_scale, head, kind, tile.KIND, tile.VERBATIM_V, tile.LARGEST, PTX)
+    tl.store(target + tile.K_STEP // 2, x, mask=mask)
 
 
 @triton.jit
@@ -96,48 +140,76 @@ def _copy_head(source, cache, places, head, K_HEADS: tl.constexpr, K_STEP: tl.co
 
 @triton.jit
 def ragged_write(
-    keys,
-    values,
-    tables,
-    first_rows,
-    work,
-    facts,
-    k_scale,
-    v_scale,
-    given,
-    cache,
-    n,
-    rows,
-    max_pages,
-    pages,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    K_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
-    VERBATIM_K: tl.constexpr,
-    VERBATIM_V: tl.constexpr,
+    keys, values, tables, first_rows, work, facts, k_scale, v_scale, cache_in, cache, sizes, tile,
     PTX: tl.constexpr,
-):
+):  # fmt: skip
+    """Writes keys and values into the cache, which is in the memory of ``cache_in``."""
     block = tl.program_id(0)
     head = tl.program_id(1)
     stop = block + 1
-    if is_elsewhere(given, cache):
-        # A program per head copies and writes it all: no other program touches what is its own.
+    if is_elsewhere(cache_in, cache):
+        # A program per head copies and writes all of the head, which no other program touches.
         # Slow, and rare: XLA is kept from it where it is known to do it (``implementation``).
-        stop = tl.where(block == 0, tl.cdiv(rows, BLOCK), 0)
+        stop = tl.where(block == 0, tl.cdiv(sizes.rows, tile.BLOCK), 0)
         if block == 0:
-            for other in range(head, K_HEADS, KV_HEADS):
-                _copy_head(given, cache, pages * PAGE, other, K_HEADS, K_STEP)
+            for other in range(head, tile.K_HEADS, tile.KV_HEADS):
+                _copy_head(
+                    cache_in, cache, sizes.pages * tile.PAGE, other, tile.K_HEADS, tile.K_STEP
+                )
             tl.debug_barrier()
     for b in range(block, stop):
         _write_rows(
-            b, head, keys, values, tables, first_rows, work, facts, k_scale, v_scale, cache, n,
-            max_pages, pages, KV_HEADS, D, COLUMNS, K_HEADS, K_STEP, PAGE, BLOCK, LANES, KIND,
-            LARGEST, VERBATIM_K, VERBATIM_V, PTX,
+            b, head, keys, values, tables, first_rows, work, facts, k_scale, v_scale, cache, sizes,
+            tile, PTX,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RaggedWrite(RaggedLaunch):
+    """Launch of ``ragged_write``; the result is the cache, in its own memory."""
+
+    kernel = ragged_write
+    batching: ClassVar = sequential(
+        "keys values tables first_rows work facts k_scale v_scale cache_in"
+    )
+
+    def outputs(self):
+        return {"cache": struct(self.problem.paged.key_dtype, *(self.shape("cache_in") or ()))}
+
+    def in_place(self):
+        return {"cache": "cache_in"}
+
+    def grid(self, target):
+        return (-(-self.problem.rows // BLOCK), self.problem.paged.kv_heads)
+
+    def options(self, target):
+        return {"num_warps": 4, "num_stages": 1}
+
+    def arguments(self, target):
+        p, (key, value) = self.problem.paged, self.problem.written_dtypes
+        eight_bit = ITEMSIZE[p.key_dtype] == 1
+        view, layout = "int8" if eight_bit else None, layout_params(p)
+        return {
+            "keys": self.operand("keys", view if key == p.key_dtype else None),
+            "values": self.operand("values", view if value == p.key_dtype else None),
+            "k_scale": self.scale("k_scale"),
+            "v_scale": self.scale("v_scale"),
+            "cache_in": self.operand("cache_in", view),
+            "cache": self.result("cache", view),
+            "sizes": Sizes(p.batch, self.problem.rows, p.max_pages, p.pages),
+            "tile": Tile(
+                KV_HEADS=p.kv_heads,
+                D=p.dim,
+                COLUMNS=max(16, power_of_two(p.dim)),
+                K_HEADS=layout["K_HEADS"],
+                K_STEP=layout["K_STEP"],
+                PAGE=p.page_size,
+                BLOCK=BLOCK,
+                LANES=LANES,
+                KIND=p.key_dtype if eight_bit else "",
+                LARGEST=0.0 if eight_bit else float(jnp.finfo(p.key_dtype).max),
+                VERBATIM_K=key == p.key_dtype,
+                VERBATIM_V=value == p.key_dtype,
+            ),
+            "PTX": instructions(target),
+        }
