@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -22,6 +23,7 @@ if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
 from ejkernel.kernels.pallas.gpu.serving.implementation import (
+    mla_decode,
     ragged_page_attention,
     ragged_page_attention_v3,
 )
@@ -88,6 +90,26 @@ def test_leads_with_pages_that_a_card_has_compared(page, ahead, monkeypatch):
     problem = SimpleNamespace(paged=SimpleNamespace(page_size=page))
     monkeypatch.setattr(ragged_page_attention, "problem_of", lambda call: problem)
     assert (ragged_page_attention.priority_for(None) > 100) == ahead
+
+
+@pytest.mark.parametrize("operation", ["ragged_page_attention", "mla_decode"])
+def test_gradients_are_those_of_xla(operation):
+    pytest.importorskip("ejkernel.kernels.xla", reason="its implementation has the gradients")
+    ints = partial(struct, dtype=jnp.int32)
+    if operation == "mla_decode":
+        q, others = struct(4, 64, 576), (struct(40, 64, 576), ints(4), ints(4, 10))
+        run = partial(mla_decode, latent_dim=512)
+    else:
+        pytest.importorskip("ejkernel.kernels.triton", reason="it has the other stages")
+        q, others = struct(8192, 8, 128), (struct(40, 64, 4, 128), ints(4), ints(4, 64), ints(5))
+        run = lambda *arrays: ragged_page_attention(*arrays, 4)  # noqa: E731
+
+    def total(q, *others):
+        return run(q, *others).astype(jnp.float32).sum()
+
+    with on(H200):
+        program = jax.make_jaxpr(jax.grad(total))(q, *others)
+    assert program.out_avals[0].shape == q.shape
 
 
 # ---- with a card --------------------------------------------------------------------------------

@@ -87,8 +87,8 @@ def _mapped_stages(work: Work, names: tuple[str, ...]) -> Callable[..., tuple[ja
 class ComposedKernel(StagedKernel):
     """A kernel with the stages of another backend's kernel, some of them replaced.
 
-    The other kernel, ``base``, is found through the registry. It says what a call is, supports and
-    tiles its stages, and has the gradients. An argument is read only if both kernels read it.
+    The other kernel, ``base``, is found through the registry. It defines the problem of a call, and
+    supports and tiles its stages. An argument is read only if both kernels read it.
     """
 
     base_platform: ClassVar[str]

@@ -51,7 +51,7 @@ def long_prefill(work: Work, arrays: Arrays) -> Arrays:
     return {"o": prefill(kernel, arrays["q"], cache, *tables)}
 
 
-class Ragged(ComposedKernel, PallasKernel):
+class Ragged(XlaGradients, ComposedKernel, PallasKernel):
     """Ragged attention with the long prefill of Hopper and the other stages of Triton."""
 
     base_platform = "triton"
