@@ -44,7 +44,7 @@ class Pass:
 
     @property
     def swapped(self) -> bool:
-        """Whether the state is the transpose of the operation's."""
+        """True where the state is the transpose of the operation's."""
         return ARRAYS[self.key][0] == "value_dim"
 
     def sizes(self, p: Problem) -> tuple[int, int]:

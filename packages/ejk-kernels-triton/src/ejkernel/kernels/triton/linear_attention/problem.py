@@ -128,7 +128,7 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
 
 
 def _parts(gates: list[Any]) -> int:
-    """bfloat16 numbers that hold the sum of ``gates``."""
+    """Returns the bfloat16 values that hold the sum of ``gates``."""
     if len(gates) == 1:
         return {"bfloat16": 1, "float16": 2}.get(jnp.dtype(gates[0].dtype).name, 3)
     return 3 if gates else 0

@@ -9,7 +9,7 @@ the heads of all new tokens of a sequence are its query rows, 64 to a program.
 
 Bound: one token costs 2 * heads * (dc + latent) operations and dc elements. At B64, context 8192,
 dc 576, latent 512 in bfloat16: 604 MB, 0.14 ms at 4.3 TB/s; with 128 heads 146 GFLOP, 0.21 ms at
-690 TFLOP/s, so that products decide from about 90 heads on.
+690 TFLOP/s, so that matmuls limit at 90 heads or more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a step of latent decoding is launched: arithmetic with a reason beside each line."""
+"""How a step of latent decoding is launched: arithmetic with a reason at each line."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def held_bytes(problem: LatentProblem, tiles: Tiles, target: Target) -> int:
     """Shared memory of a program: the steps in flight, queries, probabilities, reductions."""
     rows, _ = query_rows(problem, tiles.most)
     width = 4 if is_wide(problem) else 2
-    # an asynchronous product still reads its step while the next one arrives
+    # an asynchronous matmul still reads its step while the next one arrives
     behind = 0 if target.hopper and rows >= 64 else 1
     steps = max(1, tiles.num_stages - behind)
     held = tiles.block * problem.token_bytes * steps
     if tiles.once:
-        # numbers that are converted do not arrive later than those they are made of
+        # converted values do not arrive later than the values they are made of
         held = tiles.block * problem.dim * (max(1, tiles.num_stages - 1) + width)
     queries = rows * (problem.dim + tiles.block) * width
     return held + queries + 2048
 
 
 def can_map(problem: LatentProblem, tiles: Tiles, target: Target) -> bool:
-    """Whether steps can be read by TMA: inside one page, both parts of a row one power of two.
+    """True where steps can be read by TMA: inside one page, both parts of a row one power of two.
 
     Rows behind the last are cut off by the descriptor, those before a window are not.
     """
@@ -87,15 +87,15 @@ def _form(problem: LatentProblem, target: Target) -> Tiles:
         return Tiles(16, 4, 2, 1, most=16)
     if p.group * p.tokens <= 16 or target.platform == "rocm":
         if target.platform == "rocm":
-            # 8-bit numbers are converted by several instructions, in more registers
+            # 8-bit values are converted by several instructions, in more registers
             return Tiles(16 if eight_bit else 32, 4, 1, 1, most=16)
         # four warps wait for each other in every step: long ones, as registers allow
         return Tiles(64 if eight_bit and target.hopper else 32, 4, 2, 1, 2, most=16)
     if not target.hopper or (eight_bit and p.group * p.tokens <= 32):
         # so do 32, shared by eight warps
         return Tiles(32, 8, 2, 1, most=32)
-    # asynchronous products have 64 rows, whose 512 sums are half the registers of eight warps; a
-    # step gathered from several pages takes a pointer a token
+    # asynchronous matmuls have 64 rows: 512 accumulators are half the registers of eight warps;
+    # a step gathered from several pages takes a pointer a token
     block = 64 if p.page_size % 64 == 0 else 32
     return Tiles(block, 8, 2, 1, most=64, apart=True, once=eight_bit)
 

@@ -46,7 +46,7 @@ from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import load_
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
 from ejkernel.kernels.triton.native_sparse_attention.tiles import SelectTiles, query_term_count
 
-EMPTY = tl.constexpr(-8388608)  # the bits of -inf; as an integer, below those of every score
+EMPTY = tl.constexpr(-8388608)  # the bits of -inf; as an integer, below the bits of every score
 EXPONENT = tl.constexpr(0x7F800000)  # the bits of a power of two
 # bounds of slopes: hidden scores at -inf stay so, and logits of at most 0 are finite
 SMALLEST = tl.constexpr(2.0**-90)

@@ -1,6 +1,6 @@
 """What kernels over a cache in pages take, in groups.
 
-Fields in capitals are constants of a compiled kernel, the others operands and numbers of a call.
+Fields in capitals are constants of a compiled kernel, the others operands and sizes of a call.
 The order of fields is that of the launch, see ``flash_attention.groups``.
 """
 
@@ -14,9 +14,9 @@ Given = Any  # an operand or a result of a launch; in a kernel a pointer or a de
 class Side(NamedTuple):
     """The keys or the values of a cache: a token's HEADS heads, STEP elements from each other.
 
-    A head has DIM columns, held as one or two powers of two. KIND: the dtype of 8-bit numbers, else
-    "". ONCE: that of those that are converted once for both products, then KIND is "". NUMBER: the
-    dtype of products.
+    A head has DIM columns, held as one or two powers of two. KIND: the dtype of 8-bit values, else
+    "". ONCE: their dtype where they are converted once for both matmuls; KIND is "" then. NUMBER:
+    the dtype of matmuls.
     """
 
     HEADS: int
@@ -46,7 +46,7 @@ class Cache(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Of each sequence: length, pages, first visible key, first query row and how many rows."""
+    """Lengths of sequences, their pages, first visible key, first query row and how many rows."""
 
     lens: Given
     tables: Given
@@ -73,7 +73,7 @@ class Sinks(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a launch; ``left``: keys seen before a row, with WINDOW."""
+    """Sizes of a launch; ``left``: keys seen before a row, with WINDOW."""
 
     batch: int
     shares: int
@@ -84,7 +84,7 @@ class Sizes(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """From products to logits, see ``common.queries.opened``."""
+    """Factors from dot products to logits, see ``common.queries.opened``."""
 
     scale: float
     cap_in: float
@@ -112,7 +112,7 @@ class Heads(NamedTuple):
 
 
 class Dots(NamedTuple):
-    """How products are made, PRECISION of float32 ones; see ``common.cached``.
+    """Options of matmuls, with the PRECISION of float32; see ``common.cached``.
 
     FUSED: see ``fused_softmax``. FORM: of scores with 8-bit keys that hold their values, see
     ``common.eight_bit_keys``; "": even and odd columns apart. BIASED: their int8 values are

@@ -1,10 +1,10 @@
-"""Latent decoding of 8-bit rows with up to 16 heads on Hopper: keys are the rows of its products.
+"""Latent decoding of 8-bit rows with up to 16 heads on Hopper: keys are the rows of its matmuls.
 
 What ``page_attention.split_kernel`` computes, of one query row a sequence, turned round:
 
     s^T [tokens, heads] = K q^T;    acc^T [columns, heads] += V^T p^T
 
-An asynchronous product has 64 rows, of which heads would fill 16; keys and columns fill them all,
+An asynchronous matmul has 64 rows, of which heads would fill 16; keys and columns fill them all,
 and 16 heads are the narrowest second operand. Queries stay in shared memory; values, which are
 needed in float16, pass through registers.
 
@@ -59,7 +59,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 MAX_LANES = 1024  # sequences looked at together when a share finds its place,
-MAX_ROUNDS = 4  # so many times; the compiler unrolls them
+MAX_ROUNDS = 4  # rounds of MAX_LANES sequences; the compiler unrolls them
 # that a thread starts with: two programs of eight warps share 65536. Four compute, one loads, three
 # are Triton's and do nothing: those four give theirs up, so that the others have 232
 REGISTERS = 128
@@ -148,7 +148,7 @@ def attend(
             odd_2 = warpgroup_mma(odd_2, weights, sums[3] * alpha, is_async=True)
             sums = warpgroup_mma_wait(0, deps=[even, odd, even_2, odd_2])
 
-        # the next queries are on their way while these sums are stored
+        # the next queries are on their way while these accumulators are stored
         x, y = read_queries(q, b + 1, more, cache, HEADS)
         slot = gl.program_id(0)
         if SPLITS == 0:

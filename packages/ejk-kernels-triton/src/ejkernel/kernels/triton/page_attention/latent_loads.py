@@ -26,7 +26,7 @@ RUNS = gl.constexpr(_RUNS)
 
 
 class Share(NamedTuple):
-    """What a program computes: from ``t`` to ``end``, beginning in sequence ``b``.
+    """Work of a program: from ``t`` to ``end``, beginning in sequence ``b``.
 
     With SPLITS those are tiles of b. Without, they and ``before``, where b begins, count the costs
     of all sequences laid end to end, see ``split_kernel``. ``there``: whether there is anything.

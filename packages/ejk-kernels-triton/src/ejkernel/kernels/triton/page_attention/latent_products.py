@@ -1,6 +1,6 @@
-"""Latent decoding on Hopper: queries as operands, scores with 8-bit keys, sums to memory.
+"""Latent decoding on Hopper: queries as operands, scores with 8-bit keys, accumulators to memory.
 
-Keys are the rows of products: int8 ones meet both digits of the queries side by side, as they lie
+Keys are the rows of matmuls: int8 ones meet both digits of the queries side by side, as they lie
 in shared memory (``common.eight_bit_keys``); float8 ones pass through registers.
 """
 
@@ -73,7 +73,7 @@ def store_queries(x, y, factor, logits, cache, q_main, q_rest):
 
 @gluon.jit
 def scores_as_they_lie(main, rest, q_main, q_rest, BOTH: gl.constexpr):
-    """Of int8: products of both digits side by side, under way."""
+    """Returns matmuls of int8 keys with both digits side by side, still running."""
     BLOCK: gl.constexpr = rest.shape[0]
     DIM: gl.constexpr = q_main.shape[1]
     REST: gl.constexpr = q_rest.shape[1]
@@ -94,7 +94,7 @@ def sum_of_digits(d, S: gl.constexpr):
 
 @gluon.jit
 def add_scores(s, pairs, q, KIND: gl.constexpr, PTX: gl.constexpr, A: gl.constexpr):
-    """Of float8: s plus products with columns; some are converted while others are added."""
+    """Returns s plus matmuls of float8 columns; some are converted while others are added."""
     COLUMNS: gl.constexpr = pairs.shape[1] if pairs.shape[1] < 64 else 64
     STEPS: gl.constexpr = pairs.shape[1] // COLUMNS
     x = pairs.slice(0, COLUMNS, dim=1).load(A)

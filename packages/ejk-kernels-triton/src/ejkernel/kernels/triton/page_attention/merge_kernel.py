@@ -114,7 +114,7 @@ def part_logit(m, slopes, l):  # noqa: E741
 
 @triton.jit
 def average(l):  # noqa: E741
-    """The factor that makes the sums of a part averages, which fit float16."""
+    """Returns the factor that makes the accumulators of a part averages, which fit float16."""
     seen = l != 0.0
     return tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
 

@@ -32,7 +32,7 @@ def extent(sequences, b, mask, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.
 
 @triton.jit
 def cost(tiles, OPENING: tl.constexpr):
-    """Returns the cost of a sequence, in tiles; see OPENING in ``split_kernel``."""
+    """Returns the cost of a sequence, in tiles; ``split_kernel`` says what OPENING is."""
     if OPENING > 0:
         return tl.where(tiles > 0, tiles + OPENING, 0)
     else:

@@ -11,16 +11,16 @@ and on the chip only; a share finds its sequences from the lengths, so uneven co
 much as even ones. Sequence b, as far as share s holds it, goes to slot s + b of the partial
 results: both only grow along the shares, so no two pieces meet in a slot. Programs of the same
 share and different heads are neighbours: together they read whole cache rows. All query heads of
-a kv head are rows of one product, padded to 16.
+a kv head are rows of one matmul, padded to 16.
 A sequence costs OPENING tiles more than it has: a share that begins another one waits for its
-queries and first keys, and stores what it had; it gets so many tiles fewer.
+queries and first keys, and stores its results; it gets OPENING tiles fewer.
 With SPLITS > 0 every sequence is cut into SPLITS equal parts instead.
 
 A sequence has one query row at its end, or up to TOKENS of them (``counts``, None: all; from row
-``rows`` on, None: TOKENS times its number): then they are rows of one product with their heads, and
+``rows`` on, None: TOKENS times its number): then they are rows of one matmul with their heads, and
 each sees as far as it stands. ``begins``: keys before are seen by none. Keys and values may lie in
 one array, V_FIRST elements apart; v None: the first DV columns of a key are its value, read once
-for both products. ``k_rest``: then k is a descriptor of runs of rows, and this one of the columns
+for both matmuls. ``k_rest``: then k is a descriptor of runs of rows, and this one of the columns
 that are not values; a block lies inside a page.
 
 Bound: reading keys and values once; with a group of 4 heads there are 4 FLOPs a byte. At B64,

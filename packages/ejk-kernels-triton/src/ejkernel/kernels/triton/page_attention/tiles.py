@@ -1,4 +1,4 @@
-"""How a decoding step is launched: arithmetic with a reason beside each line."""
+"""How a decoding step is launched: arithmetic with a reason at each line."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Tiles:
         block: tokens read at a time, a power of two of at least 16.
         num_warps, num_stages: of the program that reads them.
         per_core: programs meant to run together on one multiprocessor.
-        opening: tiles that another sequence of a share costs beside its own, in time.
+        opening: tiles that another sequence of a share costs in addition, in time.
         splits: parts of every sequence; None cuts the cache as a whole into equal shares.
         pages: ``block`` in pages, where a config shall say it.
-        most: query rows of one product, at most.
+        most: query rows of one matmul, at most.
         maps: whether steps are read by TMA; only where keys hold their values.
         apart: whether scores are cut along keys where the compiler would cut them along rows.
         form: of scores with 8-bit keys (``common.eight_bit_keys``); only where keys hold their
             values and are read by TMA.
-        once: whether 8-bit numbers are converted once for both products, which then read shared
+        once: whether 8-bit values are converted once for both matmuls, which then read shared
             memory; only where keys hold their values.
     """
 
@@ -52,7 +52,7 @@ class Tiles:
 
     @property
     def fields(self) -> dict[str, int]:
-        """As fields of a config."""
+        """Returns the tiles as fields of a config."""
         fields = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return fields if self.pages is None else {"pages_per_block": self.pages, **fields}
 
@@ -69,7 +69,7 @@ class Tiles:
         return replace(tiles, splits=max(1, min(int(splits), -(-problem.capacity // least))))
 
     def apply_block_config(self, params: Any) -> Tiles:
-        """The same with forward params of a config, for caches without pages."""
+        """Returns the tiles with forward params of a config, for caches without pages."""
         tiles, block = overridden(self, params, LAUNCHED), config_field(params, "kv_blocksize")
         if block is not None:
             tiles = replace(tiles, block=max(LEAST_BLOCK, power_of_two(int(block))))
@@ -88,10 +88,10 @@ def block_of_pages(pages: int, problem: PagedProblem, target: Target) -> int:
 
 
 def query_rows(problem: PagedProblem, most: int = MAX_ROWS) -> tuple[int, int]:
-    """(rows, chunks): query heads in one product, and the programs that share a kv head.
+    """(rows, chunks): query heads in one matmul, and the programs that share a kv head.
 
     A matrix instruction has 16 rows; rows beyond the group cost nothing that limits. Float32
-    products are done in three, each with operands in registers: 16 rows only.
+    matmuls are done in three, each with operands in registers: 16 rows only.
     """
     most = 16 if is_wide(problem) else most
     members = problem.group * problem.tokens
@@ -114,14 +114,14 @@ def choose(problem: PagedProblem, target: Target) -> Tiles:
     """The heuristic launch."""
     rows, _ = query_rows(problem)
     columns = power_of_two(max(map(sum, column_parts(problem))))
-    # operands of the products go through registers: 64 tokens of 128 columns fill a third of
-    # those of four warps, float32 ones twice that
+    # operands of the matmuls go through registers: 64 tokens of 128 columns fill a third of
+    # the registers of four warps, float32 operands twice that
     block = 8192 // columns // (2 if is_wide(problem) else 1)
     warps = 8 if rows * columns > 64 * 64 or (is_wide(problem) and columns > 128) else 4
     if has_narrow_tail(problem):
         block //= 2  # a narrow second part takes as many pointers as a wide one
     elif problem.is_eight_bit and not is_wide(problem) and warps == 4:
-        block *= 2  # numbers take half the registers until they are used: as many bytes a step
+        block *= 2  # 8-bit values take half the registers until they are used: as many bytes a step
     block = max(16, min(128, block))
     # no step longer than the longest sequence
     block = max(16, min(block, power_of_two(problem.capacity)))

@@ -1,4 +1,4 @@
-"""What the kernel of prefills takes beside the groups of paged decoding."""
+"""Groups of the prefill kernel, in addition to the groups of paged decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Of rows in tiles: TILE tokens with MEMBERS query heads of a kv head, in ROWS rows."""
+    """Layout of rows in tiles: TILE tokens with MEMBERS query heads of a kv head, in ROWS rows."""
 
     HEADS: int
     KV_HEADS: int

@@ -23,7 +23,7 @@ from ejkernel.types.serving.problem import ITEMSIZE, RaggedProblem
 
 
 class RaggedKernel(CacheKernel):
-    """What both ragged operations have in common.
+    """Common to both ragged operations.
 
     ``cache``: the name of their cache argument.
     """

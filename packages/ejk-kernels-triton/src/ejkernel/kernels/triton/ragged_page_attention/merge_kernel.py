@@ -1,6 +1,6 @@
 """Ragged attention, last kernel: partial results of decoded rows and of cut tiles to the output.
 
-The sum of ``page_attention.merge_kernel``. Few programs take the pieces in turns: first each
+The sum of ``page_attention.merge_kernel``. Few programs take the pieces one by one: first each
 (sequence, query head), then each (slot, kv head, LINES rows of a tile), of which those of the first
 part of a tile are work. Writes into the output of the prefill kernel, which has all other rows;
 these, and the cache of a call that writes one, are copied where XLA put a result elsewhere

@@ -7,13 +7,13 @@ Math, per row at position i of its sequence and query head, over the keys j <= i
 
 Work split: the rows of a sequence are cut into tiles of TILE tokens, and all query heads of a kv
 head are rows of the tile: ROWS = TILE * heads, so keys are read once for them. One program per
-(sequence, kv head, tile, part of its keys), found from ``schedule_kernel``'s sums. Programs follow
-each other by sequence, then kv head, then tile, the longest first: those that run together walk the
+(sequence, kv head, tile, part of its keys), found from ``schedule_kernel``'s table. Programs follow
+each other by sequence, then kv head, then tile, the longest first: those that run together read the
 same keys, which stay in the L2 cache. A tile of one part goes to the output, the parts of others to
 slots for ``merge_kernel``. A program walks its blocks in one loop, which keeps loads in flight to
 the end, and masks those that some of its rows do not see. The last programs of the grid set rows of
 no sequence to 0. Where another kernel has the long sequences (LOOPED), whose rows ``o`` holds, few
-programs take the pieces that are left in turns.
+programs take the remaining pieces one after another.
 
 Bound: 4 * d FLOPs a row and key that it sees. With 32:8 heads, D128 in bfloat16, 8 rows of 2k over
 contexts of 2k to 16k are 2.2 TFLOP; tiles of 128 rows read 17 GB of keys and values from L2.
@@ -64,9 +64,9 @@ def tile_rows(
     m, tile, chunk, first, count, hk,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Of rows ``m`` of a tile: token of the sequence, query head, int64 output row, whether it is.
+    """Returns token of the sequence, query head, int64 output row of rows ``m``, whether they are.
 
-    MEMBERS query heads of a kv head are in a tile; those of a larger group take several.
+    MEMBERS query heads of a kv head are in a tile; a larger group takes several.
     """
     token = tile * TILE + m // MEMBERS
     member = chunk * MEMBERS + m % MEMBERS
@@ -77,7 +77,7 @@ def tile_rows(
 
 @triton.jit
 def _clear(o, block, first, last, rows, WIDTH: tl.constexpr, LINES: tl.constexpr):
-    """Rows of ``o [rows, WIDTH]`` before ``first`` and from ``last`` on to 0, of one block."""
+    """Zeroes rows of a block of ``o [rows, WIDTH]`` outside ``first`` to ``last``."""
     line = block * LINES + tl.arange(0, LINES)
     lost = (line < rows) & ((line < first) | (line >= last))
     if tl.max(lost.to(tl.int32), 0) > 0:
@@ -255,7 +255,7 @@ class RaggedPrefill(RaggedLaunch):
     def arguments(self, target):
         p, t = self.problem.paged, self.tiles
         keys, values = self.cache_operands(target)
-        # float16 lacks the range for the carried sums, wide heads the registers
+        # float16 lacks the range for the carried accumulators, wide heads the registers
         fused = compute_dtype(p, p.value_dtype) != "float16" and p.dim <= 128
         return {
             "cache": cache_group(p, keys, None, values),

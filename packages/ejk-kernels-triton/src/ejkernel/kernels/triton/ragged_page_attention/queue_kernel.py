@@ -69,6 +69,6 @@ def queue_tiles(
     column = tl.arange(0, 8)[None, :]
     for base in range(total, most + 1, LINES):
         m = base + tl.arange(0, LINES)[:, None]
-        # numbers of the queue are divided by the heads that are worked on together
+        # indices of the queue are divided by the heads that are worked on together
         empty = (column == 7).to(tl.int32) + tl.zeros([LINES, 8], tl.int32)
         tl.store(lines + m * 8 + column, empty, mask=m <= most)

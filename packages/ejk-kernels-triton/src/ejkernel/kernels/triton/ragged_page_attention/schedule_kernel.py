@@ -48,8 +48,10 @@ def _larger(a, b):
 
 @triton.jit
 def _sequences(i, starts, lens, valid, top, rows, capacity):
-    """Of sequences ``i``, none of which begins before ``top``: first row, row past the last,
-    length, rows."""
+    """Returns first row, row past the last, length and rows of sequences ``i``.
+
+    None of them begins before ``top``.
+    """
     here = i < valid
     first = tl.load(starts + i, mask=here, other=0)
     last = tl.load(starts + i + 1, mask=here, other=0)
@@ -66,7 +68,7 @@ def _tiles(
     length, count, most, left, WINDOW: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of such sequences: tiles, blocks of the last. Those of more than ``most`` rows have none."""
+    """Returns tiles and blocks of the last one, 0 for sequences of more than ``most`` rows."""
     tiles = tl.where((count > TOKENS) & (count <= most), tl.cdiv(count, TILE), 0)
     begin = length * 0
     if WINDOW:
@@ -76,7 +78,7 @@ def _tiles(
 
 
 class DecodeRows(NamedTuple):
-    """Of decoded sequences: length, first visible key, first row, number of rows."""
+    """Returns of decoded sequences: length, first visible key, first row, number of rows."""
 
     lens: Given
     begins: Given
@@ -146,7 +148,7 @@ def ragged_schedule(
     decoding = 0
     if tile.LONG > 0:
         found = 0
-        # keys that programs of the other kernel walk over, in steps of 128 rows
+        # keys that programs of the other kernel iterate over, in steps of 128 rows
         walked = 0.0
         # blocks of keys that the programs of its tiles, and those that decode, work on
         long_blocks = 0.0

@@ -1,4 +1,4 @@
-"""How a ragged call is launched: arithmetic with a reason beside each line."""
+"""How a ragged call is launched: arithmetic with a reason at each line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tiles:
         least: keys of a part, where a tile's keys are cut into parts.
         splits: parts of a decoded sequence on average; None: as many as fill the chip.
         group: query heads of a kv head, a property of the call.
-        decode_tokens: sequences of at most so many new tokens are decoded.
+        decode_tokens: most new tokens of a sequence that is decoded.
         long: the sequences that a long-prefill kernel attends to, None where there is none.
     """
 
@@ -73,7 +73,7 @@ class Tiles:
 
     @property
     def fields(self) -> dict[str, int]:
-        """As fields of a config."""
+        """Returns the tiles as fields of a config."""
         return {
             "num_queries_per_block": self.tile,
             "num_warps": self.num_warps,
@@ -137,7 +137,7 @@ def shared_bytes(problem: RaggedProblem, rows: int, block: int, stages: int) -> 
     width = 4 if is_wide(p) else 2
     held = block * p.token_bytes * stages
     if p.is_eight_bit:
-        held += block * p.dim * 2 * width  # converted, for products that read shared memory
+        held += block * p.dim * 2 * width  # converted, for matmuls that read shared memory
     return held + rows * (p.dim + block) * width
 
 
@@ -157,7 +157,7 @@ def _fit(tiles: Tiles, problem: RaggedProblem, target: Target) -> Tiles:
 
 
 def maps_pages(p: PagedProblem, block: int, target: Target) -> bool:
-    """Whether keys and values are read by TMA: a block is in one page, and a head is one box.
+    """True where keys and values are read by TMA: a block is in one page, and a head is one box.
 
     Keys behind the last are cut off by the descriptor, those before a window are not.
     """
@@ -200,7 +200,7 @@ def most_pieces(problem: RaggedProblem, tiles: Tiles, fair: int) -> int:
 
 
 def neighbours(problem: RaggedProblem, target: Target, chosen: Tiles) -> list[Tiles]:
-    """Tiles worth timing: half or twice the rows with so many warps, a stage more or less."""
+    """Returns tiles worth timing: half or twice the rows and warps, a stage more or less."""
     found = [
         replace(chosen, rows=rows, num_warps=warps, num_stages=stages)
         for rows, warps in (

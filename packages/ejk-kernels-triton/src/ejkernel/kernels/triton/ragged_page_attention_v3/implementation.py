@@ -42,7 +42,7 @@ def write(work: Work, arrays: Arrays) -> Arrays:
 
 
 class RaggedPageAttentionv3(RaggedKernel):
-    """As ragged_page_attention, after writing the new keys and values to their pages, on a GPU.
+    """Ragged attention after writing the new keys and values to their pages, on a GPU.
 
     The cache is written in place: donated under ``jax.jit`` it is not copied, else it is copied
     once. Keys and values are float16, bfloat16, float32, or of an 8-bit cache's dtype. For the rest

@@ -97,7 +97,7 @@ class RaggedPageAttention(Ragged):
     has enough of them to fill the GPU. Sequences of one new token are decoded in the same kernel,
     unless one of these takes long by itself. All other stages belong to the implementation for
     every GPU, which must be installed. Queries and caches are of one dtype, float16 or bfloat16,
-    head dims 64 or 128, pages powers of two from 16 on, the packed rows a multiple of 8. No
+    head dims 64 or 128, pages powers of two of at least 16, the packed rows a multiple of 8. No
     windows, sinks or scales. The tangent of a soft cap is the hardware's, exact to 2^-11. Two runs
     give the same bits. ``cfg`` is that of the implementation for every GPU.
 
@@ -110,7 +110,7 @@ class RaggedPageAttention(Ragged):
 
 
 class RaggedPageAttentionv3(Ragged):
-    """The same after writing the new keys and values to their pages, on a Hopper GPU.
+    """Ragged attention after writing the new keys and values to their pages, on a Hopper GPU.
 
     The cache is written in place, by the implementation for every GPU.
     """
@@ -168,7 +168,7 @@ class MLADecode(XlaGradients, StagedKernel, PallasKernel):
 
     Queries are float16 or bfloat16, the cache of their dtype, int8, float8_e4m3fn or float8_e5m2;
     the latent part is 512 and the rotary part 64; heads come in multiples of 64; pages are powers
-    of two from 8 on. No window, soft cap, sinks or number of splits. Two runs give the same bits.
+    of two of at least 8. No window, soft cap, sinks or number of splits. Two runs give equal bits.
     The XLA implementation has the gradients.
     """
 
