@@ -142,12 +142,12 @@ def delta_rule(tokens: int, reverse: bool):
     args = delta_arguments("head", **dims)
     cu = jnp.asarray([0, 1, 1, tokens - 2, tokens - 1])
 
-    def run(args):
+    def apply(args):
         return kernels.gated_delta_rule(
             **args, cu_seqlens=cu, reverse=reverse, normalize_qk=True, return_state=True
         )
 
-    out, back = jax.vjp(run, args)
+    out, back = jax.vjp(apply, args)
     return out, back(out)
 
 

@@ -13,6 +13,7 @@ from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.mla_decode.implementation import mla_decode
 from ejkernel.kernels.pallas.tpu.page_attention import tiles
 from ejkernel.kernels.pallas.tpu.page_attention.implementation import page_attention
 from ejkernel.kernels.pallas.tpu.ragged_decode_attention.implementation import (
@@ -118,6 +119,40 @@ def test_contiguous_against_the_reference(dtype):
     check_no_races()
 
 
+LATENT: dict[str, dict[str, Any]] = {
+    "several tokens, window": dict(sliding_window=(20, 0), cfg={"pages_per_block": 2}),
+    "e4m3, sinks, cap": dict(k_scale=0.5, softmax_aux=SINKS, logits_soft_cap=2.0),
+}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_against_the_reference(name):
+    """Rows of 256 whose first 128 are values; two new tokens, but one token in a context."""
+    rng, options = np.random.default_rng(0), LATENT[name]
+    tables, pages = wild_tables(rng, LENS, 32)
+    q = rng.standard_normal((len(LENS), 2, 4, 256)).astype(np.float32)
+    seen = in_context(LENS, tables, pages, 32)[..., None]
+    cache = np.where(seen, rng.standard_normal((pages, 32, 256)), np.nan)
+    cache = cache.astype(jnp.dtype("float8_e4m3fn" if "e4m3" in name else "float32"))
+    lens = np.array(LENS, np.int32)
+
+    def decode(*arrays):
+        return mla_decode(*arrays, latent_dim=128, return_lse=True, **options)
+
+    got, lse = jax.jit(decode)(q, cache, lens, tables)
+    options = {n: x for n, x in options.items() if n != "cfg"}
+    if "sliding_window" in options:
+        options["left"] = options.pop("sliding_window")[0]
+    names = {"logits_soft_cap": "cap", "softmax_aux": "aux"}
+    options = {names.get(n, n): x for n, x in options.items()}
+    with jax.enable_x64(True):
+        wide = (np.asarray(x).astype(np.float64) for x in (q, cache))
+        want, want_lse = paged.mla_decode(*wide, lens, tables, 128, scale=256**-0.5, **options)
+    check_close(np.asarray(got), np.asarray(want))
+    check_close(np.asarray(lse), np.asarray(want_lse), name="lse")
+    check_no_races()
+
+
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 def test_tiles_fit(kind):
     chip = facts_of(kind)
@@ -157,6 +192,11 @@ def test_refuses_what_it_cannot_do():
         page_attention(q, k, v, lens, tables, num_splits=2)
     with pytest.raises(Unsupported, match="key_cache: head dim 64 is no multiple of 128"):
         page_attention(q[..., :64], k[..., :64], v, lens, tables)
+    latent = np.ones((4, 16, 192), np.float32)
+    with pytest.raises(Unsupported, match=r"rows of 192 are no multiple of 128; pad .* to 256"):
+        mla_decode(np.ones((5, 4, 192), np.float32), latent, lens, tables % 4, latent_dim=128)
+    with pytest.raises(Unsupported, match="latent_dim: 64 is no multiple of 128"):
+        mla_decode(q, latent[..., :128], lens, tables % 4, latent_dim=64)
     wide = np.concatenate([k, k], axis=-1)
     with pytest.raises(Unsupported, match="key_cache: 2 kv heads of 256 are not supported"):
         page_attention(np.concatenate([q, q], axis=-1), wide, v, lens, tables)

@@ -191,8 +191,10 @@ def check_expanded(form: str, mla_attention: Callable[..., Any]) -> None:
 # ---- ahead of time -------------------------------------------------------------------------------
 
 
-def _latent(heads: int, cache: str = BF16, page: int = 64, **options: Any) -> AbstractCall:
-    sizes = {"batch": 64, "heads": heads, "cache_dim": 576, "pages": 8192, "page_size": page}
+def _latent(
+    heads: int, cache: str = BF16, page: int = 64, width: int = 576, **options: Any
+) -> AbstractCall:
+    sizes = {"batch": 64, "heads": heads, "cache_dim": width, "pages": 8192, "page_size": page}
     sizes["max_blocks"] = 8192 // page
     return abstract_call("mla_decode", sizes, dtypes={"latent_cache": cache}, options=options)
 
@@ -205,4 +207,10 @@ COMPILED = {
     "latent int8 16 heads": _latent(16, "int8", k_scale=0.05),
     "latent e4m3": _latent(128, "float8_e4m3fn", k_scale=0.05),
     "latent e4m3 page 16": _latent(16, "float8_e4m3fn", 16, k_scale=0.05),
+}
+COMPILED_TPU = {
+    "latent 128 heads": _latent(128, width=640),
+    "latent 16 heads": _latent(16, width=640, return_lse=True),
+    "latent int8": _latent(128, "int8", width=640, k_scale=0.05),
+    "latent e4m3 page 256": _latent(64, "float8_e4m3fn", 256, width=640, sliding_window=1000),
 }

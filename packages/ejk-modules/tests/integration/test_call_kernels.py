@@ -67,7 +67,7 @@ def test_every_workload_has_a_config_on_a_gpu(operation, chip, monkeypatch):
         ("causal_conv1d", "conv-b2-8k", "triton"),
     ],
 )
-def test_the_delta_rule_runs_in_triton_unless_its_gates_are_per_channel(
+def test_the_delta_rule_takes_triton_unless_its_gates_are_per_channel(
     operation, workload, platform, monkeypatch
 ):
     pytest.importorskip("triton")

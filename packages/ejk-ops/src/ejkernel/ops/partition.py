@@ -272,7 +272,24 @@ def _bind(region: Region, arrays: Sequence[Any], results: Any = None) -> list[An
     jaxpr = jax.make_jaxpr(partial(region.traced, None))(*arrays)
     if results is not None:
         region = replace(region, results=tuple(results(jaxpr.out_avals)))
-    return _region.bind(*arrays, region=region, jaxpr=jaxpr)
+    return _region.bind(*arrays, region=region, body=_Body(jaxpr))
+
+
+@dataclass(frozen=True, eq=False)
+class _Body:
+    """The trace of a region's function on the unsharded arrays.
+
+    JAX does not look into it: primitives that it would have to replace there, such as names for
+    ``jax.checkpoint``, are replaced where the region is lowered.
+    """
+
+    jaxpr: Any
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        return jaxpr_as_fun(self.jaxpr)(*arrays)
+
+    def __repr__(self) -> str:
+        return str(self.jaxpr)
 
 
 _region = Primitive("ejkernel_region")
@@ -281,18 +298,18 @@ compat.needs_devices(_region)
 
 
 @_region.def_impl
-def _run_inline(*arrays: Any, region: Region, jaxpr: Any) -> list[Any]:
-    return jaxpr_as_fun(jaxpr)(*arrays)
+def _run_inline(*arrays: Any, region: Region, body: _Body) -> list[Any]:
+    return body(*arrays)
 
 
 @_region.def_abstract_eval
-def _abstract(*avals: Any, region: Region, jaxpr: Any) -> list[Any]:
+def _abstract(*avals: Any, region: Region, body: _Body) -> list[Any]:
     meshes = (aval.sharding.mesh for aval in avals)
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
-    return [compat.on_mesh(aval, mesh) for aval in jaxpr.out_avals]
+    return [compat.on_mesh(aval, mesh) for aval in body.jaxpr.out_avals]
 
 
-def _batch(arrays: Any, dims: Any, *, region: Region, jaxpr: Any) -> Any:
+def _batch(arrays: Any, dims: Any, *, region: Region, body: _Body) -> Any:
     size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
     results = _bind(region.mapped(dims, size), arrays)
     return results, [0] * len(results)
@@ -301,9 +318,9 @@ def _batch(arrays: Any, dims: Any, *, region: Region, jaxpr: Any) -> Any:
 batching.primitive_batchers[_region] = _batch
 
 
-def _jvp(primals: Any, tangents: Any, *, region: Region, jaxpr: Any) -> Any:
+def _jvp(primals: Any, tangents: Any, *, region: Region, body: _Body) -> Any:
     """Forward mode alone: reverse mode is the business of the kernel's ``custom_vjp``."""
-    results = _region.bind(*primals, region=region, jaxpr=jaxpr)
+    results = _region.bind(*primals, region=region, body=body)
     smooth = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
     floats = [i for i, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.inexact)]
     pushed = _bind(
@@ -318,13 +335,13 @@ def _jvp(primals: Any, tangents: Any, *, region: Region, jaxpr: Any) -> Any:
 ad.primitive_jvps[_region] = _jvp
 
 
-def _lower(context: Any, *operands: Any, region: Region, jaxpr: Any) -> Any:
+def _lower(context: Any, *operands: Any, region: Region, body: _Body) -> Any:
     if not compat.is_partitioned(context):
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(context, *operands)
+        return mlir.lower_fun(body, multiple_results=True)(context, *operands)
 
     def partitioned(*arrays: Any) -> tuple[Any, ...]:
         # JAX reads types off it, no more: where it would run it, the region is inlined
-        return tuple(jnp.zeros(aval.shape, aval.dtype) for aval in jaxpr.out_avals)
+        return tuple(jnp.zeros(aval.shape, aval.dtype) for aval in body.jaxpr.out_avals)
 
     context, full = compat.over_automatic_axes(context)
     custom = custom_partitioning(partitioned)
@@ -338,7 +355,7 @@ def _lower(context: Any, *operands: Any, region: Region, jaxpr: Any) -> Any:
     def run_custom(*arrays: Any) -> tuple[Any, ...]:
         return custom(*arrays)
 
-    run_custom.__name__ = f"ejkernel_region_{_unique_name(region, jaxpr)}"
+    run_custom.__name__ = f"ejkernel_region_{_unique_name(region, body)}"
     return mlir.lower_fun(jax.jit(run_custom), multiple_results=True)(context, *operands)
 
 
@@ -349,7 +366,7 @@ _count = itertools.count()
 _process = uuid.uuid4().hex
 
 
-def _unique_name(region: Region, jaxpr: Any) -> str:
+def _unique_name(region: Region, body: _Body) -> str:
     """Returns a name that no region has which does something else.
 
     JAX finds compiled programs on disk by their texts, where the address of a region stands for
@@ -358,7 +375,7 @@ def _unique_name(region: Region, jaxpr: Any) -> str:
     """
     if not compat.finds_partitioned_programs():
         return f"{_process}_{next(_count)}"
-    digest = hashlib.sha256(f"{versions_text()} {jaxpr} {region}".encode())
-    for constant in jaxpr.consts:
+    digest = hashlib.sha256(f"{versions_text()} {body} {region}".encode())
+    for constant in body.jaxpr.consts:
         digest.update(np.asarray(constant).tobytes())
     return digest.hexdigest()

@@ -64,6 +64,7 @@ PACKAGE = KernelPackage(
         _tpu("grouped_matmul", "block_m", "block_n", "block_k"),
         _tpu("mean_pooling"),
         _tpu("page_attention", "pages_per_block"),
+        _tpu("mla_decode", "pages_per_block"),
         _tpu("ragged_decode_attention", "fwd_params.kv_blocksize"),
         _linear("recurrent", "recurrent_attention"),
         _linear("gla", "gla_attention"),

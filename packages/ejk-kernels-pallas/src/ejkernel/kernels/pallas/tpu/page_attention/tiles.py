@@ -15,6 +15,7 @@ CACHE_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 # A block of 2 MiB takes 2.5 microseconds on v5e and 1.2 on v6e: long against the latency of a copy.
 BLOCK_BYTES = 2**21
 MAX_COLUMNS = 4096  # of a score tile: (token, kv head) pairs
+MAX_SCORES = 2**18  # of a score tile: more spill more registers than the next block takes to arrive
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Tiles:
         """Bytes of vector memory: two buffers of keys and values, the scores and probabilities of a
         block, and 8-bit values widened."""
         columns = self.block * p.kv_heads
-        rows = -(-p.heads // 16) * 16
+        rows = -(-p.tokens * p.heads // 16) * 16
         caches = 2 * self.block * p.kv_heads * p.token_bytes
         widened = columns * (p.dim + p.value_dim) * (8 if p.is_eight_bit else 4)
         return caches + 5 * 4 * rows * columns + widened
@@ -61,16 +62,15 @@ def page_rows(p: PagedProblem, tokens: int) -> int:
     return tokens * p.kv_heads
 
 
-def refusal(p: PagedProblem, names: tuple[str, str], smallest: Tiles, chip: Chip) -> str | None:
+def refusal(p: PagedProblem, names: tuple[str, ...], smallest: Tiles, chip: Chip) -> str | None:
     """Returns the reason why a cache with arrays of these names is not supported, or None.
 
     ``smallest``: the least tiles that such a cache allows.
     """
     if p.query_dtype not in QUERY_DTYPES:
         return f"query: {p.query_dtype} is not supported, only {' and '.join(QUERY_DTYPES)}"
-    for name, dtype, dim in zip(
-        names, (p.key_dtype, p.value_dtype), (p.dim, p.value_dim), strict=True
-    ):
+    caches = (p.key_dtype, p.dim), (p.value_dtype, p.value_dim)
+    for name, (dtype, dim) in zip(names, caches, strict=False):
         if dtype not in CACHE_DTYPES:
             return f"{name}: {dtype} is not supported, only {', '.join(CACHE_DTYPES)}"
         if dim % LANES:
@@ -93,11 +93,16 @@ def memory_for(chip: Chip) -> int:
     return chip.vmem // 4 * 3
 
 
+def max_columns(p: PagedProblem) -> int:
+    """Returns the largest number of columns of a score tile."""
+    return min(MAX_COLUMNS, MAX_SCORES // (p.tokens * p.heads))
+
+
 def choose(p: PagedProblem, chip: Chip) -> Tiles:
     """Returns pages of about ``BLOCK_BYTES`` together."""
     page_bytes = p.page_size * p.kv_heads * p.token_bytes
     columns = p.page_size * p.kv_heads
-    most = min(BLOCK_BYTES // page_bytes, MAX_COLUMNS // columns, p.max_pages)
+    most = min(BLOCK_BYTES // page_bytes, max_columns(p) // columns, p.max_pages)
     t = Tiles(max(most, 1), p.page_size)
     while t.pages > 1 and t.vmem(p) > memory_for(chip):
         t = Tiles(t.pages // 2, t.tokens)

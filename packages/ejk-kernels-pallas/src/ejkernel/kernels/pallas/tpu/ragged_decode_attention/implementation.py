@@ -11,7 +11,7 @@ from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.tpu.page_attention import tiles
 from ejkernel.kernels.pallas.tpu.page_attention.caches import ROW_UNIT, Rows
 from ejkernel.kernels.pallas.tpu.page_attention.decode import decode
-from ejkernel.kernels.pallas.tpu.page_attention.tiles import BLOCK_BYTES, MAX_COLUMNS, Tiles
+from ejkernel.kernels.pallas.tpu.page_attention.tiles import BLOCK_BYTES, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.params import config_field
 from ejkernel.ops.stages import Stage, StagedKernel
@@ -44,8 +44,8 @@ class RaggedDecodeAttention(XlaGradients, PallasKernel, StagedKernel):
 
     def choose(self, problem: PagedProblem, target: Chip) -> Tiles:
         p = problem
-        tokens = min(BLOCK_BYTES // (p.kv_heads * p.token_bytes), MAX_COLUMNS // p.kv_heads)
-        t = _legal(p, tokens)
+        rows = min(BLOCK_BYTES // p.token_bytes, tiles.max_columns(p))
+        t = _legal(p, rows // p.kv_heads)
         while t.tokens > ROW_UNIT and t.vmem(p) > tiles.memory_for(target):
             t = _legal(p, t.tokens // 2)
         return t

@@ -1,0 +1,1 @@
+"""Latent decoding, for TPUs."""
