@@ -22,9 +22,12 @@ if compat.mosaic_gpu_problem() is not None:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.grouped_matmul import weights
+from ejkernel.kernels.pallas.gpu.common.chip import Chip
+from ejkernel.kernels.pallas.gpu.grouped_matmul import implementation, weights
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights
+from ejkernel.ops.differentiate import Work
 from ejkernel.types.masks.structure import Unsupported
+from ejkernel.types.problems.grouped_matmul import GroupedProblem
 from ejktest.bound import bound, on, struct
 from ejktest.oracles import grouped as oracle
 from ejktest.programs import sizes_of
@@ -98,7 +101,7 @@ def test_fewer_than_three_steps_in_memory_would_wait_for_each_other() -> None:
         Weights(64, 128, 256, 1, 1, 1, "bfloat16", 1, stages=2)
 
 
-class TestHybridKernel:
+class TestComposedKernel:
     """What needs the kernels for every GPU too."""
 
     @pytest.fixture(autouse=True)
@@ -146,18 +149,17 @@ class TestHybridKernel:
     @interpreted
     @pytest.mark.usefixtures("parts_in_the_language")
     def test_calls_side_by_side_with_transposed_matrices(self) -> None:
-        from ejkernel.kernels.pallas.gpu.grouped_matmul.implementation import WeightGradient
-        from ejkernel.kernels.triton.grouped_matmul.tiles import Problem
-
         rows, inner, columns, offsets = 32, 256, 128, np.asarray([0, 1])
-        p = Problem(rows, inner, columns, 1, 2, True, "float16", "float16", "tf32", 2, False)
+        p = GroupedProblem(rows, inner, columns, 1, 2, True, "float16", "float16", "tf32", 2)
         rng = np.random.default_rng(0)
         lhs, dout = (rng.standard_normal((2, rows, n)).astype("float16") for n in (inner, columns))
         sizes = np.asarray([[9, 20], [3, 25]])
         lanes = np.concatenate([sizes, rows - sizes.sum(1, keepdims=True)], axis=1)
-        given = (*(jnp.asarray(x.reshape(2 * rows, -1)) for x in (lhs, dout)), lanes.reshape(-1))
+        arrays = {name: x.reshape(2 * rows, -1) for name, x in (("lhs", lhs), ("dout", dout))}
+        arrays |= {"group_sizes": lanes.reshape(-1), "offset": offsets}
+        work = Work(implementation.grouped_matmul, p, None, None, Chip(2))
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            found = jax.jit(WeightGradient(2), static_argnums=0)(p, *given, offsets)
+            found = jax.jit(implementation.drhs, static_argnums=0)(work, arrays)["out"]
         none = np.zeros((1, columns, inner))
         for i in range(2):
             call = lhs[i], none, sizes[i], offsets[i]

@@ -48,36 +48,45 @@ class StagedKernel(CallKernel):
         outputs = run_stages(work, operands)
         return self.call.outputs_of_stages(arrays, work.problem, outputs), ()
 
+    def run_stage(self, name: str, work: Work, arrays: Arrays) -> Arrays:
+        """Returns the arrays of one stage, for kernels whose passes are stages by themselves."""
+        return self.stage_functions()[name](work, arrays)
+
 
 def run_stages(work: Work, operands: Arrays) -> tuple[jax.Array, ...]:
     """Runs the stages of ``work.kernel``; returns the arrays named by ``stage_outputs``."""
-    return _mapped_stages(work, tuple(operands))(*operands.values())
+    return fold_mapped(_run_pipeline, work, operands)
+
+
+def _run_pipeline(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
+    for stage in work.kernel.stage_functions().values():
+        arrays = arrays | stage(work, arrays)
+    return tuple(arrays[name] for name in work.kernel.call.stage_outputs(work.problem))
+
+
+Run = Callable[[Work, Arrays], tuple[jax.Array, ...]]
+
+
+def fold_mapped(run: Run, work: Work, operands: Arrays) -> tuple[jax.Array, ...]:
+    """Returns ``run(work, operands)``; under ``jax.vmap`` as ``fold_batch`` of the call has it."""
+    return _foldable(run, work, tuple(operands))(*operands.values())
 
 
 @functools.lru_cache(maxsize=PROGRAMS_LIMIT)
-def _mapped_stages(work: Work, names: tuple[str, ...]) -> Callable[..., tuple[jax.Array, ...]]:
-    """The stages as a function of the arrays of these names, with a rule for ``jax.vmap``."""
-    kernel, call = work.kernel, work.kernel.call
-
-    def pipeline(*operands: Any) -> tuple[jax.Array, ...]:
-        arrays = dict(zip(names, operands, strict=True))
-        for stage in kernel.stage_functions().values():
-            arrays |= stage(work, arrays)
-        return tuple(arrays[name] for name in call.stage_outputs(work.problem))
-
-    mapped = custom_vmap(pipeline)
+def _foldable(run: Run, work: Work, names: tuple[str, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns ``run`` as a function of the arrays of these names, with a rule for ``jax.vmap``."""
+    mapped = custom_vmap(lambda *operands: run(work, dict(zip(names, operands, strict=True))))
 
     @mapped.def_vmap
     def rule(size: int, is_batched: Any, *operands: Any) -> tuple[Any, Any]:
         flags = [any(jax.tree.leaves(flag)) for flag in is_batched]
-        folded = call.fold_batch(
-            work.problem, size, *(dict(zip(names, x, strict=True)) for x in (operands, flags))
-        )
+        arrays, batched = (dict(zip(names, x, strict=True)) for x in (operands, flags))
+        folded = work.kernel.call.fold_batch(work.problem, size, arrays, batched)
         if folded is None:
             outputs = in_turn(mapped, operands, flags)
         else:
             problem, arrays = folded
-            outputs = run_stages(replace(work, problem=problem), arrays)
+            outputs = fold_mapped(run, replace(work, problem=problem), arrays)
             outputs = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in outputs)
         return outputs, tuple(True for _ in outputs)
 
@@ -104,6 +113,14 @@ class ComposedKernel(StagedKernel):
 
     def stage_functions(self) -> Mapping[str, Stage]:
         return {**self.base.stages, **self.stages}
+
+    def replaces(self, stage: str, problem: Any) -> bool:
+        """Returns whether a stage of this kernel can do a problem; else the base does it."""
+        return True
+
+    def run_stage(self, name: str, work: Work, arrays: Arrays) -> Arrays:
+        is_own = name in self.stages and self.replaces(name, work.problem)
+        return (self if is_own else self.base).stages[name](work, arrays)
 
     def unavailable_reason(self) -> str | None:
         reason = super().unavailable_reason()

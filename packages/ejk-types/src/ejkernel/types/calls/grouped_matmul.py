@@ -12,6 +12,8 @@ from ejkernel.types.arrays import is_eight_bit, result_dtype
 from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, Weights, invalid, out_of_range
+from ejkernel.types.problems.grouped_matmul import GroupedProblem
+from ejkernel.types.problems.grouped_passes import fold_groups
 
 
 class GroupedMatmul(Call):
@@ -104,6 +106,14 @@ class GroupedMatmul(Call):
         inside = jnp.stack([ends - a["group_sizes"], ends]) - shard.offset("rows")
         inside = jnp.clip(inside, 0, shard.local("rows"))
         a["group_sizes"] = inside[1] - inside[0]
+
+    @classmethod
+    def fold_batch(
+        cls, problem: GroupedProblem, size: int, operands: Mapping[str, Any],
+        is_batched: Mapping[str, bool],
+    ) -> tuple[GroupedProblem, dict[str, Any]] | None:  # fmt: skip
+        """Returns ``size`` calls as one of more groups, None if those are too many."""
+        return fold_groups(problem, size, operands, is_batched)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bound_launch import In, TensorMap
-from ejkernel.kernels.triton.grouped_matmul.tiles import MAX_LANES, Problem, Tiles
+from ejkernel.kernels.triton.grouped_matmul.tiles import Problem, Tiles
 from ejkernel.kernels.triton.launch import BATCHED, SHARED, Launch
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.problems.grouped_passes import MAX_LANES, add_remaining_rows
 
 
 class Params(NamedTuple):
@@ -126,14 +126,5 @@ class GroupedLaunch(Launch):
     ) -> tuple[Launch, list[jax.Array]]:
         p, index, arrays = self.problem, self.names.index("group_sizes"), list(arrays)
         if arrays[index].shape[-1] == p.groups:
-            arrays[index] = _with_remaining_rows(arrays[index], p.rows)
+            arrays[index] = add_remaining_rows(arrays[index], p.rows)
         return super().fold(size, arrays, mapped)
-
-
-def _with_remaining_rows(sizes: jax.Array, rows: int) -> jax.Array:
-    """Returns sizes ``[..., groups + 1]`` clipped to the rows, the remaining rows last."""
-    sizes = jnp.clip(sizes, 0, rows)
-    # clipped one by one, no sum can wrap around
-    ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), sizes, axis=-1)
-    edge = jnp.zeros_like(ends[..., :1])
-    return jnp.diff(jnp.concatenate([edge, ends, edge + rows], -1), axis=-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,10 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import config_field
 from ejkernel.types.arrays import is_eight_bit, result_dtype
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
+from ejkernel.types.problems.grouped_passes import MAX_LANES
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
-MAX_LANES = 4096  # a program holds two values a lane in registers, 16 of each of 256 threads
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,11 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Passes:
-    """The tiles of the matmul and of the gradients of lhs and rhs.
-
-    ``whole``: another backend's kernel for the gradient of rhs: ``whole(problem, lhs, dout,
-    group_sizes, offset)``, a hashable callable that returns the result of the launch.
-    """
+    """The tiles of the matmul and of the gradients of lhs and rhs."""
 
     fwd: Tiles
     dlhs: Tiles
     drhs: Tiles
-    whole: Callable[..., Any] | None = None
 
     @property
     def fields(self) -> dict[str, int]:

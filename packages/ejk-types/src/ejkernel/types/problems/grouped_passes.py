@@ -1,0 +1,120 @@
+"""Passes of grouped matmul by the stages ``forward``, ``dlhs`` and ``drhs``, for several backends.
+
+Stages know the arrays of a call by these names, those that are given::
+
+    lhs          [batch * rows, inner]
+    rhs          [held, inner, columns] of every call, or once for all; in ``dlhs`` transposed
+    dout         [batch * rows, columns], in ``drhs``
+    group_sizes  [groups]; of several calls [batch * (groups + 1)], with the remaining rows
+    offset       [1] or [batch]: the first group of the matrices
+    existing     [batch * rows, columns]: an array that is added to the result
+    scale        [held, columns] float32: scales of 8-bit matrices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.types.problems.grouped_matmul import GroupedProblem
+
+MAX_LANES = 4096
+"""Group sizes of all mapped calls, remaining rows included, that programs hold at once."""
+
+Arrays = dict[str, Any]
+
+
+class GroupedPasses:
+    """A mixin for kernels with the stages ``forward``, ``dlhs`` and ``drhs``.
+
+    A stage is a function of the work and of operands by name that returns ``{"out": array}``.
+    """
+
+    choose: Callable[..., Any]
+    run_stage: Callable[..., Arrays]
+    float32_precision: ClassVar[str] = "tf32"
+    """Name of the fast precision of float32 matmuls in a problem."""
+
+    def forward(self, work: Any, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p = work.problem
+        operands = {
+            "lhs": arrays["lhs"].astype(p.dtype),
+            "rhs": arrays["rhs"] if p.stored else arrays["rhs"].astype(p.dtype),
+            **_group_operands(arrays),
+            "existing": arrays.get("existing_out"),
+            "scale": _column_scale(arrays, p),
+        }
+        return (self._stage_output("forward", work, operands),), ()
+
+    def backward(
+        self, work: Any, arrays: Arrays, outputs: Any, saved: Any, cotangents: Sequence[Any]
+    ) -> Mapping[str, Any]:
+        p, (dout,) = work.problem, cotangents
+        grads = {"existing_out": dout} if "existing_out" in arrays else {}
+        if p.dtype == "float16" and p.out != "float16":
+            # the range of float16 would clip gradients that the result's dtype can hold
+            p = replace(p, dtype="float32", precision=self.float32_precision)
+            work = replace(work, problem=p, tiles=self.choose(p, work.target))
+        lhs, rhs, dout = (x.astype(p.dtype) for x in (arrays["lhs"], arrays["rhs"], dout))
+        groups = _group_operands(arrays)
+        flipped = replace(work, problem=p.flipped())
+        grads["lhs"] = self._stage_output("dlhs", flipped, {"lhs": dout, "rhs": rhs, **groups})
+        grads["rhs"] = self._stage_output("drhs", work, {"lhs": lhs, "dout": dout, **groups})
+        return grads
+
+    def _stage_output(self, stage: str, work: Any, operands: Arrays) -> jax.Array:
+        operands = {name: x for name, x in operands.items() if x is not None}
+        return self.run_stage(stage, work, operands)["out"]
+
+
+def _group_operands(arrays: Arrays) -> Arrays:
+    """Returns the group sizes and the offset ``[1]``."""
+    offset = arrays.get("group_offset")
+    offset = None if offset is None else offset.reshape(1)
+    return {"group_sizes": arrays["group_sizes"], "offset": offset}
+
+
+def _column_scale(arrays: Arrays, p: GroupedProblem) -> jax.Array | None:
+    """Returns the scale of 8-bit matrices, ``[held, columns]`` in float32."""
+    scale = arrays.get("rhs_scale")
+    if scale is None:
+        return None
+    scale = scale[:, None] if scale.ndim == 1 else scale
+    return jnp.broadcast_to(scale.astype(jnp.float32), (p.held, p.columns))
+
+
+def fold_groups(
+    problem: GroupedProblem, size: int, operands: Mapping[str, Any], is_batched: Mapping[str, bool]
+) -> tuple[GroupedProblem, Arrays] | None:
+    """Returns ``size`` calls of ``drhs`` as one of more groups; None for too many groups.
+
+    Batched operands have the mapped axis in front.
+    """
+    p = problem
+    if size * p.batch * (p.groups + 1) > MAX_LANES:
+        return None
+    folded = dict(operands)
+    if folded["group_sizes"].shape[-1] == p.groups:
+        folded["group_sizes"] = add_remaining_rows(folded["group_sizes"], p.rows)
+    for name, x in folded.items():
+        batched = is_batched[name]
+        if name == "offset" and x.shape[-1] == 1:  # an offset may serve all calls
+            folded[name] = jnp.repeat(x.reshape(-1), p.batch) if batched else x
+        else:
+            shape = x.shape[1:] if batched else x.shape
+            x = x if batched else jnp.broadcast_to(x, (size, *shape))
+            folded[name] = x.reshape(size * shape[0], *shape[1:])
+    return replace(p, batch=size * p.batch), folded
+
+
+def add_remaining_rows(sizes: jax.Array, rows: int) -> jax.Array:
+    """Returns sizes ``[..., groups + 1]`` clipped to the rows, the remaining rows last."""
+    sizes = jnp.clip(sizes, 0, rows)
+    # clipped one by one, no sum can wrap around
+    ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), sizes, axis=-1)
+    edge = jnp.zeros_like(ends[..., :1])
+    return jnp.diff(jnp.concatenate([edge, ends, edge + rows], -1), axis=-1)
