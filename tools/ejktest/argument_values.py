@@ -64,8 +64,8 @@ _SIZES: dict[str, dict[str, int]] = {
     "mla_attention": _SELF_ATTENTION | _LATENT,
     "mla_decode": _PAGES | {"heads": 64, "page_size": 64, "cache_dim": 576},
     "native_sparse_attention": {"batch": 1, "seq": 128, "heads": 16, "kv_heads": 1, "head_dim": 64},
-    "page_attention": _PAGES | {"heads": 4, "kv_heads": 2, "head_dim": 64},
-    "ragged_decode_attention": _SELF_ATTENTION | {"kv_len": TOKENS},
+    "page_attention": _PAGES | {"heads": 4, "kv_heads": 2, "head_dim": 128},
+    "ragged_decode_attention": _SELF_ATTENTION | {"kv_len": TOKENS, "head_dim": 128},
 }  # fmt: skip
 _STATIC: dict[str, dict[str, Any]] = {
     "lightning_attention": {"layer_idx": 1, "num_layers": 4},
