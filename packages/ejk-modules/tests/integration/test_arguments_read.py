@@ -58,7 +58,7 @@ def unread(kernel):
 
 
 def as_stored(kernel, arguments):
-    """Returns the arguments with rows of a latent cache as TPUs store them, padded to lanes of 128."""
+    """Returns the arguments with rows of a latent cache padded to 128 lanes, as TPUs store them."""
     if not repr(kernel).startswith("ejkernel.kernels.pallas.tpu.mla_decode"):
         return arguments
     widened = {"query", "latent_cache"} & arguments.keys()
