@@ -40,6 +40,9 @@ PACKAGE = KernelPackage(
         Entry("blocksparse_attention", config_fields=_FLASH),
         Entry("scaled_dot_product_attention", config_fields=()),
         Entry("mla_attention", config_fields=_FLASH),
+        Entry(
+            "ring_attention", "flash_attention.implementation:ring_attention", config_fields=_FLASH
+        ),
         Entry("page_attention", config_fields=_PAGED),
         Entry("ragged_page_attention", config_fields=_RAGGED),
         Entry("ragged_page_attention_v3", config_fields=_RAGGED),
