@@ -32,7 +32,7 @@ _ERRORS = (
     "KernelNotSupported",
     "NoConfigError",
 )
-_EXECUTOR = ("create_default_executor", "explain", "get_default_executor", "supports")
+_EXECUTOR = ("check_call", "create_default_executor", "explain", "get_default_executor", "supports")
 
 _ADAPTERS = ("equinox_attention", "flax_attention")
 

@@ -21,6 +21,7 @@ from ejkernel.modules._configs import RaggedPageAttentionv3Config as RaggedPageA
 from ejkernel.modules._configs import RecurrentAttentionConfig as RecurrentAttentionConfig
 from ejkernel.modules._configs import RingAttentionConfig as RingAttentionConfig
 from ejkernel.modules._configs import ScaledDotProductAttentionConfig as ScaledDotProductAttentionConfig
+from ejkernel.modules._executor import check_call as check_call
 from ejkernel.modules._executor import create_default_executor as create_default_executor
 from ejkernel.modules._executor import explain as explain
 from ejkernel.modules._executor import get_default_executor as get_default_executor

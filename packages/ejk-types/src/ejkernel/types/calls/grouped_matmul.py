@@ -67,6 +67,13 @@ class GroupedMatmul(Call):
         values.integer_to_array(a, "group_offset")
 
     @classmethod
+    def check_contents(cls, a: Arguments) -> None:
+        """The groups end inside the rows of lhs."""
+        total, rows = int(a["group_sizes"].sum(dtype=np.int64)), a["lhs"].shape[0]
+        if total > rows:
+            raise out_of_range("sum(group_sizes)", f"at most the {rows} rows of lhs", total)
+
+    @classmethod
     def canonicalize(cls, a: Arguments) -> None:
         """Shapes that fit each other, and the dtype of the output."""
         canonicalize.precision(a)
