@@ -51,6 +51,33 @@ def test_experts_spread_over_eight_devices(moe, small):
     np.testing.assert_allclose(out, moe.dense(p, x), atol=2e-6)
 
 
+def test_experts_and_tokens_over_devices(moe, small, capsys):
+    p, x = small
+    p = p._replace(router=p.router.at[:, 0].add(3 * x.mean(0)))  # uneven routes
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("expert",))
+
+    def total(layer):
+        def run(p, x):
+            out, *rest = layer(p, x)
+            return jnp.sum(jnp.sin(out)), rest
+
+        return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))
+
+    one = total(lambda p, x: (moe.dense(p, x),))
+    many = total(lambda p, x: moe.experts_and_tokens_on_devices(p, x, mesh, "expert"))
+    text = many.lower(p, x).compile().as_text()
+    assert "all-to-all" in text and "all-gather" not in text
+    (found, (rows,)), gradients = many(p, x)
+    (expected, _), expected_gradients = one(p, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert rows.sum() == 2 * x.shape[0] and rows.shape == (4,)
+    pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert moe.spread(4, tokens=64).sum() == 128
+    assert "balance" in capsys.readouterr().out
+
+
 def test_experts_learn(moe, capsys):
     losses = moe.main(steps=80, tokens=128)
     assert np.mean(losses[-10:]) < 0.85 * np.mean(losses[:10])

@@ -39,6 +39,7 @@ _ADAPTERS = ("equinox_attention", "flax_attention")
 WHERE: dict[str, tuple[str, str]] = {
     **exports(),
     **{name: ("ejkernel.modules.adapters", name) for name in _ADAPTERS},
+    "merge_attention": ("ejkernel.modules.merge", "merge_attention"),
     "ssd_attention": ("ejkernel.modules.ssd", "ssd_attention"),
     **{name: ("ejkernel.ops", name) for name in _ERRORS},
     **{name: ("ejkernel.modules._executor", name) for name in _EXECUTOR},

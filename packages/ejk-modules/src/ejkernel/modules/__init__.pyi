@@ -29,6 +29,7 @@ from ejkernel.modules._executor import supports as supports
 from ejkernel.modules._version import __version__ as __version__
 from ejkernel.modules.adapters import equinox_attention as equinox_attention
 from ejkernel.modules.adapters import flax_attention as flax_attention
+from ejkernel.modules.merge import merge_attention as merge_attention
 from ejkernel.modules.operations.attention import Attention as Attention
 from ejkernel.modules.operations.attention import attention as attention
 from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttention as BlockSparseAttention

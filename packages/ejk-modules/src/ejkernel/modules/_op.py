@@ -140,14 +140,14 @@ class Operation(RegisteredKernel[Cfg, Any]):
                 arguments[name] = np.asarray(arguments[name])
         with own_errors():
             prepared = spec.prepare((), arguments)
-            # shapes and dtypes, without work on a device; what is on the host stays known
-            known = {n: x for n, x in prepared.items() if not _is_on_device(x)}
-            rest = {n: x for n, x in prepared.items() if n not in known}
+            # shapes and dtypes, without work on a device; what is on the host keeps its values
+            on_device = {name: x for name, x in prepared.items() if _is_on_device(x)}
+            on_host = {name: x for name, x in prepared.items() if name not in on_device}
 
-            def bind(rest: Arguments) -> None:
-                spec.bind({**known, **rest}, warn=warn_caution)
+            def bind(arrays: Arguments) -> None:
+                spec.bind({**on_host, **arrays}, warn=warn_caution)
 
-            jax.eval_shape(bind, rest)
+            jax.eval_shape(bind, on_device)
             spec.check_contents(prepared)
 
     def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:

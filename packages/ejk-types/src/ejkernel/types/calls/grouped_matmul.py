@@ -106,7 +106,13 @@ class GroupedMatmul(Call):
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:
-        """Each shard of rows has the part of every group that lies in it."""
+        """Each shard of rows has the part of every group in it, each shard of groups its own."""
+        if shard.parts("groups") > 1:
+            first, before = a["group_offset"], shard.offset("groups")
+            a["group_offset"] = before if first is None else first + before
+            if a["existing_out"] is not None:  # a term of one device's
+                is_first = shard.index("groups") == 0
+                a["existing_out"] = jnp.where(is_first, a["existing_out"], 0)
         if shard.parts("rows") == 1:
             return
         ends = jnp.cumsum(a["group_sizes"].astype(jnp.int32))
