@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ejkernel.kernels.triton.common.eight_bit_keys import LARGEST, digits, quads
 from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.serving.eight_bit_scores import LARGEST, digits, quads
 
 
 class Queries(NamedTuple):

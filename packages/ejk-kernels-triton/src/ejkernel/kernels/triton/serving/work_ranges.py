@@ -1,6 +1,6 @@
 """Shares of paged decoding: how a program finds its sequences and tiles from the lengths.
 
-Key tiles of all sequences, laid end to end, are cut into equal shares: ``split_kernel`` says how.
+Key tiles of all sequences, laid end to end, are cut into equal shares: ``decode`` says how.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def extent(sequences, b, mask, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.
 
 @triton.jit
 def cost(tiles, OPENING: tl.constexpr):
-    """Returns the cost of a sequence, in tiles; ``split_kernel`` says what OPENING is."""
+    """Returns the cost of a sequence, in tiles; ``decode`` says what OPENING is."""
     if OPENING > 0:
         return tl.where(tiles > 0, tiles + OPENING, 0)
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.kernels.triton.page_attention.params import column_parts, has_narrow_tail, is_wide
+from ejkernel.kernels.triton.serving.params import column_parts, has_narrow_tail, is_wide
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import TILE_RANGE, config_field
 from ejkernel.types.serving.problem import PagedProblem
@@ -18,7 +18,7 @@ MAX_ROWS = 64  # query heads of one program: more fill the registers with accumu
 
 
 @dataclass(frozen=True)
-class Tiles:
+class DecodeTiles:
     """The launch of a step.
 
     Attributes:
@@ -31,7 +31,7 @@ class Tiles:
         most: query rows of one matmul, at most.
         maps: whether steps are read by TMA; only where keys hold their values.
         apart: whether scores are cut along keys where the compiler would cut them along rows.
-        form: of scores with 8-bit keys (``common.eight_bit_keys``); only where keys hold their
+        form: of scores with 8-bit keys (``eight_bit_scores``); only where keys hold their
             values and are read by TMA.
         once: whether 8-bit values are converted once for both matmuls, which then read shared
             memory; only where keys hold their values.
@@ -56,7 +56,7 @@ class Tiles:
         fields = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return fields if self.pages is None else {"pages_per_block": self.pages, **fields}
 
-    def apply_config(self, cfg: Any, problem: PagedProblem, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: PagedProblem, target: Target) -> DecodeTiles:
         """These tiles with what a config says instead, then the splits that the call asks for."""
         tiles, pages = overridden(self, cfg, LAUNCHED), config_field(cfg, "pages_per_block")
         if pages is not None:
@@ -68,7 +68,7 @@ class Tiles:
             return tiles
         return replace(tiles, splits=max(1, min(int(splits), -(-problem.capacity // least))))
 
-    def apply_block_config(self, params: Any) -> Tiles:
+    def apply_block_config(self, params: Any) -> DecodeTiles:
         """Returns the tiles with forward params of a config, for caches without pages."""
         tiles, block = overridden(self, params, LAUNCHED), config_field(params, "kv_blocksize")
         if block is not None:
@@ -110,7 +110,7 @@ def held_bytes(problem: PagedProblem, block: int, stages: int) -> int:
     )
 
 
-def choose(problem: PagedProblem, target: Target) -> Tiles:
+def choose(problem: PagedProblem, target: Target) -> DecodeTiles:
     """The heuristic launch."""
     rows, _ = query_rows(problem)
     columns = power_of_two(max(map(sum, column_parts(problem))))
@@ -128,7 +128,7 @@ def choose(problem: PagedProblem, target: Target) -> Tiles:
     if target.platform == "rocm":
         # no asynchronous copies: loads go through registers, occupancy hides latency
         most = 32 if problem.is_eight_bit and warps == 8 else 64
-        return Tiles(min(block, most), warps, 1, 2)
+        return DecodeTiles(min(block, most), warps, 1, 2)
     # the deepest pipeline that leaves room for a second program, whose loads fly while the first
     # one computes: at least 64 KiB in flight a multiprocessor hide the latency of memory
     stages = next(
@@ -136,10 +136,10 @@ def choose(problem: PagedProblem, target: Target) -> Tiles:
     )
     # two programs of four warps, or one of eight, may use every register they can name
     room = target.shared_limit // held_bytes(problem, block, stages)
-    return Tiles(block, warps, stages, max(1, min(8 // warps, room)))
+    return DecodeTiles(block, warps, stages, max(1, min(8 // warps, room)))
 
 
-def share_count(problem: PagedProblem, tiles: Tiles, target: Target) -> int:
+def share_count(problem: PagedProblem, tiles: DecodeTiles, target: Target) -> int:
     """Equal shares of the cache when it is cut as a whole: what fills the chip once.
 
     A share per head and chunk runs as a program. With more than a quarter of the chip's programs
@@ -153,7 +153,7 @@ def share_count(problem: PagedProblem, tiles: Tiles, target: Target) -> int:
     return max(1, min(shares, problem.batch * longest))
 
 
-def neighbours(problem: PagedProblem, target: Target, chosen: Tiles) -> list[Tiles]:
+def neighbours(problem: PagedProblem, target: Target, chosen: DecodeTiles) -> list[DecodeTiles]:
     """Tiles worth timing: steps of half to double the bytes, two to five stages, that fit."""
     size = max(problem.page_size, 1)
     return [

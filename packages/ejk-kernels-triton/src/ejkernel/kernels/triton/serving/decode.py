@@ -38,40 +38,40 @@ from typing import Any, ClassVar
 
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
-from ejkernel.kernels.triton.common.cached import (
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import power_of_two, struct
+from ejkernel.kernels.triton.serving.attend_block import (
     Keys,
     attend_block,
     empty,
     joined,
     store_rows,
 )
-from ejkernel.kernels.triton.common.pages import block_pages, run_between, token_places
-from ejkernel.kernels.triton.common.queries import opened, opened_as_loaded
-from ejkernel.kernels.triton.language import tl, triton
-from ejkernel.kernels.triton.launch import power_of_two, struct
-from ejkernel.kernels.triton.page_attention.groups import Heads, Partial, Sequences, Sizes
-from ejkernel.kernels.triton.page_attention.launch import (
+from ejkernel.kernels.triton.serving.decode_tiles import query_rows
+from ejkernel.kernels.triton.serving.groups import DecodeSizes, Heads, Partial, Sequences
+from ejkernel.kernels.triton.serving.launch import (
     PagedLaunch,
     cache_group,
     dots_group,
     logits_group,
     sequential,
 )
-from ejkernel.kernels.triton.page_attention.merge_kernel import (
+from ejkernel.kernels.triton.serving.merge import (
     average,
     finish,
     number_of,
     part_logit,
 )
-from ejkernel.kernels.triton.page_attention.params import column_parts
-from ejkernel.kernels.triton.page_attention.shares import (
+from ejkernel.kernels.triton.serving.pages import block_pages, run_between, token_places
+from ejkernel.kernels.triton.serving.params import column_parts
+from ejkernel.kernels.triton.serving.queries import opened, opened_as_loaded
+from ejkernel.kernels.triton.serving.work_ranges import (
     cost,
     extent,
     find_share,
     part_of_sequence,
     store_starts,
 )
-from ejkernel.kernels.triton.page_attention.tiles import query_rows
 from ejkernel.kernels.triton.targets import Target, instructions
 from ejkernel.types.serving.problem import ITEMSIZE
 
@@ -282,7 +282,7 @@ class PagedSplit(PagedLaunch):
             "partial": Partial(*map(self.result, ("acc", "m", "l"))),
             "starts": self.result("starts"),
             "o": self.result("o"),
-            "sizes": Sizes(
+            "sizes": DecodeSizes(
                 p.batch, self.shares, p.max_pages, p.pages, p.window_left or 0,
                 WINDOW=p.window_left is not None,
             ),
@@ -307,9 +307,9 @@ class PagedSplit(PagedLaunch):
         bound = super().bind(target)
         if not (self.tiles.form and compat.has_gluon()):
             return bound
-        from ejkernel.kernels.triton.page_attention import latent_kernel
+        from ejkernel.kernels.triton.serving import mla_decode_sm90
 
-        if not latent_kernel.is_supported(self.problem, self.tiles):
+        if not mla_decode_sm90.is_supported(self.problem, self.tiles):
             return bound
-        launch = latent_kernel.LatentSplit(self, operands=self.operands)
+        launch = mla_decode_sm90.LatentSplit(self, operands=self.operands)
         return replace(launch.bind(target), stand_in=bound)

@@ -1,6 +1,6 @@
 """Ragged attention, first kernel: which sequence is done how, from starts and lengths alone.
 
-One program. Sequences of at most TOKENS rows are decoded (``page_attention.split_kernel``), the
+One program. Sequences of at most TOKENS rows are decoded (``decode``), the
 others prefilled by tiles of TILE rows, whose keys are cut into parts where few tiles are long::
 
     part = max(LEAST, sum over sequences of tiles * longest / FAIR)   blocks of keys
@@ -20,9 +20,16 @@ how many rows on a sequence is another kernel's, and whether those of one row ar
 LONG if such sequences have ``enough`` rows in all, else more than there are. LONG 0: there is no
 other kernel. SINGLE: it takes those of one row beside long ones, where none of them is half as long
 as all takes (``cores`` programs). Its sequences and their tiles are listed besides (``longs``,
-``lines``, see ``queue_kernel``), and those of one row that it takes: ``own [n, 3]`` has the row of
+``lines``), and those of one row that it takes: ``own [n, 3]`` has the row of
 each, its length or 0, and how many of its programs decode, twice those that would take as long as
 all others.
+
+The queue of the other kernel's tiles is in the order of what they read: sequence by sequence, that
+with the longest KV range first; of a sequence as many kv heads at a time as the near L2 holds, and
+of these tile by tile, the longest first. So programs that run together read the same keys, and the
+last ones taken are short. ``longs [5, n]``: of the other kernel's sequences number, first row, row
+past the last, length and tiles, side by side. ``types.serving.schedule.WorkTile`` names the columns
+of ``lines``.
 """
 
 from __future__ import annotations
@@ -32,13 +39,30 @@ from typing import ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import struct
-from ejkernel.kernels.triton.page_attention.groups import Given
-from ejkernel.kernels.triton.page_attention.launch import sequential
-from ejkernel.kernels.triton.ragged_page_attention.launch import RaggedLaunch
-from ejkernel.kernels.triton.ragged_page_attention.queue_kernel import queue_tiles, tiles_of
+from ejkernel.kernels.triton.serving.groups import Given
+from ejkernel.kernels.triton.serving.launch import RaggedLaunch, sequential
 
 NEAR_BYTES = 16 << 20  # keys and values that programs loop over together
 EARLY = tl.constexpr(2.0)  # programs that decode, over those that would take as long as all others
+ALIGNED = tl.constexpr(8)  # rows: a tile begins at a multiple of it
+SEQUENCES = tl.constexpr(64)  # looked at together
+TILES = tl.constexpr(16)  # of each of them
+LINES = tl.constexpr(128)  # empty lines written at a time
+
+
+@triton.jit
+def find_sequence(x, until, n, LANES: tl.constexpr):
+    """(sequence, what those before it have) of number ``x``, counted by ``until [n]``."""
+    lane = tl.arange(0, LANES)
+    found = 0
+    before = 0
+    for base in range(0, n, LANES):
+        i = base + lane
+        u = tl.load(until + i, mask=i < n, other=2147483647)
+        done = u <= x
+        found += tl.sum(done.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(done, u, 0), 0))
+    return found, before
 
 
 @triton.jit
@@ -94,7 +118,7 @@ class LongPrefill(NamedTuple):
     decode_rows: Given
 
 
-class Sizes(NamedTuple):
+class ScheduleSizes(NamedTuple):
     """Sizes of a call; ``left``: keys seen before a row, with WINDOW.
 
     ``fair``, ``least``: partial results of split tiles, and blocks of keys in one at least.
@@ -112,7 +136,7 @@ class Sizes(NamedTuple):
     most_tiles: int
 
 
-class Tile(NamedTuple):
+class ScheduleTile(NamedTuple):
     """Constants. ONCE: all sequences are looked at at once. COUNT: index in ``valid``."""
 
     WINDOW: bool
@@ -128,6 +152,63 @@ class Tile(NamedTuple):
     NEAR: int
     COUNT: int
     ONCE: bool
+
+
+@triton.jit
+def _count_tiles(first, last, BLOCK_Q: tl.constexpr):
+    """Returns the tiles of rows first .. last, which begin at a multiple of ALIGNED."""
+    return tl.cdiv(last - first // ALIGNED * ALIGNED, BLOCK_Q)
+
+
+@triton.jit
+def _queue_tiles(
+    longs, found, n, lines, most, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    """Writes ``most + 1`` lines. NEAR: keys of one head that the near L2 holds."""
+    lane = tl.arange(0, SEQUENCES)
+    total = 0
+    for base in range(0, found, SEQUENCES):
+        a = base + lane
+        here = a < found
+        sequence = tl.load(longs + a, mask=here, other=0)
+        first = tl.load(longs + n + a, mask=here, other=0)
+        last = tl.load(longs + 2 * n + a, mask=here, other=0)
+        length = tl.load(longs + 3 * n + a, mask=here, other=0)
+        tiles = tl.load(longs + 4 * n + a, mask=here, other=0)
+        blocks = tl.cdiv(length, BLOCK_KV)
+        before = tl.zeros([SEQUENCES], tl.int32)
+        for other in range(0, found, SEQUENCES):
+            b = other + lane
+            theirs = tl.cdiv(tl.load(longs + 3 * n + b, mask=b < found, other=0), BLOCK_KV)
+            ahead = theirs[None, :] > blocks[:, None]
+            ahead = ahead | ((theirs[None, :] == blocks[:, None]) & (b[None, :] < a[:, None]))
+            count = tl.load(longs + 4 * n + b, mask=b < found, other=0)
+            before += tl.sum(tl.where(ahead, count[None, :], 0), 1)
+        together = tl.full([SEQUENCES], HEADS // KV_HEADS, tl.int32)
+        for k in tl.static_range(2, KV_HEADS + 1):
+            if KV_HEADS % k == 0:
+                together = tl.where(length <= NEAR // k, HEADS // KV_HEADS * k, together)
+        begin = first // ALIGNED * ALIGNED
+        for some in range(0, tl.max(tiles, 0), TILES):
+            t = some + tl.arange(0, TILES)[None, :]
+            inside = t < tiles[:, None]
+            at = lines + ((before + tiles - 1)[:, None] - t) * 8
+            tl.store(at, sequence[:, None], mask=inside)
+            tl.store(at + 1, begin[:, None] + t * BLOCK_Q, mask=inside)
+            tl.store(at + 2, first[:, None], mask=inside)
+            tl.store(at + 3, last[:, None], mask=inside)
+            tl.store(at + 4, length[:, None], mask=inside)
+            tl.store(at + 5, before[:, None], mask=inside)
+            tl.store(at + 6, tiles[:, None], mask=inside)
+            tl.store(at + 7, together[:, None], mask=inside)
+        total += tl.sum(tiles, 0)
+    column = tl.arange(0, 8)[None, :]
+    for base in range(total, most + 1, LINES):
+        m = base + tl.arange(0, LINES)[:, None]
+        # indices of the queue are divided by the heads that are worked on together
+        empty = (column == 7).to(tl.int32) + tl.zeros([LINES, 8], tl.int32)
+        tl.store(lines + m * 8 + column, empty, mask=m <= most)
 
 
 @triton.jit
@@ -169,7 +250,7 @@ def ragged_schedule(
                 longest_single = tl.maximum(longest_single, tl.max(alone, 0))
                 blocks = tl.cdiv(length, tile.BLOCK_KV).to(tl.float32)
                 own_blocks += tl.sum(tl.where(count == 1, blocks, 0.0), 0) * (tile.KV_HEADS / 2)
-                mine = tiles_of(first, last, tile.BLOCK_Q).to(tl.float32)
+                mine = _count_tiles(first, last, tile.BLOCK_Q).to(tl.float32)
                 mine = tl.where(count >= tile.LONG, mine * (blocks - 0.5 * mine + 1.0), 0.0)
                 long_blocks += tl.sum(mine, 0) * tile.HEADS
             top = tl.max(first, 0)
@@ -239,7 +320,7 @@ def ragged_schedule(
             tl.store(at + n, first, mask=long)
             tl.store(at + 2 * n, last, mask=long)
             tl.store(at + 3 * n, length, mask=long)
-            tl.store(at + 4 * n, tiles_of(first, last, tile.BLOCK_Q), mask=long)
+            tl.store(at + 4 * n, _count_tiles(first, last, tile.BLOCK_Q), mask=long)
             listed += tl.sum(long.to(tl.int32), 0)
             alone = (count == 1) & (single > 0)
             tl.store(long_prefill.decode_rows + 3 * i, first, mask=inside)
@@ -253,7 +334,7 @@ def ragged_schedule(
     tl.store(facts + 5, single)
     if tile.LONG > 0:
         tl.debug_barrier()  # what one thread has listed, another reads
-        queue_tiles(
+        _queue_tiles(
             long_prefill.sequences, listed, n, long_prefill.work_tiles, sizes.most_tiles,
             tile.BLOCK_Q, tile.BLOCK_KV, tile.HEADS, tile.KV_HEADS, tile.NEAR
         )  # fmt: skip
@@ -302,7 +383,7 @@ class RaggedScheduleLaunch(RaggedLaunch):
         return {
             "decode": DecodeRows(*map(self.result, decode)),
             "long_prefill": LongPrefill(*map(self.result, tables)),
-            "sizes": Sizes(
+            "sizes": ScheduleSizes(
                 n=p.batch,
                 rows=self.problem.rows,
                 capacity=p.capacity,
@@ -314,7 +395,7 @@ class RaggedScheduleLaunch(RaggedLaunch):
                 most_tiles=self.most_tiles,
             ),
             "LANES": self.lanes,
-            "tile": Tile(
+            "tile": ScheduleTile(
                 WINDOW=p.window_left is not None,
                 BLOCK=t.block,
                 TOKENS=t.decode_tokens,
@@ -330,18 +411,3 @@ class RaggedScheduleLaunch(RaggedLaunch):
                 ONCE=p.batch <= self.lanes,
             ),
         }
-
-
-@triton.jit
-def find(x, until, n, LANES: tl.constexpr):
-    """(sequence, what those before it have) of number ``x``, counted by ``until [n]``."""
-    lane = tl.arange(0, LANES)
-    found = 0
-    before = 0
-    for base in range(0, n, LANES):
-        i = base + lane
-        u = tl.load(until + i, mask=i < n, other=2147483647)
-        done = u <= x
-        found += tl.sum(done.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(done, u, 0), 0))
-    return found, before

@@ -7,10 +7,10 @@ Math, per row at position i of its sequence and query head, over the keys j <= i
 
 Work split: the rows of a sequence are cut into tiles of TILE tokens, and all query heads of a kv
 head are rows of the tile: ROWS = TILE * heads, so keys are read once for them. One program per
-(sequence, kv head, tile, part of its keys), found from ``schedule_kernel``'s table. Programs follow
+(sequence, kv head, tile, part of its keys), found from ``schedule``'s table. Programs follow
 each other by sequence, then kv head, then tile, the longest first: those that run together read the
 same keys, which stay in the L2 cache. A tile of one part goes to the output, the parts of others to
-slots for ``merge_kernel``. A program walks its blocks in one loop, which keeps loads in flight to
+slots for ``ragged_merge``. A program walks its blocks in one loop, which keeps loads in flight to
 the end, and masks those that some of its rows do not see. The last programs of the grid set rows of
 no sequence to 0. Where another kernel has the long sequences (LOOPED), whose rows ``o`` holds, few
 programs take the remaining pieces one after another.
@@ -28,31 +28,30 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
-from ejkernel.kernels.triton.common.cached import (
+from ejkernel.kernels.triton.common.structure import band_blocks
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import struct
+from ejkernel.kernels.triton.serving.attend_block import (
     Keys,
     attend_block,
     empty,
     joined,
     store_rows,
 )
-from ejkernel.kernels.triton.common.pages import pages_between, places_between, run_between
-from ejkernel.kernels.triton.common.queries import opened
-from ejkernel.kernels.triton.common.structure import band_blocks
-from ejkernel.kernels.triton.language import tl, triton
-from ejkernel.kernels.triton.launch import struct
-from ejkernel.kernels.triton.page_attention.groups import Partial
-from ejkernel.kernels.triton.page_attention.launch import (
+from ejkernel.kernels.triton.serving.groups import Partial, PrefillSizes
+from ejkernel.kernels.triton.serving.launch import (
+    RaggedLaunch,
     cache_group,
     dots_group,
     logits_group,
     sequential,
 )
-from ejkernel.kernels.triton.page_attention.merge_kernel import finish, number_of
-from ejkernel.kernels.triton.page_attention.params import compute_dtype
-from ejkernel.kernels.triton.ragged_page_attention.groups import Sizes
-from ejkernel.kernels.triton.ragged_page_attention.launch import RaggedLaunch
-from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
-from ejkernel.kernels.triton.ragged_page_attention.tiles import maps_pages, most_pieces
+from ejkernel.kernels.triton.serving.merge import finish, number_of
+from ejkernel.kernels.triton.serving.pages import pages_between, places_between, run_between
+from ejkernel.kernels.triton.serving.params import compute_dtype
+from ejkernel.kernels.triton.serving.queries import opened
+from ejkernel.kernels.triton.serving.ragged_tiles import maps_pages, most_pieces
+from ejkernel.kernels.triton.serving.schedule import find_sequence
 from ejkernel.kernels.triton.targets import Target, instructions
 from ejkernel.types.serving.problem import ITEMSIZE
 
@@ -119,7 +118,7 @@ def ragged_prefill(
             number = pid + turn * sizes.programs
             # behind the last piece there is no sequence; the number of pieces would be one more
             # load to wait for
-            r, before = find(number // UNITS, work + 2 * n, n, sizes.LANES)
+            r, before = find_sequence(number // UNITS, work + 2 * n, n, sizes.LANES)
             if r < n:
                 mine = tl.load(work + 2 * n + r) - before
                 parts = tl.load(work + 3 * n + r)
@@ -263,7 +262,7 @@ class RaggedPrefill(RaggedLaunch):
             "v_scale": self.scale("v_scale"),
             "sinks": self.sinks(),
             "partial": Partial(*map(self.result, ("acc", "m", "l"))),
-            "sizes": Sizes(
+            "sizes": PrefillSizes(
                 n=p.batch,
                 rows=self.problem.rows,
                 programs=self.programs(target),

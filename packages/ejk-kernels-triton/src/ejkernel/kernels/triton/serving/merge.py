@@ -12,7 +12,7 @@ where a row has many parts; parts in their fixed order, so that the same lengths
 same bits. The sinks enter here, once.
 
 Bound: reading the parts, at most (shares + batch) * heads * dv floats: 3 MB against 2.15 GB of
-cache at the shape named in ``split_kernel``.
+cache at the shape named in ``decode``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import ClassVar
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import power_of_two, struct
-from ejkernel.kernels.triton.page_attention.groups import Partial
-from ejkernel.kernels.triton.page_attention.launch import (
+from ejkernel.kernels.triton.serving.groups import Partial
+from ejkernel.kernels.triton.serving.launch import (
     PagedLaunch,
     expected_parts,
     parts_at_once,

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from ejkernel.kernels.triton.bound_launch import RUNS
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.kernels.triton.page_attention.params import column_parts, is_wide
-from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
+from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles, query_rows
+from ejkernel.kernels.triton.serving.params import column_parts, is_wide
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.serving.problem import LatentProblem
 
-FORMS = {"int8": "digits", "float8_e4m3fn": "quads"}  # of scores, see common.eight_bit_keys
+FORMS = {"int8": "digits", "float8_e4m3fn": "quads"}  # of scores, see eight_bit_scores
 
 
-def held_bytes(problem: LatentProblem, tiles: Tiles, target: Target) -> int:
+def held_bytes(problem: LatentProblem, tiles: DecodeTiles, target: Target) -> int:
     """Shared memory of a program: the steps in flight, queries, probabilities, reductions."""
     rows, _ = query_rows(problem, tiles.most)
     width = 4 if is_wide(problem) else 2
@@ -30,7 +30,7 @@ def held_bytes(problem: LatentProblem, tiles: Tiles, target: Target) -> int:
     return held + queries + 2048
 
 
-def can_map(problem: LatentProblem, tiles: Tiles, target: Target) -> bool:
+def can_map(problem: LatentProblem, tiles: DecodeTiles, target: Target) -> bool:
     """True where steps can be read by TMA: inside one page, both parts of a row one power of two.
 
     Rows behind the last are cut off by the descriptor, those before a window are not.
@@ -49,7 +49,7 @@ def can_map(problem: LatentProblem, tiles: Tiles, target: Target) -> bool:
     )
 
 
-def canonical(tiles: Tiles, problem: LatentProblem, target: Target) -> Tiles:
+def canonical(tiles: DecodeTiles, problem: LatentProblem, target: Target) -> DecodeTiles:
     """``tiles`` as they run, whatever a config made of them."""
     maps = tiles.maps and can_map(problem, tiles, target)
     # rows of one matrix instruction leave the multiprocessor to conversions, if there are any
@@ -57,12 +57,12 @@ def canonical(tiles: Tiles, problem: LatentProblem, target: Target) -> Tiles:
     return replace(tiles, maps=maps, form=FORMS.get(problem.key_dtype, "") if few else "")
 
 
-def choose(problem: LatentProblem, target: Target) -> Tiles:
+def choose(problem: LatentProblem, target: Target) -> DecodeTiles:
     """The heuristic launch."""
     return canonical(replace(_chosen(problem, target), maps=True), problem, target)
 
 
-def _chosen(problem: LatentProblem, target: Target) -> Tiles:
+def _chosen(problem: LatentProblem, target: Target) -> DecodeTiles:
     t = _form(problem, target)
     # no step longer than the longest sequence
     t = replace(t, block=max(16, min(t.block, power_of_two(problem.capacity))))
@@ -79,28 +79,30 @@ def _chosen(problem: LatentProblem, target: Target) -> Tiles:
     return t
 
 
-def _form(problem: LatentProblem, target: Target) -> Tiles:
+def _form(problem: LatentProblem, target: Target) -> DecodeTiles:
     """Rows, warps and tokens of a step."""
     p = problem
     eight_bit = p.is_eight_bit and not is_wide(p)
     if is_wide(p):
-        return Tiles(16, 4, 2, 1, most=16)
+        return DecodeTiles(16, 4, 2, 1, most=16)
     if p.group * p.tokens <= 16 or target.platform == "rocm":
         if target.platform == "rocm":
             # 8-bit values are converted by several instructions, in more registers
-            return Tiles(16 if eight_bit else 32, 4, 1, 1, most=16)
+            return DecodeTiles(16 if eight_bit else 32, 4, 1, 1, most=16)
         # four warps wait for each other in every step: long ones, as registers allow
-        return Tiles(64 if eight_bit and target.hopper else 32, 4, 2, 1, 2, most=16)
+        return DecodeTiles(64 if eight_bit and target.hopper else 32, 4, 2, 1, 2, most=16)
     if not target.hopper or (eight_bit and p.group * p.tokens <= 32):
         # so do 32, shared by eight warps
-        return Tiles(32, 8, 2, 1, most=32)
+        return DecodeTiles(32, 8, 2, 1, most=32)
     # asynchronous matmuls have 64 rows: 512 accumulators are half the registers of eight warps;
     # a step gathered from several pages takes a pointer a token
     block = 64 if p.page_size % 64 == 0 else 32
-    return Tiles(block, 8, 2, 1, most=64, apart=True, once=eight_bit)
+    return DecodeTiles(block, 8, 2, 1, most=64, apart=True, once=eight_bit)
 
 
-def neighbours(problem: LatentProblem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
+def neighbours(
+    problem: LatentProblem, target: Target, chosen: DecodeTiles
+) -> Iterable[DecodeTiles]:
     """Tiles worth timing: steps of half to double the tokens, two to four stages, that fit."""
     size = max(problem.page_size, 1)
     for block in (chosen.block // 2, chosen.block, chosen.block * 2):

@@ -17,13 +17,12 @@ from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.common.in_place import is_elsewhere
-from ejkernel.kernels.triton.common.narrow import eight_bit_quotients, eight_bits
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import power_of_two, struct
-from ejkernel.kernels.triton.page_attention.launch import sequential
-from ejkernel.kernels.triton.page_attention.params import layout_params
-from ejkernel.kernels.triton.ragged_page_attention.launch import RaggedLaunch
+from ejkernel.kernels.triton.serving.in_place import is_elsewhere
+from ejkernel.kernels.triton.serving.launch import RaggedLaunch, sequential
+from ejkernel.kernels.triton.serving.params import layout_params
+from ejkernel.kernels.triton.serving.quantize import eight_bit_quotients, eight_bits
 from ejkernel.kernels.triton.targets import instructions
 from ejkernel.types.serving.problem import ITEMSIZE
 
@@ -52,7 +51,7 @@ def _stored(
     return x.to(kind)
 
 
-class Sizes(NamedTuple):
+class WriteSizes(NamedTuple):
     """Sizes of a call."""
 
     n: int
@@ -61,7 +60,7 @@ class Sizes(NamedTuple):
     pages: int
 
 
-class Tile(NamedTuple):
+class WriteTile(NamedTuple):
     """Constants: BLOCK rows of a program, LANES sequences at once.
 
     K_HEADS combined heads of K_STEP elements in a token. KIND: the dtype of an 8-bit cache, else
@@ -149,7 +148,7 @@ def ragged_write(
     stop = block + 1
     if is_elsewhere(cache_in, cache):
         # A program per head copies and writes all of the head, which no other program touches.
-        # Slow, and rare: XLA is kept from it where it is known to do it (``implementation``).
+        # Slow, and rare: XLA is kept from it where it is known to do it (``stages``).
         stop = tl.where(block == 0, tl.cdiv(sizes.rows, tile.BLOCK), 0)
         if block == 0:
             for other in range(head, tile.K_HEADS, tile.KV_HEADS):
@@ -196,8 +195,8 @@ class RaggedWrite(RaggedLaunch):
             "v_scale": self.scale("v_scale"),
             "cache_in": self.operand("cache_in", view),
             "cache": self.result("cache", view),
-            "sizes": Sizes(p.batch, self.problem.rows, p.max_pages, p.pages),
-            "tile": Tile(
+            "sizes": WriteSizes(p.batch, self.problem.rows, p.max_pages, p.pages),
+            "tile": WriteTile(
                 KV_HEADS=p.kv_heads,
                 D=p.dim,
                 COLUMNS=max(16, power_of_two(p.dim)),

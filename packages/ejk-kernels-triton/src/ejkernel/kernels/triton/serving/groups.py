@@ -72,7 +72,7 @@ class Sinks(NamedTuple):
     PADDED: int
 
 
-class Sizes(NamedTuple):
+class DecodeSizes(NamedTuple):
     """Sizes of a launch; ``left``: keys seen before a row, with WINDOW."""
 
     batch: int
@@ -84,7 +84,7 @@ class Sizes(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Factors from dot products to logits, see ``common.queries.opened``."""
+    """Factors from dot products to logits, see ``queries.opened``."""
 
     scale: float
     cap_in: float
@@ -112,10 +112,10 @@ class Heads(NamedTuple):
 
 
 class Dots(NamedTuple):
-    """Options of matmuls, with the PRECISION of float32; see ``common.cached``.
+    """Options of matmuls, with the PRECISION of float32; see ``attend_block``.
 
     FUSED: see ``fused_softmax``. FORM: of scores with 8-bit keys that hold their values, see
-    ``common.eight_bit_keys``; "": even and odd columns apart. BIASED: their int8 values are
+    ``eight_bit_scores``; "": even and odd columns apart. BIASED: their int8 values are
     multiplied as ``convert_biased_pairs``.
     """
 
@@ -126,3 +126,32 @@ class Dots(NamedTuple):
     APART: bool
     FUSED: bool
     PRECISION: str
+
+
+class PrefillSizes(NamedTuple):
+    """``n`` sequences, ``rows`` of all; programs of a launch; a table's and a cache's pages.
+
+    ``left``: keys seen before a row, with WINDOW. LANES sequences are looked at together, LINES
+    rows set to 0 by a program.
+    """
+
+    n: int
+    rows: int
+    programs: int
+    max_pages: int
+    pages: int
+    left: int
+    WINDOW: bool
+    LANES: int
+    LINES: int
+
+
+class TileLayout(NamedTuple):
+    """Layout of rows in tiles: TILE tokens with MEMBERS query heads of a kv head, in ROWS rows."""
+
+    HEADS: int
+    KV_HEADS: int
+    CHUNKS: int
+    ROWS: int
+    TILE: int
+    MEMBERS: int

@@ -18,8 +18,6 @@ from ejkernel.kernels.triton.common.eight_bit import (
     convert_rows,
     pair_numbers,
 )
-from ejkernel.kernels.triton.common.eight_bit_keys import add_scores, combine_scores
-from ejkernel.kernels.triton.common.pages import load_places
 from ejkernel.kernels.triton.common.softmax import (
     fused_softmax,
     online_softmax,
@@ -27,6 +25,8 @@ from ejkernel.kernels.triton.common.softmax import (
     tanh_from_exp2,
 )
 from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.serving.eight_bit_scores import add_scores, combine_scores
+from ejkernel.kernels.triton.serving.pages import load_places
 
 RUNS = tl.constexpr(_RUNS)
 

@@ -1,4 +1,4 @@
-"""What the launches over a cache have in common: their groups of arguments.
+"""Properties that the launches over a cache have in common, and their groups of arguments.
 
 Scales and sinks have a leading axis of 1 (shared by all rows) or of the batch. Mapped calls are
 batched before the launches (``ops.stages``); a launch itself runs them one after the other.
@@ -11,7 +11,8 @@ from typing import Any
 
 from ejkernel.kernels.triton.language import tl
 from ejkernel.kernels.triton.launch import SEQUENTIAL, Launch, power_of_two
-from ejkernel.kernels.triton.page_attention.groups import (
+from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles
+from ejkernel.kernels.triton.serving.groups import (
     Cache,
     Dots,
     Given,
@@ -19,16 +20,19 @@ from ejkernel.kernels.triton.page_attention.groups import (
     Scale,
     Side,
     Sinks,
+    TileLayout,
 )
-from ejkernel.kernels.triton.page_attention.params import (
+from ejkernel.kernels.triton.serving.params import (
     column_parts,
     compute_dtype,
     layout_params,
     logit_params,
 )
-from ejkernel.kernels.triton.page_attention.tiles import Tiles
+from ejkernel.kernels.triton.serving.ragged_tiles import RaggedTiles, decode_shares, fair_parts
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.serving.problem import ITEMSIZE, PagedProblem
+from ejkernel.types.serving.problem import ITEMSIZE, PagedProblem, RaggedProblem
+
+MAX_LANES = 1024  # sequences that a program looks at at once
 
 
 def sequential(names: str) -> dict[str, str]:
@@ -126,7 +130,7 @@ class PagedLaunch(CacheLaunch):
     """
 
     problem: PagedProblem
-    tiles: Tiles
+    tiles: DecodeTiles
     shares: int
 
     @property
@@ -156,3 +160,41 @@ class PagedLaunch(CacheLaunch):
         if self.tiles.splits is None:
             return self.shares + p.batch - 1
         return 0 if self.direct else self.shares
+
+
+@dataclass(frozen=True)
+class RaggedLaunch(CacheLaunch):
+    """Common to the kernels of a ragged call.
+
+    Attributes:
+        target: the chip whose size decides the number of partial results.
+    """
+
+    problem: RaggedProblem
+    tiles: RaggedTiles
+    target: Target
+
+    @property
+    def fair(self) -> int:
+        """Most partial results of tiles whose keys are split."""
+        return fair_parts(self.problem, self.tiles, self.target)
+
+    @property
+    def decode_shares(self) -> int:
+        """Equal parts of the keys of decoded sequences."""
+        return decode_shares(self.problem, self.tiles, self.target)
+
+    @property
+    def lanes(self) -> int:
+        """Sequences that a program looks at at once."""
+        return min(MAX_LANES, power_of_two(self.problem.sequences))
+
+    @property
+    def chunks(self) -> int:
+        """Tiles for the query heads of a kv head."""
+        return -(-self.tiles.group // self.tiles.members)
+
+    def layout(self) -> TileLayout:
+        """Returns the rows of a tile."""
+        p, t = self.problem.paged, self.tiles
+        return TileLayout(p.heads, p.kv_heads, self.chunks, t.rows, t.tile, t.members)

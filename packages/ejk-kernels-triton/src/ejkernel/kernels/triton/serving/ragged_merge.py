@@ -1,6 +1,6 @@
 """Ragged attention, last kernel: partial results of decoded rows and of cut tiles to the output.
 
-The sum of ``page_attention.merge_kernel``. Few programs take the pieces one by one: first each
+The sum of ``merge``. Few programs take the pieces one by one: first each
 (sequence, query head), then each (slot, kv head, LINES rows of a tile), of which those of the first
 part of a tile are work. Writes into the output of the prefill kernel, which has all other rows;
 these, and the cache of a call that writes one, are copied where XLA put a result elsewhere
@@ -13,20 +13,24 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ejkernel.kernels.triton.common.in_place import copy_if_elsewhere, is_elsewhere
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import power_of_two, struct
-from ejkernel.kernels.triton.page_attention.groups import Partial
-from ejkernel.kernels.triton.page_attention.launch import expected_parts, parts_at_once, sequential
-from ejkernel.kernels.triton.page_attention.merge_kernel import (
+from ejkernel.kernels.triton.serving.groups import Partial
+from ejkernel.kernels.triton.serving.in_place import copy_if_elsewhere, is_elsewhere
+from ejkernel.kernels.triton.serving.launch import (
+    RaggedLaunch,
+    expected_parts,
+    parts_at_once,
+    sequential,
+)
+from ejkernel.kernels.triton.serving.merge import (
     finish,
     merge_row,
     number_of,
     parts_of,
 )
-from ejkernel.kernels.triton.ragged_page_attention.launch import RaggedLaunch
-from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import tile_rows
-from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
+from ejkernel.kernels.triton.serving.prefill import tile_rows
+from ejkernel.kernels.triton.serving.schedule import find_sequence
 from ejkernel.types.serving.problem import ITEMSIZE
 
 MERGED = 4  # rows of a tile that a warp merges
@@ -43,7 +47,7 @@ def _copy_other_rows(
     column = tl.arange(0, BLOCK)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         # the sequence is the one after those that end at or before the row
-        r, _ = find(row, work, n, LANES)
+        r, _ = find_sequence(row, work, n, LANES)
         r = tl.minimum(r, n - 1)
         slots = tl.load(work + 4 * n + r) - tl.load(work + 4 * n + r - 1, mask=r > 0, other=0)
         is_merged = (tl.load(d_counts + r) > 0) | (slots > 0)
@@ -132,7 +136,7 @@ def ragged_merge(
         line = x % LANE
         unit = (x // LANE) % UNITS
         slot = x // (LANE * UNITS)
-        r, before = find(slot, work + 4 * n, n, LANES)
+        r, before = find_sequence(slot, work + 4 * n, n, LANES)
         parts = tl.load(work + 3 * n + r)
         if (slot - before) % parts == 0:
             first = tl.load(first_rows + r)

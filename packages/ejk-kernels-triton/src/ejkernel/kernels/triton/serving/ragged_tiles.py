@@ -8,9 +8,9 @@ from typing import Any
 from ejkernel.kernels.triton.bound_launch import RUNS
 from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
-from ejkernel.kernels.triton.page_attention.params import column_parts, is_wide
-from ejkernel.kernels.triton.page_attention.tiles import LAUNCHED, query_rows
+from ejkernel.kernels.triton.serving import decode_tiles
+from ejkernel.kernels.triton.serving.decode_tiles import LAUNCHED, query_rows
+from ejkernel.kernels.triton.serving.params import column_parts, is_wide
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import config_field
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
@@ -21,7 +21,7 @@ MAX_DECODE_TOKENS = 8  # rows of a sequence in one decoding step: keys are read 
 
 
 @dataclass(frozen=True)
-class Tiles:
+class RaggedTiles:
     """The launch of the tiles of prefilled sequences, and that of decoded ones.
 
     Attributes:
@@ -40,14 +40,14 @@ class Tiles:
     block: int
     num_warps: int
     num_stages: int
-    decode: paged_tiles.Tiles
+    decode: decode_tiles.DecodeTiles
     least: int
     splits: int | None = None
     group: int = 1
     decode_tokens: int = 1
     long: LongPrefill | None = None
 
-    def apply_config(self, cfg: Any, problem: RaggedProblem, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: RaggedProblem, target: Target) -> RaggedTiles:
         """These tiles with what a config says instead."""
         p, tiles = problem.paged, overridden(self, cfg, LAUNCHED | {"splits": "num_splits"})
         queries = config_field(cfg, "num_queries_per_block")
@@ -57,7 +57,7 @@ class Tiles:
             rows = min(most, power_of_two(int(queries) * self.members))
             tiles = replace(tiles, rows=max(16, rows))
         if pages is not None:
-            block = paged_tiles.block_of_pages(int(pages), p, target)
+            block = decode_tiles.block_of_pages(int(pages), p, target)
             tiles = replace(tiles, block=block, decode=replace(tiles.decode, block=block))
         return tiles
 
@@ -81,10 +81,10 @@ class Tiles:
         }
 
 
-def choose(problem: RaggedProblem, target: Target) -> Tiles:
+def choose(problem: RaggedProblem, target: Target) -> RaggedTiles:
     """The heuristic launch."""
     p, tokens = problem.paged, decode_tokens(problem)
-    decode = paged_tiles.choose(replace(p, tokens=tokens), target)
+    decode = decode_tiles.choose(replace(p, tokens=tokens), target)
     columns = power_of_two(sum(column_parts(p)[0]))
     rows, block, warps, stages = _sizes(problem, target, columns)
     # no more rows than there are, no more keys than a sequence can have
@@ -92,7 +92,9 @@ def choose(problem: RaggedProblem, target: Target) -> Tiles:
     block = max(16, min(block, power_of_two(p.capacity)))
     if rows < 64:
         warps = min(warps, 4)
-    tiles = Tiles(rows, block, warps, stages, decode, LEAST, group=p.group, decode_tokens=tokens)
+    tiles = RaggedTiles(
+        rows, block, warps, stages, decode, LEAST, group=p.group, decode_tokens=tokens
+    )
     return _fit(tiles, problem, target)
 
 
@@ -104,7 +106,7 @@ def decode_tokens(problem: RaggedProblem) -> int:
     return max(1, min(fit, MAX_DECODE_TOKENS, problem.rows))
 
 
-def decode_problem(problem: RaggedProblem, tiles: Tiles) -> PagedProblem:
+def decode_problem(problem: RaggedProblem, tiles: RaggedTiles) -> PagedProblem:
     """Returns the problem of the sequences that are decoded."""
     return replace(problem.paged, tokens=tiles.decode_tokens)
 
@@ -141,7 +143,7 @@ def shared_bytes(problem: RaggedProblem, rows: int, block: int, stages: int) -> 
     return held + rows * (p.dim + block) * width
 
 
-def _fit(tiles: Tiles, problem: RaggedProblem, target: Target) -> Tiles:
+def _fit(tiles: RaggedTiles, problem: RaggedProblem, target: Target) -> RaggedTiles:
     """``tiles`` made smaller until their shared memory fits, or as small as they get."""
     limit = target.shared_limit
     while shared_bytes(problem, tiles.rows, tiles.block, tiles.num_stages) > limit:
@@ -172,16 +174,16 @@ def maps_pages(p: PagedProblem, block: int, target: Target) -> bool:
     )
 
 
-def decode_shares(problem: RaggedProblem, tiles: Tiles, target: Target) -> int:
+def decode_shares(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:
     """Equal shares of all decoded keys."""
     p = problem.paged
     if tiles.splits is None:
-        return paged_tiles.share_count(decode_problem(problem, tiles), tiles.decode, target)
+        return decode_tiles.share_count(decode_problem(problem, tiles), tiles.decode, target)
     longest = -(-p.capacity // tiles.decode.block)
     return max(1, p.batch * min(tiles.splits, longest))
 
 
-def fair_parts(problem: RaggedProblem, tiles: Tiles, target: Target) -> int:
+def fair_parts(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:
     """Parts of tiles in all, for each kv head: what runs at once.
 
     Few tiles of one length then are one round of programs, and what is kept of them is small. A
@@ -192,14 +194,14 @@ def fair_parts(problem: RaggedProblem, tiles: Tiles, target: Target) -> int:
     return max(1, programs // (problem.paged.kv_heads * chunks))
 
 
-def most_pieces(problem: RaggedProblem, tiles: Tiles, fair: int) -> int:
+def most_pieces(problem: RaggedProblem, tiles: RaggedTiles, fair: int) -> int:
     """Pieces of any mix of sequences: full tiles, one more a sequence, parts of cut ones."""
     t = problem.rows
     prefilled = min(problem.sequences, t // (tiles.decode_tokens + 1))
     return t // tiles.tile + prefilled + fair
 
 
-def neighbours(problem: RaggedProblem, target: Target, chosen: Tiles) -> list[Tiles]:
+def neighbours(problem: RaggedProblem, target: Target, chosen: RaggedTiles) -> list[RaggedTiles]:
     """Returns tiles worth timing: half or twice the rows and warps, a stage more or less."""
     found = [
         replace(chosen, rows=rows, num_warps=warps, num_stages=stages)
