@@ -191,7 +191,8 @@ COMPILED = {
     "ragged page 64": _ragged(page=64),
     "ragged int8": _ragged("int8"),
 }
-_LONG: dict[str, Any] = {"tokens": 1024, "sequences": 256, "max_blocks": 8192}  # 128k tokens in pages of 16
+# contexts of 128k tokens in pages of 16
+_LONG: dict[str, Any] = {"tokens": 1024, "sequences": 256, "max_blocks": 8192}
 COMPILED_TPU = {
     "ragged": COMPILED["ragged"],
     "ragged int8": COMPILED["ragged int8"],

@@ -16,7 +16,7 @@ from ejkernel.kernels.pallas.tpu.ragged_page_attention.tiles import Layout
 def split_words(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the lower and the upper bfloat16 of words of 32 bits, as float32: exact."""
     low, high = words << 16, words & jnp.uint32(0xFFFF0000)
-    return tuple(pltpu.bitcast(x, jnp.float32) for x in (low, high))  # ty: ignore[invalid-return-type]
+    return pltpu.bitcast(low, jnp.float32), pltpu.bitcast(high, jnp.float32)
 
 
 def load_head(layout: Layout, block: Any, head: int) -> tuple[jax.Array, jax.Array]:
