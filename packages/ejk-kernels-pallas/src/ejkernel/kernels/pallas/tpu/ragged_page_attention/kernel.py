@@ -147,9 +147,13 @@ class Steps(NamedTuple):
         def _many_rows() -> None:
             size = layout.tiles.queries
             s.q_rows[: size * heads] = q[...].astype(jnp.float32).reshape(size * heads, -1)
-            for head in range(heads):
-                rows = pl.ds(head % layout.group * size, size)
-                s.q[head // layout.group, rows] = gather_heads(layout, s.q_rows, head)
+
+            def gather(kv_head: Any, carry: None) -> None:
+                for n in range(layout.group):
+                    head = kv_head * layout.group + n
+                    s.q[kv_head, pl.ds(n * size, size)] = gather_heads(layout, s.q_rows, head)
+
+            lax.fori_loop(0, layout.paged.kv_heads, gather, None)
             reset(layout.rows)
 
     def add(self, span: QuerySpan, block: Any, kv: Any, first: Any, stop: Any) -> None:
@@ -231,7 +235,7 @@ class Steps(NamedTuple):
         layout, s = self.layout, self.scratch
         heads, group, size = layout.heads, layout.group, layout.tiles.queries
 
-        def row_factors(head: int) -> tuple[jax.Array, jax.Array]:
+        def row_factors(head: Any) -> tuple[jax.Array, jax.Array]:
             factors = self.factors[head]
             return factors[:, SINKS : SINKS + 1], factors[:, VALUES : VALUES + 1]
 
@@ -245,11 +249,15 @@ class Steps(NamedTuple):
 
         @pl.when(span.tokens > 1)
         def _many_rows() -> None:
-            for head in range(heads):
-                kv_head, n = divmod(head, group)
-                factors = (x[n : n + 1] for x in row_factors(kv_head))
-                rows = _normalized(s, (kv_head, pl.ds(n * size, size)), *factors)
-                s.o_rows[pl.ds(head, size, stride=heads)] = rows
+
+            def store(kv_head: Any, carry: None) -> None:
+                factors = row_factors(kv_head)
+                for n in range(group):
+                    at = (kv_head, pl.ds(n * size, size))
+                    rows = _normalized(s, at, *(x[n : n + 1] for x in factors))
+                    s.o_rows[pl.ds(kv_head * group + n, size, stride=heads)] = rows
+
+            lax.fori_loop(0, layout.paged.kv_heads, store, None)
             o[...] = s.o_rows[...].reshape(o.shape).astype(o.dtype)
 
 
