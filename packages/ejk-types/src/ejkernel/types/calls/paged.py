@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, is_symbolic
-from ejkernel.types.attention.softmax import name_output
+from ejkernel.types.attention.softmax import name_lse, name_output
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.values import concrete_indices, concrete_value
@@ -121,23 +121,28 @@ class RaggedCall(PagedCall):
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
-        """Zero where an axis of the queries, the cache or the table has no entries."""
+        """Zero, lse -inf, where an axis of the queries, the cache or the table has no entries."""
         queries, cache = a["queries"], a[cls.boundary.pools[0]]
         shapes = (*queries.shape, *cache.shape, *a["block_tables"].shape)
-        return (jnp.zeros(queries.shape, queries.dtype),) if 0 in shapes else None
+        if 0 not in shapes:
+            return None
+        lse = jnp.full(queries.shape[:-1], -jnp.inf, jnp.float32)
+        return jnp.zeros(queries.shape, queries.dtype), lse
 
     @classmethod
     def stage_outputs(cls, problem: RaggedProblem) -> tuple[str, ...]:
         """Returns the names of the arrays that the last stage leaves."""
-        return ("o",)
+        return ("o", "lse") if problem.paged.return_lse else ("o",)
 
     @classmethod
     def outputs_of_stages(
         cls, arrays: Mapping[str, Any], problem: RaggedProblem, outputs: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Returns the outputs of the call from the arrays of the last stage."""
-        o, *cache = outputs
-        return (name_output(o), *cache)
+        o, *others = outputs
+        if problem.paged.return_lse:
+            others[0] = name_lse(others[0])
+        return (name_output(o), *others)
 
     @classmethod
     def fold_batch(cls, *args: Any) -> None:

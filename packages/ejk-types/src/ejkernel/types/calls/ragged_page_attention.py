@@ -17,7 +17,7 @@ class RaggedPageAttention(RaggedCall):
     """Mixed prefill and decode over a paged cache that already holds the new tokens."""
 
     name = "ragged_page_attention"
-    outputs = ("tokens heads head_dim",)
+    outputs = ("tokens heads head_dim", "tokens heads")
     normal_samples = True
 
     @staticmethod
@@ -35,6 +35,7 @@ class RaggedPageAttention(RaggedCall):
         sliding_window: int | tuple[int, int] | None = None,
         k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+        return_lse: bool = False,
     ) -> None: ...
 
     @classmethod

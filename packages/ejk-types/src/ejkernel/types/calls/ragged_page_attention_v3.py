@@ -19,7 +19,7 @@ class RaggedPageAttentionv3(RaggedCall):
     """Cache update and mixed prefill/decode attention in one call."""
 
     name = "ragged_page_attention_v3"
-    outputs = ("tokens heads head_dim", "=kv_cache")
+    outputs = ("tokens heads head_dim", "tokens heads", "=kv_cache")
     divisors = ("q_scale", "k_scale", "v_scale")
     normal_samples = True
     whole_groups = True  # every device writes the keys it holds
@@ -43,6 +43,7 @@ class RaggedPageAttentionv3(RaggedCall):
         q_scale: float | F[Array, ""] | None = None,
         k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+        return_lse: bool = False,
     ) -> None: ...
 
     @classmethod
@@ -143,7 +144,12 @@ class RaggedPageAttentionv3(RaggedCall):
 
     @classmethod
     def stage_outputs(cls, problem: RaggedProblem) -> tuple[str, ...]:
-        return ("o", "k")
+        return (*super().stage_outputs(problem), "k")
+
+    @classmethod
+    def select_outputs(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the output, the lse if the call requests it, and the cache."""
+        return outputs if a["return_lse"] else (outputs[0], outputs[-1])
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -60,6 +60,13 @@ def whole_sums(m, l, sinks, b, heads, inside):  # noqa: E741
 
 
 @triton.jit
+def row_lse(m, l, sinks, b, heads, inside):  # noqa: E741
+    """Natural log-sum-exp, float32, of rows with state (m, l); -inf for empty rows."""
+    alive, _, top, total = whole_sums(m, l, sinks, b, heads, inside)
+    return tl.where(alive, (top + tl.log2(total)) * LN2, float("-inf"))
+
+
+@triton.jit
 def number_of(scale, b, hk):
     """float32 factor of a head of a sequence, 1 if there is none."""
     if scale.array is not None:
@@ -259,8 +266,7 @@ def paged_merge(
     factor = finish(m, l, sinks, b, h + one, one < 1, number)
     row += b.to(tl.int64) * ROWS
     if lse_out is not None:
-        alive, _, top, total = whole_sums(m, l, sinks, b, h + one, one < 1)
-        lse = tl.where(alive, (top + tl.log2(total)) * LN2, float("-inf"))
+        lse = row_lse(m, l, sinks, b, h + one, one < 1)
         tl.store(lse_out + row + one, lse, mask=one + chunk < 1)
     tl.store(
         o + row * DV + column, (acc * tl.sum(factor, 0)).to(o.dtype.element_ty), mask=column < DV

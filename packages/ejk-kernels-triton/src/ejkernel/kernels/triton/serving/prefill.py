@@ -46,7 +46,7 @@ from ejkernel.kernels.triton.serving.launch import (
     logits_group,
     sequential,
 )
-from ejkernel.kernels.triton.serving.merge import finish, number_of
+from ejkernel.kernels.triton.serving.merge import finish, number_of, row_lse
 from ejkernel.kernels.triton.serving.pages import pages_between, places_between, run_between
 from ejkernel.kernels.triton.serving.params import compute_dtype
 from ejkernel.kernels.triton.serving.queries import opened
@@ -75,26 +75,29 @@ def tile_rows(
 
 
 @triton.jit
-def _clear(o, block, first, last, rows, WIDTH: tl.constexpr, LINES: tl.constexpr):
-    """Zeroes rows of a block of ``o [rows, WIDTH]`` outside ``first`` to ``last``."""
+def _clear(
+    o, block, first, last, rows, WIDTH: tl.constexpr, LINES: tl.constexpr, VALUE: tl.constexpr
+):
+    """Sets rows of a block of ``o [rows, WIDTH]`` outside ``first`` to ``last`` to VALUE."""
     line = block * LINES + tl.arange(0, LINES)
     lost = (line < rows) & ((line < first) | (line >= last))
     if tl.max(lost.to(tl.int32), 0) > 0:
         for start in range(0, WIDTH, 256):
             column = start + tl.arange(0, 256)
             where = o + line.to(tl.int64)[:, None] * WIDTH + column[None, :]
-            zero = tl.zeros([LINES, 256], o.dtype.element_ty)
-            tl.store(where, zero, mask=lost[:, None] & (column < WIDTH)[None, :])
+            value = tl.full([LINES, 256], VALUE, o.dtype.element_ty)
+            tl.store(where, value, mask=lost[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit
 def ragged_prefill(
-    q, cache, tables, first_rows, work, facts, k_scale, v_scale, sinks, o_in, o, partial, sizes,
-    logits, layout, dots, BLOCK: tl.constexpr, LOOPED: tl.constexpr, PTX: tl.constexpr,
+    q, cache, tables, first_rows, work, facts, k_scale, v_scale, sinks, o_in, o, lse, partial,
+    sizes, logits, layout, dots, BLOCK: tl.constexpr, LOOPED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes the rows of tiles with one part, and partial results of the others.
 
-    ``o_in``: the output of another kernel, in whose memory ``o`` is.
+    ``o_in``: the output of another kernel, in whose memory ``o`` is. ``lse [T, h]``: None if the
+    call does not return it.
     """
     HEADS: tl.constexpr = layout.HEADS
     ROWS: tl.constexpr = layout.ROWS
@@ -108,8 +111,13 @@ def ragged_prefill(
     if pid >= sizes.programs:
         _clear(
             o, pid - sizes.programs, tl.load(facts + 1), tl.load(facts + 2), sizes.rows,
-            HEADS * cache.V.DIM, sizes.LINES,
+            HEADS * cache.V.DIM, sizes.LINES, 0.0,
         )  # fmt: skip
+        if lse is not None:
+            _clear(
+                lse, pid - sizes.programs, tl.load(facts + 1), tl.load(facts + 2), sizes.rows,
+                HEADS, sizes.LINES, float("-inf"),
+            )  # fmt: skip
     else:
         turns = 0
         if LOOPED:
@@ -199,6 +207,9 @@ def ragged_prefill(
                     if cache.V.REST > 0:
                         o_more = acc_more * share[:, None]
                     store_rows(o, row, acc * share[:, None], o_more, inside, cache.V)
+                    if lse is not None:
+                        logit = row_lse(m, l, sinks, 0, heads, inside)
+                        tl.store(lse + row, logit, mask=inside)
                 else:
                     slot = tl.load(work + 4 * n + r) - mine + tile * parts + part
                     member = tl.arange(0, ROWS)
@@ -212,8 +223,9 @@ def ragged_prefill(
 class RaggedPrefill(RaggedLaunch):
     """Launch of ``ragged_prefill``.
 
-    Results: o ``[T, h, d]`` without the rows of decoded sequences, and acc, m, l of partial
-    results. An ``o_in`` has the rows of another kernel's sequences.
+    Results: o ``[T, h, d]`` and, if the call returns it, lse ``[T, h]``, without the rows of
+    decoded sequences, and acc, m, l of partial results. An ``o_in`` has the rows of another
+    kernel's sequences.
     """
 
     kernel = ragged_prefill
@@ -224,7 +236,8 @@ class RaggedPrefill(RaggedLaunch):
         slots = (self.fair, p.kv_heads * self.chunks, self.tiles.rows)
         row = struct("float32", *slots)
         o = struct(p.query_dtype, self.problem.rows, p.heads, p.dim)
-        return {"o": o, "acc": struct("float32", *slots, p.dim), "m": row, "l": row}
+        lse = struct("float32", self.problem.rows, p.heads) if p.return_lse else None
+        return {"o": o, "lse": lse, "acc": struct("float32", *slots, p.dim), "m": row, "l": row}
 
     def in_place(self):
         return {"o": "o_in"} if self.has("o_in") else {}
