@@ -22,6 +22,17 @@ class DecodeCall(Call):
         return cls.select_outputs(a, (rows + " v_dim", rows))
 
     @classmethod
+    def visible_keys(cls, a: Arguments) -> tuple[Any, Any]:
+        """Returns the sequence of every query row, and the keys that it sees of it."""
+        lengths = a["context_lens"]
+        return jnp.arange(lengths.shape[0], dtype=jnp.int32), lengths
+
+    @classmethod
+    def with_rows(cls, a: Arguments, tables: Any, lengths: Any) -> Arguments:
+        """Returns the call in which every query row is a sequence, of this table and length."""
+        return {**a, "block_tables": tables, "context_lens": lengths}
+
+    @classmethod
     def stage_outputs(cls, problem: PagedProblem) -> tuple[str, ...]:
         """Returns the names of the arrays that the last stage leaves."""
         return ("o", "lse") if problem.return_lse else ("o",)

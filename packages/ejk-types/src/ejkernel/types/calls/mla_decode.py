@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from ejkernel.types.calls.decode import DecodeCall
 from ejkernel.types.calls.paged import PagedCall
 from ejkernel.types.calls.spec import Arguments
@@ -52,6 +54,22 @@ class MLADecode(DecodeCall, PagedCall):
         dim, limit = a["latent_dim"], a["latent_cache"].shape[-1]
         if not 1 <= dim <= limit:
             raise out_of_range("latent_dim", f"1 to {limit}, the last axis of latent_cache", dim)
+
+    @classmethod
+    def visible_keys(cls, a: Arguments) -> tuple[Any, Any]:
+        query, lengths = a["query"], a["context_lens"]
+        tokens = 1 if query.ndim == 3 else query.shape[1]
+        capacity = a["block_tables"].shape[1] * a["latent_cache"].shape[1]
+        row = jnp.arange(lengths.shape[0] * tokens, dtype=jnp.int32)
+        sequence = row // tokens
+        visible = jnp.clip(lengths, 0, capacity)[sequence] - tokens + row % tokens + 1
+        return sequence, visible
+
+    @classmethod
+    def with_rows(cls, a: Arguments, tables: Any, lengths: Any) -> Arguments:
+        query = a["query"]
+        rows = query.reshape(-1, *query.shape[-2:])
+        return {**a, "query": rows, "block_tables": tables, "context_lens": lengths}
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> LatentProblem:

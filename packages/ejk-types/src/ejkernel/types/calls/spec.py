@@ -45,6 +45,7 @@ class Call:
         normal_samples: whether sample inputs are normally distributed, of both signs.
         merged: arguments that ``check_values`` or ``canonicalize`` moves into another one, and the
             name of that one. A kernel that reads the latter has no need to read the former.
+        shards_pages: whether pages of a cache may be spread over devices (``attend_to_shard``).
         whole_groups: whether a device of a mesh needs all query heads of its key heads.
         boundary: the parameters, read from ``signature``.
         StaticArguments: tuple with a field for every parameter but ``mask_info``.
@@ -62,6 +63,7 @@ class Call:
     divisors: ClassVar[tuple[str, ...]] = ()
     normal_samples: ClassVar[bool] = False
     merged: ClassVar[Mapping[str, str]] = {}
+    shards_pages: ClassVar[bool] = False
     whole_groups: ClassVar[bool] = False
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
@@ -198,6 +200,14 @@ class Call:
         ``offset(word)``, its first index, and ``local(word)``, its size.
         """
         canonicalize.local_seeds(a, shard, *cls.seeds)
+
+    @classmethod
+    def attend_to_shard(cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]) -> Any:
+        """Returns the result of a call of which each device has some of the pages.
+
+        ``a``: the arguments of one shard; ``run``: computes a call of one device.
+        """
+        raise NotImplementedError
 
     # ---- the two steps of a call ------------------------------------------------------------
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from ejkernel.kernels.xla._paged.kernel import GroupKernel
 from ejkernel.kernels.xla._paged.ragged import Sequences, attend_ragged
-from ejkernel.kernels.xla.ragged_page_attention_v3.write import write_rows, write_slots
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import quantise
 from ejkernel.types.calls import arguments
+from ejkernel.types.serving.write import write_rows, write_slots
 
 
 class RaggedPageAttentionv3(GroupKernel):
