@@ -19,9 +19,9 @@ import triton.language as tl
 from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.launch import BATCHED, Launch
-from ejkernel.kernels.triton.ragged_page_attention import tiles
-from ejkernel.kernels.triton.ragged_page_attention.merge_kernel import RaggedMerge
-from ejkernel.kernels.triton.ragged_page_attention_v3.write_kernel import RaggedWrite
+from ejkernel.kernels.triton.serving import ragged_tiles as tiles
+from ejkernel.kernels.triton.serving.ragged_merge import RaggedMerge
+from ejkernel.kernels.triton.serving.write import RaggedWrite
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejktest.drawn import normal as numbers

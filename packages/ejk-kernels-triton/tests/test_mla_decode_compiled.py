@@ -11,11 +11,11 @@ import pytest
 
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.compiled import stages
-from ejkernel.kernels.triton.mla_decode import tiles
-from ejkernel.kernels.triton.page_attention.merge_kernel import PagedMerge
-from ejkernel.kernels.triton.page_attention.split_kernel import PagedSplit
-from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.kernels.triton.resources import launch_source, measure
+from ejkernel.kernels.triton.serving import mla_decode_tiles as tiles
+from ejkernel.kernels.triton.serving.decode import PagedSplit
+from ejkernel.kernels.triton.serving.decode_tiles import share_count
+from ejkernel.kernels.triton.serving.merge import PagedMerge
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import LatentProblem

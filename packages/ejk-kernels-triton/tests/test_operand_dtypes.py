@@ -29,8 +29,8 @@ from triton.runtime.jit import JITFunction
 from ejkernel.kernels import triton as package
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.compiled import Source, stages
-from ejkernel.kernels.triton.page_attention.stages import CacheKernel
 from ejkernel.kernels.triton.resources import launch_source
+from ejkernel.kernels.triton.serving.implementation import CacheKernel
 from ejkernel.kernels.triton.targets import compile_for
 from ejkernel.types import InvalidArgument
 from ejkernel.types.masks.structure import Unsupported

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.triton import page_attention
-from ejkernel.kernels.triton.page_attention import tiles
+from ejkernel.kernels.triton.serving import decode_tiles as tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.kernels.triton.compiled import stages
-from ejkernel.kernels.triton.page_attention import tiles
-from ejkernel.kernels.triton.page_attention.merge_kernel import PagedMerge
-from ejkernel.kernels.triton.page_attention.split_kernel import PagedSplit
 from ejkernel.kernels.triton.resources import launch_source, measure
+from ejkernel.kernels.triton.serving import decode_tiles as tiles
+from ejkernel.kernels.triton.serving.decode import PagedSplit
+from ejkernel.kernels.triton.serving.merge import PagedMerge
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem

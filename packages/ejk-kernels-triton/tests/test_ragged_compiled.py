@@ -9,13 +9,13 @@ import jax
 import pytest
 
 from ejkernel.kernels.triton import compiled
-from ejkernel.kernels.triton.ragged_page_attention import tiles
-from ejkernel.kernels.triton.ragged_page_attention.merge_kernel import RaggedMerge
-from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import RaggedPrefill
-from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import RaggedScheduleLaunch
-from ejkernel.kernels.triton.ragged_page_attention.stages import decode_launch
-from ejkernel.kernels.triton.ragged_page_attention_v3.write_kernel import BLOCK, RaggedWrite
 from ejkernel.kernels.triton.resources import launch_source, measure
+from ejkernel.kernels.triton.serving import ragged_tiles as tiles
+from ejkernel.kernels.triton.serving.prefill import RaggedPrefill
+from ejkernel.kernels.triton.serving.ragged_merge import RaggedMerge
+from ejkernel.kernels.triton.serving.schedule import RaggedScheduleLaunch
+from ejkernel.kernels.triton.serving.stages import decode_launch
+from ejkernel.kernels.triton.serving.write import BLOCK, RaggedWrite
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
@@ -37,7 +37,7 @@ def problem(cache: str = "bfloat16", **changes: Any) -> RaggedProblem:
 
 
 def operands(
-    problem: RaggedProblem, launch: tiles.Tiles, target
+    problem: RaggedProblem, launch: tiles.RaggedTiles, target
 ) -> dict[str, jax.ShapeDtypeStruct]:
     p, array = problem.paged, jax.ShapeDtypeStruct
     new = array((problem.rows, p.kv_heads, p.dim), "bfloat16")

@@ -33,7 +33,8 @@ pytest.importorskip("triton")
 
 from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
 from ejkernel.kernels.triton.bridge import call
-from ejkernel.kernels.triton.ragged_page_attention import launch, schedule_kernel, tiles
+from ejkernel.kernels.triton.serving import launch, schedule
+from ejkernel.kernels.triton.serving import ragged_tiles as tiles
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +178,7 @@ def test_schedule_is_that_of_the_reference(name, window):
     long = LongPrefill(128, 256, 128, 128, decodes=True)
     t = replace(tiles.choose(problem, target), long=long, rows=16, least=64)
     operands = starts, lens, np.asarray([n - 1], np.int32)
-    launch = schedule_kernel.RaggedScheduleLaunch(problem, t, target)
+    launch = schedule.RaggedScheduleLaunch(problem, t, target)
     with compile_for(target):
         tables = call(launch, **dict(zip(("starts", "lens", "valid"), operands, strict=True)))
     *found, _, work_tiles, decode_rows = map(np.asarray, tables.values())
@@ -185,7 +186,7 @@ def test_schedule_is_that_of_the_reference(name, window):
     sizes = ScheduleSizes(
         problem.rows, problem.paged.capacity, h, hk, t.block, t.tile, t.decode_tokens, launch.fair,
         -(-t.least // t.block), target.cores,
-        schedule_kernel.NEAR_BYTES // problem.paged.token_bytes, window, long,
+        schedule.NEAR_BYTES // problem.paged.token_bytes, window, long,
     )  # fmt: skip
     want = ragged_schedule(starts, lens, n - 1, sizes)
     for table, x, y in zip(want._fields, found, want, strict=True):

@@ -19,6 +19,7 @@ P = PartitionSpec
 @dataclass(frozen=True)
 class Layout:
     spread: Any
+    summed_axes: frozenset[str] = frozenset()
 
     def axes(self, word):
         return self.spread.get(word, ())

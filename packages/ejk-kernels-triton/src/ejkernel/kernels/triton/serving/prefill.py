@@ -1,0 +1,282 @@
+"""Ragged attention, tiles of query rows: sequences with more new rows than a decoding step takes.
+
+Math, per row at position i of its sequence and query head, over the keys j <= i in the window:
+
+    x_ij = scale * k_scale * q_i . k_j, soft-capped;  lse_i = log(sum_j exp x_ij + exp sink)
+    o_i  = v_scale * sum_j exp(x_ij - lse_i) v_j
+
+Work split: the rows of a sequence are cut into tiles of TILE tokens, and all query heads of a kv
+head are rows of the tile: ROWS = TILE * heads, so keys are read once for them. One program per
+(sequence, kv head, tile, part of its keys), found from ``schedule``'s table. Programs follow
+each other by sequence, then kv head, then tile, the longest first: those that run together read the
+same keys, which stay in the L2 cache. A tile of one part goes to the output, the parts of others to
+slots for ``ragged_merge``. A program walks its blocks in one loop, which keeps loads in flight to
+the end, and masks those that some of its rows do not see. The last programs of the grid set rows of
+no sequence to 0. Where another kernel has the long sequences (LOOPED), whose rows ``o`` holds, few
+programs take the remaining pieces one after another.
+
+Bound: 4 * d FLOPs a row and key that it sees. With 32:8 heads, D128 in bfloat16, 8 rows of 2k over
+contexts of 2k to 16k are 2.2 TFLOP; tiles of 128 rows read 17 GB of keys and values from L2.
+
+Sources: Dao, "FlashAttention-2" (2023), section 3; Kwon et al., "PagedAttention" (arXiv
+2309.06180), section 4.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
+from ejkernel.kernels.triton.common.structure import band_blocks
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import struct
+from ejkernel.kernels.triton.serving.attend_block import (
+    Keys,
+    attend_block,
+    empty,
+    joined,
+    store_rows,
+)
+from ejkernel.kernels.triton.serving.groups import Partial, PrefillSizes
+from ejkernel.kernels.triton.serving.launch import (
+    RaggedLaunch,
+    cache_group,
+    dots_group,
+    logits_group,
+    sequential,
+)
+from ejkernel.kernels.triton.serving.merge import finish, number_of
+from ejkernel.kernels.triton.serving.pages import pages_between, places_between, run_between
+from ejkernel.kernels.triton.serving.params import compute_dtype
+from ejkernel.kernels.triton.serving.queries import opened
+from ejkernel.kernels.triton.serving.ragged_tiles import maps_pages, most_pieces
+from ejkernel.kernels.triton.serving.schedule import find_sequence
+from ejkernel.kernels.triton.targets import Target, instructions
+from ejkernel.types.serving.problem import ITEMSIZE
+
+LINES = 32  # rows that a program sets to zero
+
+
+@triton.jit
+def tile_rows(
+    m, tile, chunk, first, count, hk,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """Returns token of the sequence, query head, int64 output row of rows ``m``, whether they are.
+
+    MEMBERS query heads of a kv head are in a tile; a larger group takes several.
+    """
+    token = tile * TILE + m // MEMBERS
+    member = chunk * MEMBERS + m % MEMBERS
+    inside = (m < TILE * MEMBERS) & (token < count) & (member < GROUP)
+    head = hk * GROUP + member
+    return token, head, (first + token).to(tl.int64) * HEADS + head, inside
+
+
+@triton.jit
+def _clear(o, block, first, last, rows, WIDTH: tl.constexpr, LINES: tl.constexpr):
+    """Zeroes rows of a block of ``o [rows, WIDTH]`` outside ``first`` to ``last``."""
+    line = block * LINES + tl.arange(0, LINES)
+    lost = (line < rows) & ((line < first) | (line >= last))
+    if tl.max(lost.to(tl.int32), 0) > 0:
+        for start in range(0, WIDTH, 256):
+            column = start + tl.arange(0, 256)
+            where = o + line.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            zero = tl.zeros([LINES, 256], o.dtype.element_ty)
+            tl.store(where, zero, mask=lost[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def ragged_prefill(
+    q, cache, tables, first_rows, work, facts, k_scale, v_scale, sinks, o_in, o, partial, sizes,
+    logits, layout, dots, BLOCK: tl.constexpr, LOOPED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes the rows of tiles with one part, and partial results of the others.
+
+    ``o_in``: the output of another kernel, in whose memory ``o`` is.
+    """
+    HEADS: tl.constexpr = layout.HEADS
+    ROWS: tl.constexpr = layout.ROWS
+    TILE: tl.constexpr = layout.TILE
+    PAGE: tl.constexpr = cache.PAGE
+    WINDOW: tl.constexpr = sizes.WINDOW
+    GROUP: tl.constexpr = HEADS // layout.KV_HEADS
+    UNITS: tl.constexpr = layout.KV_HEADS * layout.CHUNKS
+    n, left, v = sizes.n, sizes.left, cache.v
+    pid = tl.program_id(0)
+    if pid >= sizes.programs:
+        _clear(
+            o, pid - sizes.programs, tl.load(facts + 1), tl.load(facts + 2), sizes.rows,
+            HEADS * cache.V.DIM, sizes.LINES,
+        )  # fmt: skip
+    else:
+        turns = 0
+        if LOOPED:
+            turns = tl.cdiv(tl.load(facts) * UNITS - pid, sizes.programs)
+        for turn in (tl.range if LOOPED else tl.static_range)(0, turns if LOOPED else 1):
+            number = pid + turn * sizes.programs
+            # behind the last piece there is no sequence; the number of pieces would be one more
+            # load to wait for
+            r, before = find_sequence(number // UNITS, work + 2 * n, n, sizes.LANES)
+            if r < n:
+                mine = tl.load(work + 2 * n + r) - before
+                parts = tl.load(work + 3 * n + r)
+                first = tl.load(first_rows + r)
+                count = tl.load(work + r) - first
+                length = tl.load(work + n + r)
+                unit = (number - before * UNITS) // mine
+                piece = (number - before * UNITS) % mine
+                tile = mine - 1 - piece
+                part = 0
+                if parts > 1:
+                    tile = mine // parts - 1 - piece // parts
+                    part = piece % parts
+                hk = unit // layout.CHUNKS
+
+                token, heads, row, inside = tile_rows(
+                    tl.arange(0, ROWS), tile, unit % layout.CHUNKS, first, count, hk,
+                    HEADS, GROUP, TILE, layout.MEMBERS,
+                )  # fmt: skip
+                position = length - count + token
+                i0 = length - count + tile * TILE
+                i1 = length - count + tl.minimum(tile * TILE + TILE, count) - 1
+                start, full_start, full_stop, stop = band_blocks(
+                    i0, i1, length, -left if WINDOW else None, 0, BLOCK
+                )
+                if parts > 1:
+                    blocks = (stop - start).to(tl.int64)
+                    stop = start + (blocks * (part + 1) // parts).to(tl.int32)
+                    start = start + (blocks * part // parts).to(tl.int32)
+                full_start = tl.minimum(tl.maximum(full_start, start), stop)
+                full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
+
+                # before the queries, whose use waits for them
+                table = tables + r.to(tl.int64) * sizes.max_pages
+                last = tl.maximum(i1, 0)
+                low = tl.maximum(i0 - left, 0) if WINDOW else None
+                page = pages_between(table, start * BLOCK, low, last, PAGE, BLOCK)
+
+                factor = logits.scale
+                if k_scale.array is not None:
+                    factor *= tl.load(k_scale.array + hk * k_scale.head).to(tl.float32)
+                queries = opened(
+                    q, row, inside, factor, logits, cache.K, dots,
+                    logits.POSITIVE and k_scale.array is None,
+                )  # fmt: skip
+                m, l, sums = empty(cache.V, ROWS)  # noqa: E741
+                e = tl.zeros([ROWS], tl.float32)
+                for block in tl.range(start, stop):
+                    places = None
+                    run = None
+                    if v is None:
+                        places = places_between(
+                            page, block * BLOCK, low, last, sizes.pages, PAGE, BLOCK
+                        )
+                    else:
+                        run = run_between(page, block * BLOCK, last, sizes.pages, PAGE, BLOCK)
+                    # a step ahead, as in the split kernel
+                    page = pages_between(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
+                    j = block * BLOCK + tl.arange(0, BLOCK)
+                    partly = (block < full_start) | (block >= full_stop)
+                    keys = Keys(j, places, None, run, position, left if WINDOW else None, partly)
+                    m, l, e, sums = attend_block(  # noqa: E741
+                        queries, m, l, e, sums, cache, cache.k + cache.V_FIRST if v is None else v,
+                        hk, keys, logits, dots, PTX,
+                    )  # fmt: skip
+
+                m = m * queries.slopes
+                acc, acc_more = joined(sums, cache.V)
+                if dots.FUSED:
+                    shrink = tl.exp2(-e)
+                    l = l * shrink  # noqa: E741
+                    acc = acc * shrink[:, None]
+                    if cache.V.REST > 0:
+                        acc_more = acc_more * shrink[:, None]
+                if parts == 1:
+                    share = finish(m, l, sinks, 0, heads, inside, number_of(v_scale, 0, hk))
+                    o_more = acc_more
+                    if cache.V.REST > 0:
+                        o_more = acc_more * share[:, None]
+                    store_rows(o, row, acc * share[:, None], o_more, inside, cache.V)
+                else:
+                    slot = tl.load(work + 4 * n + r) - mine + tile * parts + part
+                    member = tl.arange(0, ROWS)
+                    kept = (slot.to(tl.int64) * UNITS + unit) * ROWS + member
+                    tl.store(partial.m + kept, m)
+                    tl.store(partial.l + kept, l)
+                    store_rows(partial.acc, kept, acc, acc_more, member >= 0, cache.V)
+
+
+@dataclass(frozen=True)
+class RaggedPrefill(RaggedLaunch):
+    """Launch of ``ragged_prefill``.
+
+    Results: o ``[T, h, d]`` without the rows of decoded sequences, and acc, m, l of partial
+    results. An ``o_in`` has the rows of another kernel's sequences.
+    """
+
+    kernel = ragged_prefill
+    batching: ClassVar = sequential("q k tables first_rows work facts k_scale v_scale sink o_in")
+
+    def outputs(self):
+        p = self.problem.paged
+        slots = (self.fair, p.kv_heads * self.chunks, self.tiles.rows)
+        row = struct("float32", *slots)
+        o = struct(p.query_dtype, self.problem.rows, p.heads, p.dim)
+        return {"o": o, "acc": struct("float32", *slots, p.dim), "m": row, "l": row}
+
+    def in_place(self):
+        return {"o": "o_in"} if self.has("o_in") else {}
+
+    def programs(self, target: Target) -> int:
+        """Returns the programs that compute tiles."""
+        p, t = self.problem, self.tiles
+        programs = most_pieces(p, t, self.fair) * p.paged.kv_heads * self.chunks
+        if not self.has("o_in"):
+            return programs
+        # most calls leave few pieces to this kernel
+        return min(programs, target.cores * max(1, 8 // t.num_warps))
+
+    def grid(self, target):
+        return (self.programs(target) + -(-self.problem.rows // LINES),)
+
+    def cache_operands(self, target: Target) -> tuple[In | TensorMap | None, TensorMap | None]:
+        """Returns the cache by a pointer, or by descriptors of keys and of values."""
+        p, t = self.problem.paged, self.tiles
+        k = self.operand("k", "int16" if ITEMSIZE[p.key_dtype] == 1 else None)
+        if k is None or not maps_pages(p, t.block, target):
+            return k, None
+        heads, step = p.layout.heads, p.layout.key_stride
+        keys = TensorMap(k.index, (p.pages * p.page_size, heads * step), (t.block, p.dim))
+        return keys, runs_map(k.index, heads * step, (t.block, p.dim))
+
+    def arguments(self, target):
+        p, t = self.problem.paged, self.tiles
+        keys, values = self.cache_operands(target)
+        # float16 lacks the range for the carried accumulators, wide heads the registers
+        fused = compute_dtype(p, p.value_dtype) != "float16" and p.dim <= 128
+        return {
+            "cache": cache_group(p, keys, None, values),
+            "k_scale": self.scale("k_scale"),
+            "v_scale": self.scale("v_scale"),
+            "sinks": self.sinks(),
+            "partial": Partial(*map(self.result, ("acc", "m", "l"))),
+            "sizes": PrefillSizes(
+                n=p.batch,
+                rows=self.problem.rows,
+                programs=self.programs(target),
+                max_pages=p.max_pages,
+                pages=p.pages,
+                left=p.window_left or 0,
+                WINDOW=p.window_left is not None,
+                LANES=self.lanes,
+                LINES=LINES,
+            ),
+            "logits": logits_group(p),
+            "layout": self.layout(),
+            "dots": dots_group(p, target, FUSED=fused),
+            "BLOCK": t.block,
+            "LOOPED": self.has("o_in"),
+            "PTX": instructions(target),
+        }

@@ -1,0 +1,147 @@
+"""Stages of serving calls in Triton, a launch each.
+
+A decoding call has ``decode_sequences`` and ``merge_sequences``; a ragged call builds its schedule,
+may write the cache, decodes, prefills and merges.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.serving.decode_tiles import share_count
+from ejkernel.kernels.triton.serving.ragged_tiles import RaggedTiles, decode_problem, decode_shares
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types.serving.problem import RaggedProblem
+
+if TYPE_CHECKING:
+    from ejkernel.kernels.triton.serving.decode import PagedSplit
+
+ONLY_MERGED = ("v_scale", "sink")  # operands that only the merge reads
+
+
+def decode_sequences(work: Work, arrays: Arrays) -> Arrays:
+    """Returns partial results of every split, or the output where each sequence has one split."""
+    from ejkernel.kernels.triton.serving.decode import PagedSplit
+
+    launch = PagedSplit(work.problem, work.tiles, _share_count(work))
+    if launch.direct:
+        return call(launch, **arrays)
+    return call(launch, **{name: x for name, x in arrays.items() if name not in ONLY_MERGED})
+
+
+def merge_sequences(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the output of partial results, and the log-sum-exp if the call returns it."""
+    from ejkernel.kernels.triton.serving.merge import PagedMerge
+
+    if "o" in arrays:
+        return {}
+    launch = PagedMerge(work.problem, work.tiles, _share_count(work))
+    merged = call(launch, **select_arrays(arrays, *launch.batching))
+    return {"o": merged["o"], **({"lse": merged["lse_out"]} if "lse_out" in merged else {})}
+
+
+def _share_count(work: Work) -> int:
+    p, t = work.problem, work.tiles
+    return t.splits * p.batch if t.splits else share_count(p, t, work.target)
+
+
+def build_schedule(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the tables of ``types.serving.schedule.RaggedSchedule``."""
+    from ejkernel.kernels.triton.serving.schedule import RaggedScheduleLaunch
+
+    launch = RaggedScheduleLaunch(work.problem, work.tiles, work.target)
+    return call(launch, **select_arrays(arrays, "starts", "lens", "valid"))
+
+
+def write_cache(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the cache with the new keys and values, and the scale of the logits after that."""
+    from ejkernel.kernels.triton.serving.write import RaggedWrite
+
+    names = ("keys", "values", "tables", "work", "facts", "k_scale", "v_scale")
+    written = call(
+        RaggedWrite(work.problem, work.tiles, work.target),
+        **select_arrays(arrays, *names),
+        first_rows=arrays["d_rows"],
+        # XLA then copies a slice of stacked caches before the launch, at full speed (``in_place``)
+        cache_in=jax.lax.optimization_barrier(arrays["k"]),
+    )
+    scale = arrays.get("logit_scale", arrays.get("k_scale"))
+    return {"k": written["cache"]} | ({} if scale is None else {"k_scale": scale})
+
+
+def decode_rows(work: Work, arrays: Arrays) -> Arrays:
+    """Returns partial results of the sequences that are decoded."""
+    p, t = work.problem, work.tiles
+    partial = call(
+        decode_launch(p, t, work.target),
+        **select_arrays(arrays, "q", "k", "tables", "k_scale"),
+        lens=arrays["d_lens"],
+        begins=arrays["d_begins"],
+        rows=arrays["d_rows"],
+        counts=arrays["d_counts"],
+    )
+    return {f"d_{name}": x for name, x in partial.items()}
+
+
+def decode_launch(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> PagedSplit:
+    """Returns the split kernel over decoded sequences; the other sequences have length 0."""
+    from ejkernel.kernels.triton.serving.decode import PagedSplit
+
+    shares = decode_shares(problem, tiles, target)
+    return PagedSplit(decode_problem(problem, tiles), tiles.decode, shares)
+
+
+def skip_long_prefill(work: Work, arrays: Arrays) -> Arrays:
+    """Returns nothing: Triton has no kernel for long prefill.
+
+    A stage in its place reads ``work_tiles`` and ``decode_rows``, and returns ``o`` with the rows
+    of its sequences, the other rows unset.
+    """
+    return {}
+
+
+def prefill_rows(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the output with the rows of short prefill, and partial results of split tiles."""
+    from ejkernel.kernels.triton.serving.prefill import RaggedPrefill
+
+    names = ("q", "k", "tables", "work", "facts", "k_scale", "v_scale", "sink")
+    results = call(
+        RaggedPrefill(work.problem, work.tiles, work.target),
+        **select_arrays(arrays, *names),
+        first_rows=arrays["d_rows"],
+        o_in=arrays.get("o"),
+    )
+    return {name if name == "o" else f"p_{name}": x for name, x in results.items()}
+
+
+def merge_rows(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the output with the rows of partial results."""
+    return {"o": _merge(work, arrays, None)["o"]}
+
+
+def merge_rows_and_cache(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the output, and the cache of a call that wrote it."""
+    merged = _merge(work, arrays, arrays["k"])
+    return {"o": merged["o"], "k": merged["cache"]}
+
+
+def _merge(work: Work, arrays: Arrays, cache: jax.Array | None) -> Arrays:
+    from ejkernel.kernels.triton.serving.ragged_merge import RaggedMerge
+
+    names = ("d_acc", "d_m", "d_l", "d_starts", "d_counts", "work", "facts", "p_acc", "p_m", "p_l")
+    return call(
+        RaggedMerge(work.problem, work.tiles, work.target),
+        **select_arrays(arrays, *names, "v_scale", "sink"),
+        first_rows=arrays["d_rows"],
+        o_in=arrays["o"],
+        cache_in=cache,
+    )
+
+
+def select_arrays(arrays: Arrays, *names: str) -> Arrays:
+    """Returns the arrays of these names that a call has."""
+    return {name: arrays[name] for name in names if name in arrays}
