@@ -131,6 +131,32 @@ def test_ring(layout):
     same(pulled(ring)(*spread), wanted)
 
 
+@pytest.mark.parametrize("platform", ["triton", "pallas"])
+def test_plain_jit_of_experts(platform):
+    """Each GPU multiplies with the matrices that it holds; the output is summed, no more."""
+    rng, mesh = np.random.default_rng(2), mesh_of("ep")
+    sizes = jnp.asarray([100, 0, 300, 17, 128, 256, 200, 23], jnp.int32)
+    shapes = (1024, 256), (8, 256, 512), (1024, 512)
+    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+
+    @jax.jit
+    def run(lhs, rhs, dout):
+        multiply = lambda *x: modules.grouped_matmul(*x, sizes, platform=platform)  # noqa: E731
+        out, back = jax.vjp(multiply, lhs, rhs)
+        return out, *back(dout)
+
+    wanted = run(*arrays)
+    specs = P(), P("ep"), P()
+    spread = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+    compiled = run.lower(*spread).compile()
+    assert "all-gather" not in compiled.as_text()
+    found = compiled(*spread)
+    assert found[2].sharding.is_equivalent_to(spread[1].sharding, 3)
+    same(found, wanted)
+
+
 def test_grouped_product_of_matrices_on_two():
     """Each GPU has half of the matrices, and the rows of all: its share is added to the others'."""
     rng = np.random.default_rng(0)

@@ -106,7 +106,8 @@ def distribute(
         if key_heads:
             shard.pick_key_heads(local, key_heads)
         op.to_shard(local, shard)
-        return call((), local)
+        result, summed = call((), local), tuple(sorted(layout.summed_axes))
+        return jax.lax.psum(result, summed) if summed else result
 
     single = len(outputs) == 1
     if explicit_axes(mesh):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ejkernel.types.calls.axes import Kind, meaning
+from ejkernel.types.calls.axes import AXES, Kind, bare, meaning
 
 MeshAxes = tuple[str, ...]
 
@@ -40,6 +40,12 @@ class Layout:
     def parts(self, word: str) -> int:
         """Over how many devices the word is spread."""
         return math.prod(self.mesh_sizes[a] for a in self.axes(word))
+
+    @property
+    def summed_axes(self) -> frozenset[str]:
+        """The mesh axes over which the devices' results of a call are terms of a sum."""
+        summed = [w for w in self.spread if bare(w) in AXES and AXES[bare(w)].is_summed]
+        return frozenset(axis for word in summed for axis in self.spread[word])
 
     def spec(self, words: Sequence[str], shape: Sequence[int] | None = None) -> PartitionSpec:
         """The spec of an array with these axes; axes of size 1 stay whole."""

@@ -9,7 +9,7 @@ import numpy as np
 from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls.decode import DecodeCall
 from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.words import Array, F, I
+from ejkernel.types.calls.words import Array, F, I, out_of_range
 from ejkernel.types.serving.operands import broadcast_operands, in_order
 from ejkernel.types.serving.problem import PagedProblem
 
@@ -33,6 +33,18 @@ class RaggedDecodeAttention(DecodeCall, Call):
         sliding_window: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
     ) -> None: ...
+
+    @classmethod
+    def check_contents(cls, a: Arguments) -> None:
+        """Rows of keys lie inside the cache."""
+        length = a["key"].shape[1]
+        for name in ("sequence_start", "sequence_end"):
+            bounds = a[name]
+            outside = np.flatnonzero((bounds < 0) | (bounds > length))
+            if outside.size:
+                r = int(outside[0])
+                legal = f"0 to {length}, the tokens of key"
+                raise out_of_range(f"{name}[{r}]", legal, int(bounds[r]))
 
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:

@@ -60,6 +60,37 @@ class RaggedPageAttentionv3(RaggedCall):
         cls.check_tables(a, m)
 
     @classmethod
+    def check_contents(cls, a: Arguments) -> None:
+        """Decoding sequences have one row each, and no two rows are written to one place."""
+        decoding, _, valid = map(int, a["distribution"])
+        starts, lens = a["query_start_loc"][: valid + 1].astype(np.int64), a["kv_lens"]
+        counts = np.diff(starts)
+        other = np.flatnonzero(counts[:decoding] != 1)
+        if other.size:
+            r = int(other[0])
+            raise ValueError(
+                f"distribution[0]: given {decoding}, so that sequence {r} has one row, expected at "
+                f"most {r}: query_start_loc gives it {int(counts[r])} rows"
+            )
+        page_size, table = a["kv_cache"].shape[1], a["block_tables"].reshape(len(lens), -1)
+        owners = np.repeat(np.arange(valid), counts)
+        tokens = np.arange(len(owners)) - starts[owners] + lens[owners] - counts[owners]
+        pages = table[owners, tokens // page_size].astype(np.int64)
+        places = pages * page_size + tokens % page_size
+        order = np.argsort(places, kind="stable")
+        twice = np.flatnonzero(np.diff(places[order]) == 0)
+        if twice.size:
+            first, second = order[twice[0] : twice[0] + 2]
+            page, row = map(int, divmod(places[first], page_size))
+            pair = " and ".join(
+                f"token {int(tokens[i])} of sequence {int(owners[i])}" for i in (first, second)
+            )
+            raise ValueError(
+                f"block_tables: given page {page} to write {pair} to its row {row}, expected pages "
+                "of its own wherever a sequence writes"
+            )
+
+    @classmethod
     def canonicalize(cls, a: Arguments) -> None:
         """The cache is plain (rank 4) or packed (rank 5)."""
         super().canonicalize(a)

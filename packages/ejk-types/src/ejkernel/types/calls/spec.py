@@ -102,6 +102,13 @@ class Call:
             step(a)
 
     @classmethod
+    def check_contents(cls, a: Arguments) -> None:
+        """Check values that a call relies on or clips; every index array is a NumPy array.
+
+        A call does not ask: these values are on a device, or looking costs too much each time.
+        """
+
+    @classmethod
     def canonicalize(cls, a: Arguments) -> None:
         """Check how arguments agree, then canonicalize what is optional, in place."""
         for step in cls._inside:
