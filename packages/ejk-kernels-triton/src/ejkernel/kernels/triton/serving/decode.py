@@ -100,7 +100,9 @@ def paged_split(
     b = 0
     before = 0
     if SPLITS > 0:
-        t, end, b = find_sequence_split(work_range, sequences, capacity, sizes, BLOCK, TOKENS, SPLITS)
+        t, end, b = find_sequence_split(
+            work_range, sequences, capacity, sizes, BLOCK, TOKENS, SPLITS
+        )
         has_work = True
     else:
         lane = tl.arange(0, LANES)

@@ -101,7 +101,7 @@ def query_rows(problem: PagedProblem, max_rows: int = MAX_ROWS) -> tuple[int, in
 
 
 def shared_bytes(problem: PagedProblem, block: int, stages: int) -> int:
-    """Returns the shared memory of a program: the steps in flight, queries, probabilities, reductions."""
+    """Returns the shared memory of a program: steps in flight, queries, probabilities, reductions."""
     rows, _ = query_rows(problem)
     width = 4 if needs_float32(problem) else 2
     return (
@@ -155,7 +155,7 @@ def count_work_ranges(problem: PagedProblem, tiles: DecodeTiles, target: Target)
 
 
 def neighbours(problem: PagedProblem, target: Target, chosen: DecodeTiles) -> list[DecodeTiles]:
-    """Returns tiles worth timing: steps of half to double the bytes, two to five stages, that fit."""
+    """Returns tiles worth timing: steps of half to double the bytes, two to five stages."""
     size = max(problem.page_size, 1)
     return [
         replace(chosen, block=block, num_warps=warps, num_stages=stages, pages=block // size)

@@ -3,10 +3,10 @@
 A tile of keys is int16 ``[BLOCK, n]`` as in ``common.eight_bit``, two adjacent columns an element.
 As there, it is multiplied twice, with two operands made from the queries. FORM:
 
-* int8_split: int8 keys are operands without conversion. Queries are 16-bit integers, the largest of a
-  row 32512, in two digits: high * 256 + low. The int32 accumulation is exact. The error of a query
-  is at most 1 / 65024 of the largest of its row, a sixteenth of the error of rounding that one to
-  float16.
+* int8_split: int8 keys are operands without conversion. Queries are 16-bit integers, the largest
+  of a row 32512, in two digits: high * 256 + low. The int32 accumulation is exact. The error of a
+  query is at most 1 / 65024 of the largest of its row, a sixteenth of the error of rounding that
+  one to float16.
 * column_pairs: the first two of every four columns, and the other two. One instruction converts two
   adjacent float8_e4m3fn to float16; even and odd columns would have to be sorted first.
 """

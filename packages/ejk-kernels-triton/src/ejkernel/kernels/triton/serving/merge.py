@@ -72,7 +72,7 @@ def load_head_scale(scale, b, hk):
 
 @triton.jit
 def compute_output_factor(m, l, sinks, b, heads, inside, value_scale):  # noqa: E741
-    """Returns the float32 factor of the accumulators of rows with state (m, l); 0 for empty rows."""
+    """Returns the float32 factor of accumulators of rows with state (m, l); 0 for empty rows."""
     alive, factor, _, total = add_sinks(m, l, sinks, b, heads, inside)
     return tl.where(alive, factor / total * value_scale, 0.0)
 
