@@ -101,7 +101,7 @@ def query_rows(problem: PagedProblem, max_rows: int = MAX_ROWS) -> tuple[int, in
 
 
 def shared_bytes(problem: PagedProblem, block: int, stages: int) -> int:
-    """Returns the shared memory of a program: steps in flight, queries, probabilities, reductions."""
+    """Returns the shared memory of a program: steps, queries, probabilities, reductions."""
     rows, _ = query_rows(problem)
     width = 4 if needs_float32(problem) else 2
     return (

@@ -16,7 +16,7 @@ FORMS = {"int8": "int8_split", "float8_e4m3fn": "column_pairs"}  # of scores, se
 
 
 def shared_bytes(problem: LatentProblem, tiles: DecodeTiles, target: Target) -> int:
-    """Returns the shared memory of a program: steps in flight, queries, probabilities, reductions."""
+    """Returns the shared memory of a program: steps, queries, probabilities, reductions."""
     rows, _ = query_rows(problem, tiles.max_rows)
     width = 4 if needs_float32(problem) else 2
     # an asynchronous matmul still reads its step while the next one arrives
