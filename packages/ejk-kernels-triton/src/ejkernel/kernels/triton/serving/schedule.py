@@ -340,13 +340,9 @@ def ragged_schedule(
         tl.store(decode.counts + i, tl.where(is_decode, count, 0), mask=inside)
         tl.store(sequences + ROW_END * n + i, tl.where(i < valid, last, rows + 1), mask=inside)
         tl.store(sequences + KV_LEN * n + i, length, mask=inside)
-        tl.store(
-            sequences + UNITS_END * n + i, units + tl.cumsum(sequence_units, 0), mask=inside
-        )
+        tl.store(sequences + UNITS_END * n + i, units + tl.cumsum(sequence_units, 0), mask=inside)
         tl.store(sequences + SPLITS * n + i, splits, mask=inside)
-        tl.store(
-            sequences + SLOTS_END * n + i, slots + tl.cumsum(sequence_slots, 0), mask=inside
-        )
+        tl.store(sequences + SLOTS_END * n + i, slots + tl.cumsum(sequence_slots, 0), mask=inside)
         units += tl.sum(sequence_units, 0)
         slots += tl.sum(sequence_slots, 0)
         if tile.MIN_ROWS > 0:
@@ -360,10 +356,10 @@ def ragged_schedule(
                 target + LONG_TILES * n, _count_long_tiles(first, last, tile.BLOCK_Q), mask=is_long
             )
             long_count += tl.sum(is_long.to(tl.int32), 0)
-            kv_len = tl.where((count == 1) & (decodes > 0), length, 0)
+            is_single = (count == 1) & (decodes > 0)
             line = long_prefill.decode_rows + 3 * i
             tl.store(line + DECODE_ROW, first, mask=inside)
-            tl.store(line + DECODE_KV_LEN, kv_len, mask=inside)
+            tl.store(line + DECODE_KV_LEN, tl.where(is_single, length, 0), mask=inside)
             tl.store(line + DECODE_PROGRAMS, programs, mask=inside)
     tl.store(header + UNITS, units)
     tl.store(header + FIRST_ROW, first_row)
