@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import flash_attention, ring_attention
-from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule
 from ejkernel.types import InvalidArgument, MaskInfo, Rule
+from ejkernel.types.attention.context.ring import Ring, Schedule
 from ejktest.attention import Call, arrays, check, run
 from ejktest.drawn import array
 
@@ -172,6 +174,35 @@ def test_next_keys_are_sent_for_before_the_current_ones_are_used() -> None:
     text = jax.jit(f).lower(x, x, x).as_text()
     assert text.count("stablehlo.collective_permute") == 2  # k and v, once
     assert text.index("stablehlo.collective_permute") < text.index("stablehlo.dot_general")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_compiled_program(layout: str) -> None:
+    """Keys travel and nothing else does; temporaries are those of one device and two key blocks."""
+    n, length, heads, dim = 4, 512, 4, 64
+    mesh = Mesh(np.array(jax.devices()[:n]), ("sp",))
+    shape = (1, n * length, heads, dim)
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(None, "sp")))
+    local = jax.ShapeDtypeStruct((1, length, heads, dim), jnp.float32)
+    ring = jax.shard_map(
+        partial(ring_attention, axis_name="sp", layout=layout, causal=True),
+        mesh=mesh, in_specs=(P(None, "sp"),) * 3, out_specs=P(None, "sp"),
+    )  # fmt: skip
+    single = partial(flash_attention, causal=True)
+    key_blocks = 2 * 2 * length * heads * dim * 4
+    # k and v from the first step and in the loop; then their gradients too, and on their way home
+    cases = (lambda f: f, 3, 4), (lambda f: partial(_pull, f), 4, 12)
+    for form, operands, permutes in cases:
+        compiled = jax.jit(form(ring)).lower(*[x] * operands).compile()
+        found = re.findall(r" (all-[a-z]+|collective-permute)(?:-start)?\(", compiled.as_text())
+        assert Counter(found) == {"collective-permute": permutes}
+        alone = jax.jit(form(single)).lower(*[local] * operands).compile()
+        limit = 1.2 * alone.memory_analysis().temp_size_in_bytes + key_blocks
+        assert compiled.memory_analysis().temp_size_in_bytes <= limit
+
+
+def _pull(f, *arrays):
+    return jax.vjp(f, *arrays[:3])[1](arrays[3])
 
 
 def test_bad_calls() -> None:

@@ -20,6 +20,7 @@ from ejkernel.ops.partition import may_be_sharded
 from ejkernel.ops.partitioned import run_partitioned
 from ejkernel.ops.second_order import operation
 from ejkernel.ops.utils.device import device_kind
+from ejkernel.ops.varying import vary_like, vary_over
 
 
 class CallKernel:
@@ -104,6 +105,9 @@ class CallKernel:
 
     outputs: ClassVar[Callable[[Work, Arrays], tuple[Any, ...]]] = staticmethod(differentiable)
     """The outputs of ``forward``, with gradients."""
+
+    vary_like: ClassVar[Callable[[Any, Any], Any]] = staticmethod(vary_like)
+    vary_over: ClassVar[Callable[[Any, str], Any]] = staticmethod(vary_over)
 
     # ---- what a kernel says -----------------------------------------------------------------
 

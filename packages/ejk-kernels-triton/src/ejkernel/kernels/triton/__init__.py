@@ -45,6 +45,9 @@ PACKAGE = KernelPackage(
         Entry("blocksparse_attention", config_fields=_FLASH),
         Entry("scaled_dot_product_attention", config_fields=()),
         Entry("mla_attention", config_fields=_FLASH),
+        Entry(
+            "ring_attention", "flash_attention.implementation:ring_attention", config_fields=_FLASH
+        ),
         _serving("page_attention", _PAGED),
         _serving("ragged_page_attention", _RAGGED),
         _serving("ragged_page_attention_v3", _RAGGED),

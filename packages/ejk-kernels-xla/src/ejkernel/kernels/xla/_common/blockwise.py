@@ -31,6 +31,7 @@ from ejkernel.kernels.xla._common.layout import Layout
 from ejkernel.kernels.xla._common.tiles import Blocks
 from ejkernel.ops.second_order import operation
 from ejkernel.ops.varying import vary, varying_axes
+from ejkernel.types.attention.rows import DEAD, Rows, RowScales, exponent
 from ejkernel.types.masks.hidden import cleared
 
 
@@ -162,7 +163,7 @@ def forward(
     *,
     mask: blk.BlockMask,
     dropout: Dropout | None = None,
-) -> tuple[jax.Array, sm.Rows]:
+) -> tuple[jax.Array, Rows]:
     """Output and row normaliser, both in the accumulation dtype.
 
     Args:
@@ -180,7 +181,7 @@ def forward(
     layout, dv = tiles.layout, v.shape[-1]
     if layout.empty:
         rows = (layout.batch, layout.q_len, q.shape[2])
-        return tiles.zeros(*rows, dv), sm.Rows(tiles.zeros(*rows) - jnp.inf, tiles.zeros(*rows))
+        return tiles.zeros(*rows, dv), Rows(tiles.zeros(*rows) - jnp.inf, tiles.zeros(*rows))
     q_blocks = _flat(layout.split_q(q))
     k_blocks, v_blocks = (_flat(layout.split_kv(x)) for x in _seen(mask, k, v))
     state_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q)
@@ -211,7 +212,7 @@ def forward(
 
     order = getattr(mask, "q_order", None)
     _, (o, rows) = blk.scan_blocks(query_block, None, q_blocks, layout.nq, order)
-    return layout.join_q(o), sm.Rows(*(layout.join_rows(x) for x in rows))
+    return layout.join_q(o), Rows(*(layout.join_rows(x) for x in rows))
 
 
 def row_delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None, dtype: Any) -> jax.Array:
@@ -229,7 +230,7 @@ def backward(
     *,
     mask: blk.BlockMask,
     dropout: Dropout | None = None,
-    row_scales: sm.RowScales,
+    row_scales: RowScales,
     delta: jax.Array,
     do: jax.Array,
 ) -> Grads:
@@ -252,7 +253,7 @@ def backward(
     # summed transposed, from transposed copies of q and do
     q_columns, do_columns = (_flat(layout.split_q(x).swapaxes(-1, -2)) for x in (q, do))
     m_blocks = layout.split_rows(row_scales.m, 0.0)
-    scale_blocks = layout.split_rows(row_scales.log2_scale, sm.DEAD)
+    scale_blocks = layout.split_rows(row_scales.log2_scale, DEAD)
     delta_blocks = layout.split_rows(jnp.where(row_scales.alive, delta, 0.0), 0.0)
     row_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q, 1)
 
@@ -268,7 +269,7 @@ def backward(
             m, log2_scale = (
                 blk.take_block(rows, qi).reshape(row_shape) for rows in (m_blocks, scale_blocks)
             )
-            p = jnp.exp2(sm.exponent(x, m, tiles.unit) + log2_scale)
+            p = jnp.exp2(exponent(x, m, tiles.unit) + log2_scale)
             dp = layout.by_head(tiles.dots.rows_cols(do_tile, v_tile))
             weights, keep = p, tiles.dropout_keep_mask(qi, ki)
             if keep is not None:

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types import Rule
+from ejkernel.types.attention.context.pieces import Cells, Piece
+from ejkernel.types.masks.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Ring:
     def device_index(self) -> jax.Array:
         """Index of this device, int32 ``[]``."""
         return jax.lax.axis_index(self.axis_name)
+
+    @property
+    def chunks(self) -> int:
+        """Number of contiguous ranges that a shard has."""
+        return 2 if self.zigzag else 1
 
     def starts(self, device: Any, length: int) -> tuple[tuple[Any, int], ...]:
         """(first index in the whole sequence, length) of every contiguous range of a shard."""
@@ -96,13 +102,64 @@ class Schedule:
         return cls(start, n - gap)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Pieces that every device computes in every step, from lengths and index rules alone.
+
+    Attributes:
+        schedule: steps to take.
+        pieces: the pieces of each step, by device.
+    """
+
+    schedule: Schedule
+    pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
+
+    @classmethod
+    def make(
+        cls, ring: Ring, rules: Sequence[Rule], q_len: int, kv_len: int, *, joined: bool = True
+    ) -> Plan:
+        """Returns the plan of shards of ``q_len`` queries and ``kv_len`` keys.
+
+        ``joined``: whether one kernel call may hold several chunks of a shard.
+        """
+        schedule = Schedule.shortest(ring, rules, q_len, kv_len)
+        banded = tuple(rule for rule in rules if rule.chunk is None)
+        sizes = (q_len // ring.chunks, kv_len // ring.chunks)
+
+        def between(device: int, source: int) -> tuple[Piece, ...]:
+            shifts = tuple(
+                tuple(int(q - k) for k, _ in ring.starts(source, kv_len))
+                for q, _ in ring.starts(device, q_len)
+            )
+            return Cells(banded, shifts, *sizes, joined).pieces()
+
+        steps = (schedule.start + t for t in range(schedule.count))
+        devices = range(ring.size)
+        pieces = tuple(
+            tuple(between(device, (device - hop) % ring.size) for device in devices)
+            for hop in steps
+        )
+        return cls(schedule, pieces)
+
+    @property
+    def distinct(self) -> tuple[Piece, ...]:
+        """All pieces that differ; each is one form of kernel call."""
+        every = (piece for step in self.pieces for pieces in step for piece in pieces)
+        return tuple(dict.fromkeys(every))
+
+
 def run_steps(
-    count: int, body: Callable[..., Any], state: Any, *, first_differs: bool = False
+    count: int,
+    body: Callable[..., Any],
+    state: Any,
+    *,
+    first_differs: bool = False,
+    convert: Callable[[Any], Any] = lambda state: state,
 ) -> Any:
     """``state = body(step, state, first, last)`` for every step; one loop for those in between.
 
     The last step stands alone because nothing is sent on after it, the first one where nothing has
-    arrived before it.
+    arrived before it. ``convert``: makes the state of the first step what a loop carries.
     """
     begin = 0
     if first_differs and count > 1:
@@ -114,5 +171,5 @@ def run_steps(
         def between(t: Any, s: Any) -> Any:
             return body(t, s, False, False)
 
-        state = jax.lax.fori_loop(begin, count - 1, between, state)
+        state = jax.lax.fori_loop(begin, count - 1, between, convert(state))
     return body(count - 1, state, count == 1, True)
