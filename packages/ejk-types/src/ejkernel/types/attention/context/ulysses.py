@@ -43,7 +43,7 @@ class Exchange:
         return self.ring.device_index() * self.local_heads
 
     def _chunk_order(self) -> np.ndarray:
-        """Numbers of the chunks in the order in which devices have them."""
+        """Indices of the chunks in the order in which devices have them."""
         n = self.ring.size
         return np.array([c for r in range(n) for c in (r, 2 * n - 1 - r)])
 
@@ -85,7 +85,7 @@ class Exchange:
     def pairs(self, x: jax.Array, *, rows: bool, columns: bool) -> jax.Array:
         """A bias or mask ``[#b, #h, q, k]`` for all queries and the local heads.
 
-        ``rows``, ``columns``: whether its axes are those of queries and keys, not of size 1.
+        ``rows``, ``columns``: whether it has a row for each query, a column for each key.
         """
         axis = self.ring.axis_name
         if rows and x.shape[1] == self.heads:
