@@ -272,8 +272,8 @@ def test_the_grid_depends_on_shapes_and_chip_only():
     problem = problem_of(64, 32, 8, 128, 9, 16, 512)
     target = cuda_target(90)
     launch = tiles.choose(problem, target)
-    shares = tiles.share_count(problem, launch, target)
+    ranges = tiles.count_work_ranges(problem, launch, target)
     # two programs on every multiprocessor, all running at once
-    assert shares * 8 == 132 * launch.per_core == 264
-    held = tiles.held_bytes(problem, launch.block, launch.num_stages)
-    assert launch.per_core * held <= target.shared_limit
+    assert ranges * 8 == 132 * launch.programs_per_core == 264
+    held = tiles.shared_bytes(problem, launch.block, launch.num_stages)
+    assert launch.programs_per_core * held <= target.shared_limit

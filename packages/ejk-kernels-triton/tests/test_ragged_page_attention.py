@@ -150,7 +150,7 @@ def test_a_stage_of_another_kernel_may_have_long_prefill(
 
         def choose(self, problem, target):
             long = LongPrefill(min_rows, min_total_rows, 16, 8, decodes=True)
-            return replace(super().choose(problem, target), long=long)
+            return replace(super().choose(problem, target), long_prefill=long)
 
     args = draw(lens=(single_len, *LENS[1:]))
     want, starts = np.array(expected(*args)), args[4]
@@ -182,7 +182,7 @@ def test_schedule_is_that_of_the_reference(name, window):
     }  # fmt: skip
     problem, target = ragged_page_attention.problem(args), cuda_target(90, cores)
     long = LongPrefill(128, 256, 128, 128, decodes=True)
-    t = replace(tiles.choose(problem, target), long=long, rows=16, least=64)
+    t = replace(tiles.choose(problem, target), long_prefill=long, rows=16, min_split_keys=64)
     operands = starts, lens, np.asarray([n - 1], np.int32)
     launch = schedule.RaggedScheduleLaunch(problem, t, target)
     with compile_for(target):
@@ -190,9 +190,9 @@ def test_schedule_is_that_of_the_reference(name, window):
     *found, _, work_tiles, decode_rows = map(np.asarray, tables.values())
     found = RaggedSchedule(*found, work_tiles, decode_rows)
     sizes = ScheduleSizes(
-        problem.rows, problem.paged.capacity, h, hk, t.block, t.tile, t.decode_tokens, launch.fair,
-        -(-t.least // t.block), target.cores,
-        schedule.NEAR_BYTES // problem.paged.token_bytes, window, long,
+        problem.rows, problem.paged.capacity, h, hk, t.block, t.tile, t.decode_tokens,
+        launch.max_split_units, -(-t.min_split_keys // t.block), target.cores,
+        schedule.L2_BYTES // problem.paged.token_bytes, window, long,
     )  # fmt: skip
     want = ragged_schedule(starts, lens, n - 1, sizes)
     for table, x, y in zip(want._fields, found, want, strict=True):
@@ -290,7 +290,7 @@ def test_long_walks_are_cut_into_parts(monkeypatch):
     args = draw(rows=(2, 0, 11, 9), lens=(30, 9, 120, 100), d=24, ps=8)
     options = dict(softmax_aux=SINKS, v_scale=0.5)
     whole = np.asarray(ragged_page_attention(*args, **options))
-    monkeypatch.setattr(tiles, "LEAST", 32)
+    monkeypatch.setattr(tiles, "MIN_SPLIT_KEYS", 32)
     monkeypatch.setattr(launch, "MAX_LANES", 2)  # several looks at the sequences
     cfg = dict(num_kv_pages_per_block=2, num_splits=3)
     cut, lse = map(np.asarray, ragged_page_attention(*args, cfg=cfg, return_lse=True, **options))

@@ -23,11 +23,10 @@ from ejkernel.modules._specs import (
 from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
 from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
-from ejkernel.types import MaskInfo
-from ejkernel.types.calls.axes import bare, mask_axes, meaning
+from ejkernel.types.calls.axes import bare, meaning
 from ejkernel.types.calls.layout import Layout, Shard
 from ejkernel.types.calls.signature import axes_of
-from ejkernel.types.calls.spec import Call
+from ejkernel.types.calls.spec import Call, leaf_axes
 
 Arguments = dict[str, Any]
 
@@ -167,13 +166,14 @@ def _typed_output(
 
 
 def _typed_arrays(a: Arguments, arguments: Sequence[Argument]) -> list[tuple[Argument, Any]]:
-    """Returns every array of the call, arrays of masks included, with the words of its axes."""
+    """Returns every array of the call, masks' arrays included, with the words of its axes."""
     arrays = [(argument, a[argument.name]) for argument in arguments if argument.shape is not None]
     for name, value in a.items():
-        if isinstance(value, MaskInfo):
+        words = leaf_axes(value)
+        if words is not None:
             leaves = jax.tree_util.tree_leaves(value)
-            for leaf, x in zip(leaf_names(name, value), leaves, strict=True):
-                arrays.append((Argument(leaf, mask_axes(x), x.shape), x))
+            for leaf, x, axes in zip(leaf_names(name, value), leaves, words, strict=True):
+                arrays.append((Argument(leaf, axes, x.shape), x))
     return arrays
 
 
@@ -184,12 +184,13 @@ def _split(
     names, arrays, specs = [], [], []
     for name, value in a.items():
         argument = by_name.get(name)
-        if isinstance(value, MaskInfo):
+        words = leaf_axes(value)
+        if words is not None:
+            leaves, structure = jax.tree_util.tree_flatten(value)
+            of_leaves = [layout.spec(w, x.shape) for w, x in zip(words, leaves, strict=True)]
             names.append(name)
             arrays.append(value)
-            specs.append(
-                jax.tree_util.tree_map(lambda x: layout.spec(mask_axes(x), x.shape), value)
-            )
+            specs.append(jax.tree_util.tree_unflatten(structure, of_leaves))
         elif hasattr(value, "shape") and hasattr(value, "dtype"):
             words = argument.words if argument else ("_",) * len(value.shape)
             names.append(name)
