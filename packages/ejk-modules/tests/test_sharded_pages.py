@@ -111,9 +111,7 @@ def test_pages_on_several_devices(operation):
     function = getattr(modules, operation)
     want = reference(operation, arrays, **options)
     alone = jax.jit(lambda *x: function(*x, return_lse=True, **options))(*arrays)
-    compiled, outputs = run(
-        function, arrays, mesh_of(2, 2, 2), specs, return_lse=True, **options
-    )
+    compiled, outputs = run(function, arrays, mesh_of(2, 2, 2), specs, return_lse=True, **options)
     for name, found, one, exact in zip(("o", "lse"), outputs, alone, want, strict=True):
         assert (found.shape, found.dtype) == (one.shape, one.dtype)
         check_close(np.asarray(found), exact, name=name)

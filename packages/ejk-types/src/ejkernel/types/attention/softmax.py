@@ -99,9 +99,7 @@ def merge_over_devices(
     return sums[..., :-1] / total[..., None], jnp.where(is_empty, -jnp.inf, base + jnp.log(total))
 
 
-def count_sinks(
-    o: jax.Array, lse: jax.Array, sinks: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def count_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns o ``[..., h, dv]`` and lse ``[..., h]`` of rows with the sinks ``[h, sinks]``.
 
     Rows that see no key stay as they are.

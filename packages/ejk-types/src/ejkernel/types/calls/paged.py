@@ -49,9 +49,7 @@ class PagedCall(Call):
         raise NotImplementedError
 
     @classmethod
-    def attend_to_shard(
-        cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]
-    ) -> Any:
+    def attend_to_shard(cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]) -> Any:
         """Returns the result of a call, the attention of the devices merged.
 
         Raises:

@@ -134,9 +134,7 @@ class RaggedPageAttentionv3(RaggedCall):
         return {**rows, "keys": keys, "values": new_values, "distribution": ends}
 
     @classmethod
-    def attend_to_shard(
-        cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]
-    ) -> Any:
+    def attend_to_shard(cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]) -> Any:
         """Writes the new tokens whose pages this device has, then attends."""
         cache, n = a["kv_cache"], a["kv_lens"].shape[0]
         tables = a["block_tables"].reshape(n, -1)
