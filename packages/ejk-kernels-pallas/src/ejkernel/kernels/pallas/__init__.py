@@ -58,7 +58,12 @@ PACKAGE = KernelPackage(
         _hopper("blocksparse_attention", *_HOPPER),
         _hopper("scaled_dot_product_attention", module="flash_attention.implementation"),
         _hopper("mla_attention", *_HOPPER, module="flash_attention.implementation"),
-        _hopper("ring_attention", *_HOPPER, module="flash_attention.implementation"),
+        _hopper(
+            "ring_attention",
+            *_HOPPER,
+            "context_parallel",
+            module="flash_attention.implementation",
+        ),
         _hopper("ragged_page_attention", *_RAGGED, module="serving.implementation"),
         _hopper("ragged_page_attention_v3", *_RAGGED, module="serving.implementation"),
         _hopper("mla_decode", module="serving.implementation"),
