@@ -209,12 +209,12 @@ def our_ragged() -> Iterator[Cost]:
     from ejktest.bound import bound
 
     # with few rows the largest piece of code is that of single rows
-    for row, call in (("ragged prefill", RAGGED["prefill"]), ("ragged decode", RAGGED["decode"])):
+    for row, call in (("prefill", RAGGED["prefill"]), ("one row", RAGGED["one row"])):
         problem = kernel.problem(bound(kernel.call, **call.structs()).arguments)
         layout = Layout(problem, kernel.choose(problem, current_chip()), current_chip())
         p = layout.paged
         rows, text = p.heads, f"1x{layout.block}"
-        if row == "ragged prefill":  # the code loops over kv heads
+        if row == "prefill":  # the code loops over kv heads
             rows, text = layout.rows, f"{layout.tiles.queries}x{layout.block}"
         work, name = rows * layout.block * 2 * p.dim, "ejkernel_ragged"
         yield Cost("ejkernel", row, name, text, work, LANES, call.forward(pallas), call.shapes())
@@ -222,27 +222,30 @@ def our_ragged() -> Iterator[Cost]:
 
 RAGGED = {
     "prefill": ragged.reading_ahead(2048),
-    "decode": ragged.reading_ahead(16),
+    "one row": ragged.reading_ahead(16),
 }
 
 
 def jax_ragged(pages: int, queries: int, row: str) -> Iterator[Cost]:
     """JAX's ragged paged attention, whose code is one for all lengths."""
+    from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     structs = RAGGED["prefill"].structs()
     names = "queries", "kv_pages", "context_lens", "block_tables", "query_start_loc", "num_seqs"
     query, pool, *indices, count = (structs[name] for name in names)
 
+    memory = min(pltpu.get_tpu_info().vmem_capacity_bytes, 2**26)
+
     def forward(*arrays: Any) -> Any:
         return ragged_paged_attention(
             *arrays,
             num_kv_pages_per_block=pages,
             num_queries_per_block=queries,
-            vmem_limit_bytes=12 * 2**20,
+            vmem_limit_bytes=memory,
         )
 
-    rows = query.shape[1] * (queries if row == "ragged prefill" else 1)
+    rows = query.shape[1] * (queries if row == "prefill" else 1)
     work = rows * pages * pool.shape[1] * 2 * query.shape[2]
     operands = query, pool, *indices, type(count)((1,), count.dtype)
     text = f"{queries}x{pages * pool.shape[1]}"
@@ -257,7 +260,7 @@ def sources(name: str) -> list[Callable[[], Iterator[Cost]]]:
     if name == "decode":
         return [our_decode, *(partial(jax_decode, pages) for pages in (8, 16, 32))]
     if name == "ragged":
-        tiles = (16, 32, "ragged prefill"), (32, 64, "ragged prefill"), (32, 8, "ragged decode")
+        tiles = (16, 32, "prefill"), (32, 64, "prefill"), (32, 8, "one row")
         return [our_ragged, *(partial(jax_ragged, *sizes) for sizes in tiles)]
     dim = int(name.removeprefix("d"))
     sources: list[Callable[[], Iterator[Cost]]] = [partial(ours, dim)]

@@ -66,23 +66,23 @@ def draw(h=4, hk=2, d=128, ps=16, dtype="float32", cache=None):
 def expected(q, pool, tables, starts, lens=LENS, **options):
     names = {"sliding_window": "left", "logits_soft_cap": "cap", "softmax_aux": "aux"}
     options = {names.get(n, n): x for n, x in options.items() if n != "cfg"}
-    for name in options.keys() - {"left", "cap"}:
+    for name in options.keys() - {"left", "cap", "return_lse"}:
         options[name] = np.asarray(options[name], np.float64)
     with jax.enable_x64(True):
         wide = [np.nan_to_num(np.asarray(x).astype(np.float64)) for x in (q, pool)]
         o = paged.ragged_page_attention(
             *wide, lens, tables, starts, len(ROWS), scale=q.shape[-1] ** -0.5, **options
         )
-        return np.asarray(o)
+        return [np.asarray(x) for x in o] if "return_lse" in options else [np.asarray(o)]
 
 
 SINKS = np.random.default_rng(7).standard_normal((4, 3)).astype(np.float32)
 CFG = {"num_kv_pages_per_block": 8, "num_queries_per_block": 16}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "float32": ({}, {}),
-    "bfloat16, window, cap, sinks": (
+    "bfloat16, window, cap, sinks, lse": (
         dict(dtype="bfloat16"),
-        dict(sliding_window=40, logits_soft_cap=2.0, softmax_aux=SINKS),
+        dict(return_lse=True, sliding_window=40, logits_soft_cap=2.0, softmax_aux=SINKS),
     ),
     "int8": (
         dict(dtype="bfloat16", cache="int8"),
@@ -100,13 +100,14 @@ def test_reads_pages(name):
     def run(*arrays):
         return ragged_page_attention(*arrays, len(ROWS), cfg=CFG, **options)
 
+    results = jax.jit(run)(q, pool, np.array(LENS, np.int32), tables, starts)
     # at once: XLA's threads are few, and the interpreter needs one while the reference runs
-    got = np.asarray(jax.jit(run)(q, pool, np.array(LENS, np.int32), tables, starts))
-    want = expected(q, pool, tables, starts, **options)
-    assert got.dtype == q.dtype
-    check_close(got, want, name=name)
-    assert not np.asarray(got[:FIRST], np.float32).any()
-    assert not np.asarray(got[-TAIL:], np.float32).any()
+    results = [np.asarray(x) for x in jax.tree.leaves(results)]
+    wanted = expected(q, pool, tables, starts, **options)
+    assert results[0].dtype == q.dtype
+    for got, want in zip(results, wanted, strict=True):
+        check_close(got, want, name=name)
+    assert not results[0][:FIRST].any() and not results[0][-TAIL:].any()
     check_no_races()
 
 
@@ -153,6 +154,6 @@ def test_writes_pages(name):
     options = dict(options)
     if options.pop("q_scale", None) is not None:
         q = np.asarray(quantise(q, scales["q"], pool.dtype)).astype(np.float64) * scales["q"]
-    o = expected(q, want[:, :, : 2 * hk, :dim], tables, starts, **options)
+    (o,) = expected(q, want[:, :, : 2 * hk, :dim], tables, starts, **options)
     check_close(got, o, name=name, dtype=shape["dtype"] if "dtype" in shape else "float32")
     check_no_races()

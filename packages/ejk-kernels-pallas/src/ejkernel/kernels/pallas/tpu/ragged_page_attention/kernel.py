@@ -111,15 +111,17 @@ def _logits(layout: Layout, scores: jax.Array, factor: jax.Array) -> jax.Array:
     return scores * factor if cap is None else (cap * LOG2E) * jnp.tanh(scores * factor)
 
 
-def _normalized(
+def _results(
     scratch: Scratch, at: tuple[Any, ...], sinks: jax.Array, values: jax.Array
-) -> jax.Array:
-    """Returns the output of the rows ``at``; zeros where they have seen nothing."""
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output of the rows ``at`` and their log-sum-exp ``[rows, 1]``; zeros and -inf
+    where they have seen nothing."""
     m, total = scratch.m[at][:, :1], jnp.sum(scratch.total[at], axis=1, keepdims=True)
     seen, top = total > 0.0, jnp.maximum(m, sinks)
     shrink = jnp.exp2(m - top)
     total = jnp.where(seen, total * shrink + jnp.exp2(sinks - top), 1.0)
-    return jnp.where(seen, scratch.acc[at] * (shrink * values / total), 0.0)
+    o = jnp.where(seen, scratch.acc[at] * (shrink * values / total), 0.0)
+    return o, jnp.where(seen, (top + jnp.log2(total)) * (1.0 / LOG2E), -jnp.inf)
 
 
 class Steps(NamedTuple):
@@ -230,8 +232,8 @@ class Steps(NamedTuple):
 
         lax.fori_loop(0, p.kv_heads, add_head, None)
 
-    def finish(self, span: QuerySpan, o: Any) -> None:
-        """Stores the outputs of a block of queries, all heads of a token together."""
+    def finish(self, span: QuerySpan, o: Any, lse: Any) -> None:
+        """Stores the results of a block of queries, all heads of a token together."""
         layout, s = self.layout, self.scratch
         heads, group, size = layout.heads, layout.group, layout.tiles.queries
 
@@ -241,24 +243,38 @@ class Steps(NamedTuple):
 
         @pl.when(span.tokens == 1)
         def _one_row() -> None:
+            shape = (layout.decode_rows, layout.lse_lanes)
+            row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+            row_lse = jnp.zeros((1, layout.lse_lanes), jnp.float32)
             for head in range(layout.paged.kv_heads):
                 at = (head, pl.ds(0, layout.decode_rows))
-                rows = _normalized(s, at, *row_factors(head))
+                rows, sums = _results(s, at, *row_factors(head))
                 s.o_rows[pl.ds(head * group, group)] = rows[:group]
+                own_lane = (lane == head * group + row) & (row < group)
+                row_lse += jnp.sum(jnp.where(own_lane, sums, 0.0), axis=0, keepdims=True)
             o[0] = s.o_rows[:heads].astype(o.dtype)
+            if lse is not None:
+                lse[0] = row_lse
 
         @pl.when(span.tokens > 1)
         def _many_rows() -> None:
+            lane = lax.broadcasted_iota(jnp.int32, (size, layout.lse_lanes), 1)
 
-            def store(kv_head: Any, carry: None) -> None:
+            def store(kv_head: Any, all_lse: jax.Array) -> jax.Array:
                 factors = row_factors(kv_head)
                 for n in range(group):
-                    at = (kv_head, pl.ds(n * size, size))
-                    rows = _normalized(s, at, *(x[n : n + 1] for x in factors))
-                    s.o_rows[pl.ds(kv_head * group + n, size, stride=heads)] = rows
+                    head, at = kv_head * group + n, (kv_head, pl.ds(n * size, size))
+                    rows, sums = _results(s, at, *(x[n : n + 1] for x in factors))
+                    s.o_rows[pl.ds(head, size, stride=heads)] = rows
+                    if lse is not None:
+                        all_lse = jnp.where(lane == head, sums, all_lse)
+                return all_lse
 
-            lax.fori_loop(0, layout.paged.kv_heads, store, None)
+            all_lse = jnp.zeros(lane.shape, jnp.float32)
+            all_lse = lax.fori_loop(0, layout.paged.kv_heads, store, all_lse)
             o[...] = s.o_rows[...].reshape(o.shape).astype(o.dtype)
+            if lse is not None:
+                lse[...] = all_lse[:, None]
 
 
 def _kernel(layout: Layout, *all_refs: Any) -> None:
@@ -266,12 +282,15 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
     starts, lens, tables, q, factors, pool, *refs = refs
     new, refs = (refs[0], refs[1:]) if layout.writes else (None, refs)
     o, *refs = refs
+    lse = refs.pop(0) if layout.paged.return_lse else None
     if layout.writes:
         pool, *refs = refs
-    buffers, refs = Buffers(*refs[:7]), refs[7:]
+    if lse is None:
+        refs = [*refs[:4], None, refs[4], None, *refs[5:]]
+    buffers, refs = Buffers(*refs[:9]), refs[9:]
     if not layout.paged.is_eight_bit:
         refs = [*refs[:5], None, *refs[5:]]
-    copies = Copies(layout, Memories(starts, lens, tables, q, o, pool, new), buffers)
+    copies = Copies(layout, Memories(starts, lens, tables, q, o, lse, pool, new), buffers)
     steps = Steps(layout, Scratch(*refs), factors)
     count, rows, size = layout.problem.sequences, layout.problem.rows, layout.tiles.queries
 
@@ -331,7 +350,8 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
         @pl.when(ends_queries)
         def _finish() -> None:
             copies.wait_output(at.q_slot)
-            steps.finish(span, buffers.o.at[at.q_slot])
+            sums = None if lse is None else buffers.lse.at[at.q_slot]
+            steps.finish(span, buffers.o.at[at.q_slot], sums)
             copies.store_output(span, at.q_slot)
 
         return Position(sequence, after, queries, keys, table_slot, q_slot, 1 - at.kv_slot)
@@ -339,9 +359,11 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
     for slot in range(3):
         buffers.pending[slot] = 0
     buffers.zeros[...] = jnp.zeros_like(buffers.zeros)
+    if lse is not None:
+        buffers.hidden[...] = jnp.full(buffers.hidden.shape, -jnp.inf, jnp.float32)
     gaps = ((0, starts[0]), (starts[count], rows))
     for gap in gaps:
-        copies.zero_rows(*gap, wait=False)
+        copies.fill_gap(*gap, wait=False)
     zero = jnp.int32(0)
     sequence = following(zero - 1)
     after = following(sequence)
@@ -363,7 +385,7 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
     if layout.writes:
         copies.wait_writes()
     for gap in gaps:
-        copies.zero_rows(*gap, wait=True)
+        copies.fill_gap(*gap, wait=True)
 
 
 def row_factors(layout: Layout, arrays: Arrays) -> jax.Array:
@@ -401,7 +423,8 @@ def canonical_ranges(layout: Layout, arrays: Arrays) -> Arrays:
 def attend(
     layout: Layout, arrays: Arrays, pool: jax.Array, new: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """Returns o ``[T, heads, width]``, and the pool where the call writes it.
+    """Returns o ``[T, heads, width]``; lse ``[T, 1, lanes]`` where the call returns it, a lane for
+    each head; and the pool where the call writes it.
 
     ``arrays`` are the operands of ``ejkernel.types.serving.operands`` with q ``[T, heads, width]``
     and starts and lens as ``canonical_ranges`` returns them; ``pool`` and ``new`` as in
@@ -418,6 +441,8 @@ def attend(
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     specs = [hbm, hbm, pl.BlockSpec(memory_space=pltpu.VMEM), *[hbm] * (len(operands) - 5)]
     outputs = [result(arrays["q"].shape, p.query_dtype, *operands)]
+    sums = (1, layout.lse_lanes)
+    outputs += [result((rows, *sums), "float32", *operands)] if p.return_lse else []
     outputs += [result(pool.shape, pool.dtype, *operands)] if layout.writes else []
     queries, dtype = (t.queries, layout.heads, width), arrays["q"].dtype
     block = (layout.block, layout.token_rows, width)
@@ -436,9 +461,11 @@ def attend(
                     pltpu.VMEM((2, *queries), dtype),
                     pltpu.VMEM((2, *block), pool.dtype),
                     pltpu.VMEM((2, *queries), dtype),
+                    *([f32((2, t.queries, *sums))] if p.return_lse else []),
                     pltpu.VMEM((CHUNK, *queries[1:]), dtype),
+                    *([f32((CHUNK, *sums))] if p.return_lse else []),
                     pltpu.SMEM((3,), jnp.int32),
-                    pltpu.SemaphoreType.DMA((5, 2)),
+                    pltpu.SemaphoreType.DMA((8, 2)),
                     # rows of a score tile of one token may reach past its heads
                     f32((t.queries * layout.heads + SUBLANES, width)),
                     f32((t.queries * layout.heads, width)),
@@ -450,7 +477,7 @@ def attend(
                 ],
             ),
             out_shape=outputs,
-            input_output_aliases={5: 1} if layout.writes else {},
+            input_output_aliases={5: len(outputs) - 1} if layout.writes else {},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("arbitrary",),
                 vmem_limit_bytes=int(min(chip.vmem, max(layout.vmem() * 3 // 2, 16 * 2**20))),
