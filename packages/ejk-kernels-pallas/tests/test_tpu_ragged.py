@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import interpreter
+from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter
+from ejkernel.kernels.pallas.tpu.ragged_page_attention import tiles
 from ejkernel.kernels.pallas.tpu.ragged_page_attention.implementation import (
     ragged_page_attention,
     ragged_page_attention_v3,
 )
 from ejkernel.ops import interpret_mode
 from ejkernel.types.arrays import quantise
+from ejktest.bound import bound
 from ejktest.cases.paged import in_context
 from ejktest.drawn import wild_tables
 from ejktest.oracles import paged
@@ -84,11 +86,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(dtype="bfloat16"),
         dict(return_lse=True, sliding_window=40, logits_soft_cap=2.0, softmax_aux=SINKS),
     ),
-    "int8": (
-        dict(dtype="bfloat16", cache="int8"),
-        dict(k_scale=0.02, v_scale=np.array([0.02, 0.01], np.float32)),
-    ),
-    "e4m3": (dict(h=8, cache="float8_e4m3fn"), dict(k_scale=np.float32(0.5))),
 }
 
 
@@ -157,3 +154,38 @@ def test_writes_pages(name):
     (o,) = expected(q, want[:, :, : 2 * hk, :dim], tables, starts, **options)
     check_close(got, o, name=name, dtype=shape["dtype"] if "dtype" in shape else "float32")
     check_no_races()
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
+def test_tiles_fit(kind):
+    chip = facts_of(kind)
+    for h, hk, ps in ((32, 8, 16), (64, 8, 256), (8, 1, 64), (16, 16, 1)):
+        for cache in ("bfloat16", "int8", "float32"):
+            problem = ragged_page_attention.problem(call(h, hk, ps, cache).arguments)
+            t = tiles.choose(problem, chip)
+            layout = tiles.Layout(problem, t, chip)
+            assert layout.vmem() <= tiles.memory_for(chip)
+            assert layout.block % tiles.LANES == 0 and layout.rows % layout.strip == 0
+
+
+def call(h: int, hk: int, ps: int, cache: str, d: int = 128, dtype: str = "bfloat16") -> Any:
+    """Returns what the registry hands to the hooks."""
+    arrays = {
+        "queries": ((512, h, d), dtype),
+        "kv_pages": ((64, ps, 2 * hk, d), cache),
+        "context_lens": ((8,), "int32"),
+        "block_tables": ((8, 8192), "int32"),
+        "query_start_loc": ((9,), "int32"),
+    }
+    structs = {name: jax.ShapeDtypeStruct(*form) for name, form in arrays.items()}
+    return bound(ragged_page_attention.call, num_seqs=8, **structs)
+
+
+def test_refuses_what_it_cannot_do():
+    for asked, reason in (
+        (call(8, 2, 16, "bfloat16", d=64), "kv_pages: rows of 64 columns are not supported"),
+        (call(6, 3, 16, "bfloat16"), "kv_pages: 3 kv heads of bfloat16 are not 1, 2, 4 or"),
+        (call(8, 1, 16, "int8"), "kv_pages: 1 kv heads of int8 are not 1, 2, 4 or"),
+        (call(8, 2, 16, "bfloat16", dtype="float16"), "queries: float16 is not supported"),
+    ):
+        assert (ragged_page_attention.supports(asked) or "").startswith(reason)

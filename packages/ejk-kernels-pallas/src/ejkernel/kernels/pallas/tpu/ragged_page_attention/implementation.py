@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.tpu.ragged_page_attention import tiles
-from ejkernel.kernels.pallas.tpu.ragged_page_attention.kernel import attend, canonical_ranges
+from ejkernel.kernels.pallas.tpu.ragged_page_attention.kernel import attend
 from ejkernel.kernels.pallas.tpu.ragged_page_attention.tiles import Layout, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.stages import Stage, StagedKernel
@@ -35,7 +35,6 @@ def write_and_attend(work: Work, arrays: Arrays) -> Arrays:
 
 def _attend(layout: Layout, arrays: Arrays) -> Arrays:
     p, cache = layout.paged, arrays["k"]
-    arrays = arrays | canonical_ranges(layout, arrays)
     pool = cache.reshape(p.pages, p.page_size, layout.token_rows, layout.width)
     q = arrays["q"].reshape(-1, p.kv_heads, p.group, p.dim)
     padding = (layout.group - p.group, layout.width - p.dim)
@@ -65,7 +64,7 @@ def _new_rows(layout: Layout, arrays: Arrays, pool: jax.Array) -> jax.Array:
     if rows.shape[1:] == pool.shape[2:]:
         return rows
     # whole rows are copied to the pages: their padding is what the pages have there
-    slots = arrays["lens"], arrays["tables"], arrays["starts"], layout.problem.sequences
+    slots = arrays["lens"], arrays["tables"], arrays["starts"], arrays["valid"][-1]
     page, offset = write_slots(*slots, layout.problem.rows, p.page_size)
     old = pool[jnp.clip(page, 0, p.pages - 1), offset]
     return old.at[:, : rows.shape[1], : p.dim].set(rows)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -277,9 +278,29 @@ class Steps(NamedTuple):
                 lse[...] = all_lse[:, None]
 
 
+def canonicalize_ranges(layout: Layout, operands: tuple[Any, ...], starts: Any, lens: Any) -> None:
+    """Writes starts that never decrease, without rows of sequences past the valid ones, and context
+    lengths that the table can hold; here, because a chain of small operations of XLA takes longer.
+
+    ``operands``: starts, lens and, as its last entry, the number of valid sequences.
+    """
+    call_starts, call_lens, valid = operands
+    count, rows = layout.problem.sequences, layout.problem.rows
+    last = jnp.clip(valid[valid.shape[0] - 1], 0, count)
+
+    def write(sequence: Any, start: Any) -> Any:
+        start = jnp.clip(call_starts[jnp.minimum(sequence, last)], start, rows)
+        starts[sequence] = start
+        entry = jnp.minimum(sequence, count - 1)
+        lens[entry] = jnp.clip(call_lens[entry], 0, layout.paged.capacity)
+        return start
+
+    lax.fori_loop(0, count + 1, write, jnp.int32(0))
+
+
 def _kernel(layout: Layout, *all_refs: Any) -> None:
-    refs = list(all_refs)
-    starts, lens, tables, q, factors, pool, *refs = refs
+    refs: list[Any] = list(all_refs)
+    call_starts, call_lens, valid, tables, q, factors, pool, *refs = refs
     new, refs = (refs[0], refs[1:]) if layout.writes else (None, refs)
     o, *refs = refs
     lse = refs.pop(0) if layout.paged.return_lse else None
@@ -287,7 +308,10 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
         pool, *refs = refs
     if lse is None:
         refs = [*refs[:4], None, refs[4], None, *refs[5:]]
-    buffers, refs = Buffers(*refs[:9]), refs[9:]
+    scalars: Any = refs[9:11]
+    starts, lens = scalars
+    buffers, refs = Buffers(*refs[:9]), refs[11:]
+    canonicalize_ranges(layout, (call_starts, call_lens, valid), starts, lens)
     if not layout.paged.is_eight_bit:
         refs = [*refs[:5], None, *refs[5:]]
     copies = Copies(layout, Memories(starts, lens, tables, q, o, lse, pool, new), buffers)
@@ -388,36 +412,28 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
         copies.fill_gap(*gap, wait=True)
 
 
-def row_factors(layout: Layout, arrays: Arrays) -> jax.Array:
+def row_factors(layout: Layout, arrays: Arrays) -> Any:
     """Returns float32 ``[kv heads, decode rows, 128]``: in lane LOGITS the factor of scores, to
     base 2 or to the soft cap; in VALUES that of outputs; in SINKS the base-2 log of the sum of the
     exponentials of the sinks."""
     p = layout.paged
 
-    def per_head(x: jax.Array | float) -> jax.Array:
+    names = {"logit_scale", "k_scale", "v_scale", "sink"}
+    xp: Any = jnp if names & arrays.keys() else np  # a constant, which no operation makes
+
+    def per_head(x: jax.Array | float) -> Any:
         """``[1, 1 or heads or kv heads]`` for all query heads of a kv head."""
-        x = jnp.asarray(x, jnp.float32).reshape(-1)
-        x = jnp.repeat(x, p.heads // x.shape[0]).reshape(p.kv_heads, p.group)
-        return jnp.pad(x, ((0, 0), (0, layout.decode_rows - p.group)))
+        x = xp.asarray(x, np.float32).reshape(-1)
+        x = xp.repeat(x, p.heads // x.shape[0]).reshape(p.kv_heads, p.group)
+        return xp.pad(x, ((0, 0), (0, layout.decode_rows - p.group)))
 
     scale = p.scale * (LOG2E if p.soft_cap is None else 1.0 / p.soft_cap)
     logits = per_head(arrays.get("logit_scale", arrays.get("k_scale", 1.0))) * scale
     sinks: Any = HIDDEN
     if "sink" in arrays:
         sinks = jax.nn.logsumexp(arrays["sink"].astype(jnp.float32), axis=-1) * LOG2E
-    factors = [logits, per_head(arrays.get("v_scale", 1.0)), per_head(jnp.maximum(sinks, HIDDEN))]
-    return jnp.pad(jnp.stack(factors, axis=2), ((0, 0), (0, 0), (0, LANES - len(factors))))
-
-
-def canonical_ranges(layout: Layout, arrays: Arrays) -> Arrays:
-    """Returns starts that never decrease, without rows of sequences past the valid ones, and
-    context lengths that the table can hold."""
-    count, rows = layout.problem.sequences, layout.problem.rows
-    starts = jnp.clip(lax.cummax(jnp.asarray(arrays["starts"], jnp.int32)), 0, rows)
-    valid = jnp.clip(arrays["valid"][-1], 0, count)
-    starts = jnp.where(jnp.arange(count + 1) <= valid, starts, starts[valid])
-    lens = jnp.clip(arrays["lens"], 0, layout.paged.capacity).astype(jnp.int32)
-    return {"starts": starts, "lens": lens}
+    factors = [logits, per_head(arrays.get("v_scale", 1.0)), per_head(xp.maximum(sinks, HIDDEN))]
+    return xp.pad(xp.stack(factors, axis=2), ((0, 0), (0, 0), (0, LANES - len(factors))))
 
 
 def attend(
@@ -426,9 +442,8 @@ def attend(
     """Returns o ``[T, heads, width]``; lse ``[T, 1, lanes]`` where the call returns it, a lane for
     each head; and the pool where the call writes it.
 
-    ``arrays`` are the operands of ``ejkernel.types.serving.operands`` with q ``[T, heads, width]``
-    and starts and lens as ``canonical_ranges`` returns them; ``pool`` and ``new`` as in
-    ``copies.Memories``.
+    ``arrays`` are the operands of ``ejkernel.types.serving.operands`` with q ``[T, heads, width]``;
+    ``pool`` and ``new`` are as in ``copies.Memories``.
     """
     p, t, chip = layout.paged, layout.tiles, layout.chip
     rows, width = layout.problem.rows, layout.width
@@ -436,10 +451,11 @@ def attend(
     tables = jnp.asarray(arrays["tables"], jnp.int32)[:, None]
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, columns - p.max_pages)))
     factors = row_factors(layout, arrays)
-    operands = [arrays["starts"], arrays["lens"], tables, arrays["q"], factors, pool]
+    scalars = [arrays[name].astype(jnp.int32) for name in ("starts", "lens", "valid")]
+    operands = [*scalars, tables, arrays["q"], factors, pool]
     operands += [new] if layout.writes else []
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    specs = [hbm, hbm, pl.BlockSpec(memory_space=pltpu.VMEM), *[hbm] * (len(operands) - 5)]
+    specs = [hbm, hbm, pl.BlockSpec(memory_space=pltpu.VMEM), *[hbm] * (len(operands) - 6)]
     outputs = [result(arrays["q"].shape, p.query_dtype, *operands)]
     sums = (1, layout.lse_lanes)
     outputs += [result((rows, *sums), "float32", *operands)] if p.return_lse else []
@@ -452,7 +468,7 @@ def attend(
         pl.pallas_call(
             functools.partial(_kernel, layout),
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=2,
+                num_scalar_prefetch=len(scalars),
                 grid=(1,),
                 in_specs=specs,
                 out_specs=[hbm] * len(outputs),
@@ -466,6 +482,8 @@ def attend(
                     *([f32((CHUNK, *sums))] if p.return_lse else []),
                     pltpu.SMEM((3,), jnp.int32),
                     pltpu.SemaphoreType.DMA((8, 2)),
+                    pltpu.SMEM((p.batch + 1,), jnp.int32),
+                    pltpu.SMEM((p.batch,), jnp.int32),
                     # rows of a score tile of one token may reach past its heads
                     f32((t.queries * layout.heads + SUBLANES, width)),
                     f32((t.queries * layout.heads, width)),
@@ -477,7 +495,7 @@ def attend(
                 ],
             ),
             out_shape=outputs,
-            input_output_aliases={5: len(outputs) - 1} if layout.writes else {},
+            input_output_aliases={6: len(outputs) - 1} if layout.writes else {},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("arbitrary",),
                 vmem_limit_bytes=int(min(chip.vmem, max(layout.vmem() * 3 // 2, 16 * 2**20))),
