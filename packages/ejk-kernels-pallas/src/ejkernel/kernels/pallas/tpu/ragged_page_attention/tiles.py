@@ -190,7 +190,8 @@ def choose(problem: RaggedProblem, chip: Chip) -> Tiles:
     t = Tiles(whole_pages(p, tokens // p.page_size), queries)
     while Layout(problem, t, chip).vmem() > memory_for(chip):
         smaller = replace(t, pages=whole_pages(p, t.pages // 2))
-        if t.queries > 16 and (t.queries * padded_group(p) > STRIP or smaller == t):
+        # longer blocks of keys hide more of a step than more rows do
+        if t.queries > 16 and (t.queries * padded_group(p) > STRIP // 2 or smaller == t):
             smaller = replace(t, queries=max(t.queries // 32, 1) * 16)
         if smaller == t:
             break
