@@ -26,6 +26,7 @@ class Layout:
         legal: words that may be spread.
         spread: word -> mesh axes.
         source: what says how words are spread, for messages.
+        sequence_hint: what to do in place of sharding a sequence, for messages.
     """
 
     operation: str
@@ -33,6 +34,7 @@ class Layout:
     legal: frozenset[str]
     spread: dict[str, MeshAxes] = field(default_factory=dict)
     source: str = "in_specs"
+    sequence_hint: str = "use ring_attention to shard a sequence"
 
     def axes(self, word: str) -> MeshAxes:
         return self.spread.get(word.lstrip("#"), ())
