@@ -115,5 +115,5 @@ class Shard:
                 a[name] = jax.lax.dynamic_slice_in_dim(a[name], first * width, count * width, at)
                 continue
             picked = (self.offset("heads") + jnp.arange(heads)) // group - before
-            index = (picked[:, None] * width + jnp.arange(width)).reshape(-1)
+            index = (picked[:, None] * width + jnp.arange(width)[None]).reshape(-1)
             a[name] = jnp.take(a[name], index, axis=at)
