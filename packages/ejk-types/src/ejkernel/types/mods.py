@@ -400,6 +400,18 @@ def _traced_states(program: Program, sizes: tuple[int, ...]) -> np.ndarray:
     return block_states(mod, q_len, kv_len, **options)
 
 
+def known_block_size(mod: Mod | None, q_len: Any, kv_len: Any, *, batch: Any, heads: Any) -> int:
+    """Returns the block size of ``known_blocks``, 0 where the blocks are not known."""
+    if mod is None or mod.blocks is not None:
+        return 0 if mod is None else mod.block_size
+    sizes = (q_len, kv_len, batch, heads)
+    if mod.arrays or not all(isinstance(n, int) for n in sizes) or 0 in sizes:
+        return 0
+    counts = [n for n, name in ((batch, "b"), (heads, "h")) if name in mod.program.reads]
+    too_many = math.prod((q_len, kv_len, *counts)) > LIMIT
+    return 0 if too_many or (mod.origin is not None and counts) else BLOCK
+
+
 def known_blocks(
     mod: Mod, q_len: Any, kv_len: Any, *, batch: Any, heads: Any
 ) -> tuple[Any, int] | None:
@@ -409,10 +421,21 @@ def known_blocks(
     """
     if mod.blocks is not None:
         return mod.local_blocks(batch, heads), mod.block_size
-    sizes = (q_len, kv_len, batch, heads)
-    if mod.arrays or not all(isinstance(n, int) for n in sizes) or 0 in sizes:
+    if not known_block_size(mod, q_len, kv_len, batch=batch, heads=heads):
         return None
-    counts = [n for n, name in ((batch, "b"), (heads, "h")) if name in mod.program.reads]
-    if (mod.origin is not None and counts) or math.prod((q_len, kv_len, *counts)) > LIMIT:
-        return None
-    return _traced_states(mod.program, sizes), BLOCK
+    return _traced_states(mod.program, (q_len, kv_len, batch, heads)), BLOCK
+
+
+def is_float(x: Any) -> bool:
+    """Returns whether a captured array has a gradient."""
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def form_of(mod: Mod | None) -> ModForm | None:
+    """Returns the static part of a mod, if there is one."""
+    return None if mod is None else mod.form
+
+
+def leaves_of(*mods: Mod | None) -> dict[str, Any]:
+    """Returns the arrays of the mods there are, by name."""
+    return {name: x for mod in mods if mod is not None for name, x in mod.leaves().items()}

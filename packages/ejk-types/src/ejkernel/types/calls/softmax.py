@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from ejkernel.types import mods
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.attention import operands as arg
 from ejkernel.types.attention import softmax
@@ -71,6 +72,11 @@ class SoftmaxCall(AttentionCall):
             soft_cap=a.get("logits_soft_cap"),
             dropout=float(a.get("dropout_prob") or 0.0),
             biased=a.get("bias") is not None,
+            score_mod=mods.form_of(a.get("score_mod")),
+            mask_mod=mods.form_of(a.get("mask_mod")),
+            mask_mod_blocks=mods.known_block_size(
+                a.get("mask_mod"), q.shape[1], k.shape[1], batch=q.shape[0], heads=q.shape[2]
+            ),
             seed_batches=max(q.shape[0], 1),
             rules=cls.read_mask(a, _rules) if packed else split_mask(a["mask_info"])[0],
         )
@@ -103,6 +109,7 @@ class SoftmaxCall(AttentionCall):
             "sink": arg.sink_logit(a.get("softmax_aux")),
             "mask": mask_of(a) if _packed(a) else a["mask_info"],
             "seed": arg.seed_words(a.get("dropout_seed")) if problem.dropout > 0.0 else None,
+            **mods.leaves_of(a.get("score_mod"), a.get("mask_mod")),
         }
 
     @classmethod

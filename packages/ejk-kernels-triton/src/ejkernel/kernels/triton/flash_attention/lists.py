@@ -26,9 +26,18 @@ BITS = 31  # usable bits of an int32 word
 
 
 def list_operands(
-    problem: Problem, mask: MaskInfo, pattern: jax.Array | None, tile: Tiles, *, by_key: bool
+    problem: Problem,
+    mask: MaskInfo,
+    pattern: jax.Array | None,
+    tile: Tiles,
+    *,
+    by_key: bool,
+    states: Any = None,
 ) -> dict[str, jax.Array]:
-    """Returns lists of visible tiles and the program order; ``by_key``: lists of query blocks."""
+    """Returns lists of visible tiles and the program order; ``by_key``: lists of query blocks.
+
+    ``states``: the blocks of a mask_mod, ``Mod.blocks``.
+    """
     from ejkernel.kernels.triton.flash_attention.lists_kernel import ListsLaunch, OrderLaunch
 
     p, rules = problem, problem.rules
@@ -36,6 +45,10 @@ def list_operands(
     any_seen = all_seen = jnp.ones((), bool)
     if pattern is not None:
         any_seen, all_seen = in_tiles(jnp.asarray(pattern), _blocks(p), *sizes)
+    if states is not None:
+        states, blocks = jnp.asarray(states), (p.mask_mod_blocks,) * 2
+        any_seen &= in_tiles(states > 0, blocks, *sizes)[0]
+        all_seen &= in_tiles(states == 2, blocks, *sizes)[1]
     if rules.arrays:
         seen, full = map(jnp.asarray, classify_blocks(mask.terms, *sizes))
         any_seen, all_seen = any_seen & seen, all_seen & full

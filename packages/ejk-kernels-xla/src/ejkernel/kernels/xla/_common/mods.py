@@ -15,7 +15,7 @@ from ejkernel.types.masks.blocks import BlockRange, matrix_range
 from ejkernel.types.masks.pattern import in_tiles
 from ejkernel.types.masks.prepare import PreparedMask, entry_at
 from ejkernel.types.masks.rules import both
-from ejkernel.types.mods import Mod, apply_mod, known_blocks
+from ejkernel.types.mods import Mod, apply_mod, is_float, known_blocks
 
 Pull = Callable[[jax.Array], tuple[jax.Array, tuple[jax.Array, ...]]]
 
@@ -37,8 +37,7 @@ class TileScores:
 
     def __init__(self, mod: Mod, layout: Layout) -> None:
         self.mod, self.layout = mod, layout
-        kinds = (jnp.issubdtype(x.dtype, jnp.floating) for x in mod.arrays)
-        self.smooth = tuple(i for i, is_float in enumerate(kinds) if is_float)
+        self.smooth = tuple(i for i, x in enumerate(mod.arrays) if is_float(x))
         """Numbers of the captured arrays that have gradients."""
 
     @property
