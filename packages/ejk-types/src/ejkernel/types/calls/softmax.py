@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import jax
 
-from ejkernel.types import mods
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.attention import operands as arg
 from ejkernel.types.attention import softmax
@@ -72,14 +71,15 @@ class SoftmaxCall(AttentionCall):
             soft_cap=a.get("logits_soft_cap"),
             dropout=float(a.get("dropout_prob") or 0.0),
             biased=a.get("bias") is not None,
-            score_mod=mods.form_of(a.get("score_mod")),
-            mask_mod=mods.form_of(a.get("mask_mod")),
-            mask_mod_blocks=mods.known_block_size(
-                a.get("mask_mod"), q.shape[1], k.shape[1], batch=q.shape[0], heads=q.shape[2]
-            ),
+            **cls.mods_of(a),
             seed_batches=max(q.shape[0], 1),
             rules=cls.read_mask(a, _rules) if packed else split_mask(a["mask_info"])[0],
         )
+
+    @classmethod
+    def mods_of(cls, a: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of the problem for the functions of a call, if it takes any."""
+        return {}
 
     @staticmethod
     def read_mask(a: Mapping[str, Any], read: Callable[[MaskInfo], Any]) -> Any:
@@ -101,15 +101,14 @@ class SoftmaxCall(AttentionCall):
         qkv = {letter: a[name].astype(problem.dtype) for letter, name in QKV.items()}
         return qkv | cls.other_operands(a, problem)
 
-    @staticmethod
-    def other_operands(a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+    @classmethod
+    def other_operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
         """Returns the operands of a kernel other than q, k and v."""
         return {
             "bias": arg.bias_of_rows(a.get("bias"), problem.q_len),
             "sink": arg.sink_logit(a.get("softmax_aux")),
             "mask": mask_of(a) if _packed(a) else a["mask_info"],
             "seed": arg.seed_words(a.get("dropout_seed")) if problem.dropout > 0.0 else None,
-            **mods.leaves_of(a.get("score_mod"), a.get("mask_mod")),
         }
 
     @classmethod

@@ -39,7 +39,8 @@ from ejkernel.types.attention.rows import LN2
 from ejkernel.types.calls import arguments
 from ejkernel.types.calls.softmax import QKV
 from ejkernel.types.masks.structure import HULL, LISTED, block_ranges, operands, split_mask
-from ejkernel.types.mods import MODS, is_float, known_blocks
+from ejkernel.types.mod_blocks import known_blocks
+from ejkernel.types.mods import MODS, is_float
 
 
 class FlashAttention(SoftmaxKernel, TritonKernel):
@@ -65,7 +66,10 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         dims = {"query": problem.dim, "value": problem.value_dim}
         reason = unsupported({"query": problem.dtype}, dims, least=8)
-        return reason or refused_precision(problem.precision) or mods.unsupported_reason(problem)
+        reason = reason or refused_precision(problem.precision)
+        if reason is None and (problem.score_mod is not None or problem.mask_mod is not None):
+            reason = mods.unsupported_reason(problem)
+        return reason
 
     def notes_on(self, problem: Problem, target: Target) -> tuple[str, ...]:
         if uses_lists(problem, target):
@@ -74,11 +78,13 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
 
     def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         p, t, pattern = work.problem, work.tiles, arrays.get("pattern")
-        if not isinstance(pattern, np.ndarray) or t.decode is not None:
+        states = None if p.mask_mod is None else _mask_mod_states(p, arrays)
+        inputs = [x for x in (pattern, states) if x is not None]
+        if not inputs or not all(isinstance(x, np.ndarray) for x in inputs) or t.decode is not None:
             return arrays
         key_tiles = (tile for _, tile in _key_passes(work))
         passes = ((t.fwd, False), (t.dq, False), *((tile, True) for tile in key_tiles))
-        return arrays | {"lists": build_static_lists(p, arrays["mask"], pattern, passes)}
+        return arrays | {"lists": build_static_lists(p, arrays["mask"], pattern, passes, states)}
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if work.tiles.decode is not None:
@@ -183,10 +189,7 @@ def uses_lists(problem: Problem, target: Target) -> bool:
 
 def _mask_mod_states(problem: Problem, tensors: Arrays) -> Any:
     """Returns the known blocks of a mask_mod, None where there are none."""
-    p = problem
-    if p.mask_mod is None:
-        return None
-    mod = p.mask_mod.mod(tensors)
+    p, mod = problem, problem.mask_mod.mod(tensors)
     states = known_blocks(mod, p.q_len, p.kv_len, batch=p.batch, heads=p.heads)
     return None if states is None else states[0]
 
@@ -210,7 +213,7 @@ def _with_operands(
     tensors |= operands(mask, arrays, p.q_len, p.kv_len)
     pattern, dense = tensors.pop("pattern", None), tensors.get("mask")
     static_lists = tensors.pop("lists", {})
-    states = _mask_mod_states(p, tensors)
+    states = None if p.mask_mod is None else _mask_mod_states(p, tensors)
     tensors.pop("mask_mod_blocks", None)
     if not kind.iterates:
         # every tile is computed, each with its element mask

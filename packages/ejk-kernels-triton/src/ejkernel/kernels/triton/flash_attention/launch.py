@@ -185,11 +185,9 @@ class AttentionLaunch(Launch):
         cap_factor = float(2 / cap * LOG2E * unit) if cap else None
         return groups.Logits(scale, self.slope, self.gradient, cap_factor, FUSED=is_fused(p))
 
-    def mods(self) -> groups.Mods | None:
+    def mods(self) -> groups.Mods:
         """Returns the functions of the call and their arrays."""
         p = self.problem
-        if p.score_mod is None and p.mask_mod is None:
-            return None
         arrays = []
         for form in (p.score_mod, p.mask_mod):
             names = () if form is None else (*form.names, f"{form.program.name}_origin")
@@ -214,7 +212,7 @@ class AttentionLaunch(Launch):
             "dropout": None
             if words is None
             else groups.Dropout(words, p.keep_threshold, p.keep_scale),
-            "mods": self.mods(),
+            "mods": None if p.score_mod is None and p.mask_mod is None else self.mods(),
             "logits": self.logits(),
             "PRECISION": p.precision,
         }

@@ -20,7 +20,7 @@ from ejkernel.types.arrays import namespace
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.classify import classify_blocks
 from ejkernel.types.masks.mask_info import MaskInfo
-from ejkernel.types.masks.pattern import Blocks, by_element, in_tiles, inside_blocks
+from ejkernel.types.masks.pattern import Blocks, by_element, in_tiles, inside_blocks, mask_mod_tiles
 
 BITS = 31  # usable bits of an int32 word
 
@@ -46,9 +46,8 @@ def list_operands(
     if pattern is not None:
         any_seen, all_seen = in_tiles(jnp.asarray(pattern), _blocks(p), *sizes)
     if states is not None:
-        states, blocks = jnp.asarray(states), (p.mask_mod_blocks,) * 2
-        any_seen &= in_tiles(states > 0, blocks, *sizes)[0]
-        all_seen &= in_tiles(states == 2, blocks, *sizes)[1]
+        seen, full = mask_mod_tiles(jnp.asarray(states), p.mask_mod_blocks, *sizes)
+        any_seen, all_seen = any_seen & seen, all_seen & full
     if rules.arrays:
         seen, full = map(jnp.asarray, classify_blocks(mask.terms, *sizes))
         any_seen, all_seen = any_seen & seen, all_seen & full
