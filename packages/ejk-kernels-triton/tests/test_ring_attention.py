@@ -42,6 +42,7 @@ def on_ring(layout: str, q, k, v, *, bias, softmax_aux, **options):
         given["bias"] = shards(jnp.take(bias, cols, 3), 2, rows)
     if "q_segment_ids" in options:
         given["q_segment_ids"] = shards(options.pop("q_segment_ids"), 1, rows)
+    options["cfg"] = {**options["cfg"], "context_parallel": "ring"}
     attend = partial(
         ring_attention, axis_name="sp", layout=layout, softmax_aux=softmax_aux, **options
     )

@@ -20,6 +20,7 @@ from ejktest.attention import Call, arrays, check, run
 from ejktest.drawn import array
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+RING = {"context_parallel": "ring"}
 TOKENS = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
 
 
@@ -31,8 +32,12 @@ def order(length: int, n: int, layout: str) -> np.ndarray:
     return np.concatenate([chunks[c] for r in range(n) for c in (r, 2 * n - 1 - r)])
 
 
-def on_ring(n: int, layout: str, q, k, v, *, bias, softmax_aux, attention_mask=None, **options):
+def on_ring(
+    n: int, layout: str, strategy: str, q, k, v, *, bias, softmax_aux, attention_mask=None,
+    **options,
+):  # fmt: skip
     """The operation on whole arrays: permute, shard, run, and permute the rows back."""
+    options["cfg"] = {**options["cfg"], "context_parallel": strategy}
     mesh = Mesh(np.array(jax.devices()[:n]), ("sp",))
     rows, cols = (order(x.shape[1], n, layout) for x in (q, k))
     given = {"q": (q[:, rows], P(None, "sp")), "k": (k[:, cols], P(None, "sp"))}
@@ -114,11 +119,35 @@ CASES = [
     (1, "zigzag", Call("alone", mask={"causal": True}, bias=(1, 1), **SMALL)),
 ]
 
+# key heads that several devices need, and a mask and a bias with an axis of heads and without
+FEW_HEADS = (
+    4,
+    "zigzag",
+    Call(
+        "shared",
+        mask={"attention_mask": np.random.default_rng(2).random((1, 4, 32, 32)) < 0.6},
+        bias=(1, 1),
+        sinks=(4, 2),
+        dropout=0.2,
+        **{**SMALL, "h": 4, "hk": 2},
+    ),
+)
+OTHERS = {"all_gather": ("zigzag", "dense", "lengths"), "ulysses": ("causal", "segments", "shared")}
+STRATEGIES = [("ring", case) for case in CASES] + [
+    (strategy, case)
+    for strategy, names in OTHERS.items()
+    for case in (*CASES, FEW_HEADS)
+    if str(case[2]) in names
+]
 
-@pytest.mark.parametrize(("n", "layout", "call"), CASES, ids=[str(c[2]) for c in CASES])
-def test_against_oracle(n: int, layout: str, call: Call) -> None:
+
+@pytest.mark.parametrize(
+    ("strategy", "case"), STRATEGIES, ids=[f"{s}-{case[2]}" for s, case in STRATEGIES]
+)
+def test_against_oracle(strategy: str, case: tuple[int, str, Call]) -> None:
+    n, layout, call = case
     x = arrays(call)
-    check(call, x, *run(partial(on_ring, n, layout), call, x))
+    check(call, x, *run(partial(on_ring, n, layout, strategy), call, x))
 
 
 def test_vmap_inside_and_scan_over_steps() -> None:
@@ -130,7 +159,7 @@ def test_vmap_inside_and_scan_over_steps() -> None:
     many, one_spec = P(None, None, "sp"), P(None, "sp")
 
     def loss(q, k, v):
-        one = partial(ring_attention, axis_name="sp", causal=True)
+        one = partial(ring_attention, axis_name="sp", causal=True, cfg=RING)
         f = jax.shard_map(
             jax.vmap(one, (0, None, None)), mesh=mesh, in_specs=(many, one_spec, one_spec),
             out_specs=many,
@@ -168,7 +197,7 @@ def test_next_keys_are_sent_for_before_the_current_ones_are_used() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("sp",))
     x = jax.ShapeDtypeStruct((1, 16, 1, 8), jnp.float32)
     f = jax.shard_map(
-        partial(ring_attention, axis_name="sp"),
+        partial(ring_attention, axis_name="sp", cfg=RING),
         mesh=mesh, in_specs=(P(None, "sp"),) * 3, out_specs=P(None, "sp"),
     )  # fmt: skip
     text = jax.jit(f).lower(x, x, x).as_text()
@@ -185,7 +214,7 @@ def test_compiled_program(layout: str) -> None:
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(None, "sp")))
     local = jax.ShapeDtypeStruct((1, length, heads, dim), jnp.float32)
     ring = jax.shard_map(
-        partial(ring_attention, axis_name="sp", layout=layout, causal=True),
+        partial(ring_attention, axis_name="sp", layout=layout, causal=True, cfg=RING),
         mesh=mesh, in_specs=(P(None, "sp"),) * 3, out_specs=P(None, "sp"),
     )  # fmt: skip
     single = partial(flash_attention, causal=True)

@@ -46,7 +46,9 @@ PACKAGE = KernelPackage(
         Entry("scaled_dot_product_attention", config_fields=()),
         Entry("mla_attention", config_fields=_FLASH),
         Entry(
-            "ring_attention", "flash_attention.implementation:ring_attention", config_fields=_FLASH
+            "ring_attention",
+            "flash_attention.implementation:ring_attention",
+            config_fields=(*_FLASH, "context_parallel"),
         ),
         _serving("page_attention", _PAGED),
         _serving("ragged_page_attention", _RAGGED),

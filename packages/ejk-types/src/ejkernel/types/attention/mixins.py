@@ -87,13 +87,14 @@ class SoftmaxKernel:
         *,
         scales: RowScales,
         delta: jax.Array,
-        dlse: jax.Array,
-        o: jax.Array,
+        dlse: jax.Array | None,
+        o: jax.Array | None,
         do: jax.Array,
     ) -> Arrays:
         """Returns gradients of query, key, value and bias over these keys.
 
         ``scales``, delta, dlse ``[b, q, h]``, o and do ``[b, q, h, dv]`` belong to the full rows.
+        Without o and dlse, kernels that could find delta from them read it.
         """
         p = work.problem
         alive, m = scales.alive, scales.m - self.row_shift(p)
@@ -103,7 +104,7 @@ class SoftmaxKernel:
             base, tail = m - scales.log2_scale / (self.row_unit(p) * LOG2E), []
         saved = [x.swapaxes(1, 2) for x in (jnp.where(alive, base, jnp.inf), *tail)]
         arrays = arrays | {"do": do.astype(p.dtype), "base": self.saved_rows(saved)}
-        if self.finds_delta(work):
+        if o is not None and dlse is not None and self.finds_delta(work):
             rows = {"o": o.astype(p.dtype), "dlse": dlse.swapaxes(1, 2)}
         else:
             rows = {"delta": delta.swapaxes(1, 2)}

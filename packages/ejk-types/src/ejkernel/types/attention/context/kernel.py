@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -10,10 +10,16 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ejkernel.types.attention.context import masks, passes
+from ejkernel.types.attention.context import masks, passes, ulysses
 from ejkernel.types.attention.context.pieces import Chunks, Piece
 from ejkernel.types.attention.context.ring import Plan, Ring
-from ejkernel.types.attention.context.transport import RingTransport
+from ejkernel.types.attention.context.strategy import (
+    Choice,
+    choose_strategy,
+    divides_heads,
+    requested_strategy,
+)
+from ejkernel.types.attention.context.transport import GatheredTransport, RingTransport
 from ejkernel.types.masks.mask_info import MaskInfo
 
 OPTIONS = ("softmax_scale", "logits_soft_cap", "dropout_prob", "precision", "logits_dtype")
@@ -27,13 +33,18 @@ class ContextProblem:
         ring: the mesh axis and how the sequence lies on it.
         plan: the steps and what each device computes in them.
         static_options: arguments that every piece gets, by name.
+        choice: the strategy that "auto" means, and why.
         calls: the distinct pieces with the problems of their kernel calls.
+        exchanged: the problem of the one kernel call after exchanging heads for sequence; None:
+            heads do not divide.
     """
 
     ring: Ring
     plan: Plan
     static_options: tuple[tuple[str, Any], ...]
-    calls: tuple[tuple[Piece, Any], ...]
+    choice: Choice
+    calls: tuple[tuple[Piece, Any], ...] = ()
+    exchanged: Any = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -42,9 +53,17 @@ class ContextProblem:
 
 @dataclass(frozen=True)
 class ContextTiles:
-    """Tiles of the kernel call of each piece, in the order of ``ContextProblem.calls``."""
+    """The strategy and the tiles of its kernel calls.
 
+    Attributes:
+        strategy: "ring", "all_gather" or "ulysses".
+        calls: tiles of each piece, in the order of ``ContextProblem.calls``.
+        exchanged: tiles of the call after an exchange.
+    """
+
+    strategy: str
     calls: tuple[Any, ...]
+    exchanged: Any = None
 
 
 class ContextParallel:
@@ -69,38 +88,64 @@ class ContextParallel:
         lengths = (a["query"].shape[1], a["key"].shape[1])
         rules = masks.index_rules(parts)
         plan = make_plan(ring, rules, *lengths, joined=not a["dropout_prob"])
-        static = ContextProblem(ring, plan, tuple(options.items()), ())
-        return replace(static, calls=tuple(self._calls(static, a)))
+        choice = choose_strategy(a, ring, plan, rules)
+        static = ContextProblem(ring, plan, tuple(options.items()), choice)
+        calls, exchanged = self._problems(static, a)
+        return replace(static, calls=calls, exchanged=exchanged)
 
-    def _calls(self, static: ContextProblem, a: Mapping[str, Any]) -> Iterator[tuple[Piece, Any]]:
-        """Yields the distinct pieces and their problems, from shapes alone."""
+    def _problems(self, static: ContextProblem, a: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns the distinct pieces with their problems, and the problem after an exchange."""
         everything = Chunks(0, static.ring.chunks)
         # a call that sees nothing has the dtypes and units of one that does
         pieces = static.plan.distinct or (Piece(everything, everything, None),)
         problems: list[Any] = []
 
         def probe(arrays: Mapping[str, Any]) -> None:
-            p = passes.Pass(self, static, {**arrays, "parts": _parts({**a, **arrays})})
+            arrays = {**arrays, "parts": _parts({**a, **arrays})}
+            p = passes.Pass(self, static, arrays)
             for piece in pieces:
-                arguments = passes.piece_arguments(p, piece, *p.own_keys, 0)
+                arguments = passes.piece_arguments(p, piece, *p.local_keys, 0)
                 problems.append(self.flash.problem(arguments))
+            if not divides_heads(a, static.ring):
+                problems.append(None)
+                return
+            exchange = ulysses.Exchange(static.ring, a["query"].shape[2])
+            floats = exchange.floats(ulysses.floats_of(arrays))
+            defaults = self.flash.call.boundary.defaults
+            arguments = exchange.arguments(defaults, static.options, floats, arrays)
+            problems.append(self.flash.problem(arguments))
 
         jax.eval_shape(probe, self.call.array_arguments(a))
-        yield from zip(pieces, problems, strict=True)
+        return tuple(zip(pieces, problems[:-1], strict=True)), problems[-1]
 
     def unsupported_reason(self, problem: ContextProblem, target: Any) -> str | None:
         reasons = (self.flash.unsupported_reason(p, target) for _, p in problem.calls)
         return next((reason for reason in reasons if reason is not None), None)
 
     def choose(self, problem: ContextProblem, target: Any) -> ContextTiles:
-        return ContextTiles(tuple(self.flash.choose(p, target) for _, p in problem.calls))
+        exchanged = problem.exchanged
+        return ContextTiles(
+            problem.choice.strategy,
+            tuple(self.flash.choose(p, target) for _, p in problem.calls),
+            None if exchanged is None else self.flash.choose(exchanged, target),
+        )
 
     def apply_config(
         self, chosen: ContextTiles, cfg: Any, problem: ContextProblem, target: Any
     ) -> ContextTiles:
+        strategy = requested_strategy(cfg)
+        if strategy == "ulysses" and problem.exchanged is None and problem.ring.size > 1:
+            heads = "the number of heads does not divide by the devices of the axis"
+            raise ValueError(f"cfg: context_parallel='ulysses': {heads}")
+
+        def applied(tiles: Any, p: Any) -> Any:
+            return None if p is None else self.flash.apply_config(tiles, cfg, p, target)
+
         pairs = zip(chosen.calls, problem.calls, strict=True)
         return ContextTiles(
-            tuple(self.flash.apply_config(tiles, cfg, p, target) for tiles, (_, p) in pairs)
+            strategy or chosen.strategy,
+            tuple(applied(tiles, p) for tiles, (_, p) in pairs),
+            applied(chosen.exchanged, problem.exchanged),
         )
 
     def fields(self, chosen: ContextTiles) -> dict[str, Any]:
@@ -108,10 +153,14 @@ class ContextParallel:
         return {}
 
     def notes_on(self, problem: ContextProblem, target: Any) -> tuple[str, ...]:
-        steps, n = problem.plan.schedule.count, problem.ring.size
+        n, choice = problem.ring.size, problem.choice
         if n == 1:
             return ()
-        return (f"ring over {n} devices: {steps} of {n} shards of keys visit a device",)
+        steps = problem.plan.schedule.count
+        return (
+            f"context_parallel: auto is {choice.strategy} over {n} devices: {choice.reason}",
+            f"a device needs the keys of {steps} of {n} devices",
+        )
 
     def call_of(self, work: Any, piece: Piece) -> tuple[Any, Any]:
         """Returns the problem and the tiles of the kernel call of a piece."""
@@ -121,7 +170,9 @@ class ContextParallel:
         raise KeyError(piece)
 
     def transport(self, work: Any, p: passes.Pass) -> Any:
-        return RingTransport(p.ring, p.plan.schedule, p.own_keys)
+        gathered = work.tiles.strategy == "all_gather" and p.ring.size > 1
+        transport = GatheredTransport if gathered else RingTransport
+        return transport(p.ring, p.plan.schedule, p.local_keys)
 
     def operands(self, a: Mapping[str, Any], problem: ContextProblem) -> dict[str, Any]:
         """Returns the arrays of the call, all constraints as ``parts``."""
@@ -142,10 +193,15 @@ class ContextParallel:
         return o, jnp.full((b, q_len, h), -jnp.inf, dtype)
 
     def forward(self, work: Any, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        return passes.forward(work, arrays)
+        return _passes(work).forward(work, arrays)
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        return passes.backward(work, arrays, outputs, saved, cotangents)
+        return _passes(work).backward(work, arrays, outputs, saved, cotangents)
+
+
+def _passes(work: Any) -> Any:
+    exchanged = work.tiles.strategy == "ulysses" and work.problem.ring.size > 1
+    return ulysses if exchanged else passes
 
 
 @lru_cache(maxsize=512)

@@ -20,6 +20,7 @@ from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.rules import Rule
 
 Parts = tuple[MaskInfo, ...]
+TOKENS = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
 
 
 def parts_of(
@@ -72,11 +73,12 @@ def check_keys(parts: Parts, total: int) -> None:
     """A dense mask has the keys of all devices."""
     for part in parts:
         dense = part.attention_mask
-        if dense is not None and dense.shape[3] != total and not _stretched(part, 3):
+        if dense is not None and dense.shape[3] != total and not is_stretched(part, 3):
             raise invalid("mask_info.attention_mask", f"all {total} keys on its last axis", dense)
 
 
-def _stretched(part: MaskInfo, axis: int) -> bool:
+def is_stretched(part: MaskInfo, axis: int) -> bool:
+    """Returns whether an axis of size 1 of a dense mask stands for the full axis."""
     return part._broadcast and part.attention_mask.shape[axis] == 1
 
 
@@ -120,9 +122,9 @@ def _piece_of(
         fields["kv_segment_ids"] = kv_ids[..., keys]
     dense = part.attention_mask
     if dense is not None:
-        if not _stretched(part, 2):
+        if not is_stretched(part, 2):
             dense = dense[:, :, rows]
-        if not _stretched(part, 3):
+        if not is_stretched(part, 3):
             dense = columns(dense, source, kv_len, keys)
         fields["attention_mask"] = dense
     if _by_index(part) and part.rule.chunk is None:

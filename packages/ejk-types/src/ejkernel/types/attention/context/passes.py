@@ -50,7 +50,7 @@ class Pass:
         self.device = self.ring.device_index() if self.ring.size > 1 else 0
 
     @property
-    def own_keys(self) -> tuple[Any, ...]:
+    def local_keys(self) -> tuple[Any, ...]:
         """Keys, values and the arrays of masks that belong to keys."""
         return (*(self.arrays[name] for name in KEYS), masks.travelling(self.parts))
 
