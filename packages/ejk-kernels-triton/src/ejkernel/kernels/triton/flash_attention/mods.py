@@ -62,6 +62,8 @@ _TEMPLATES = {
     "xor": "{0} ^ {1}", "shift_left": "{0} << {1}", "shift_right_arithmetic": "{0} >> {1}",
     "clamp": "tl.minimum(tl.maximum({1}, {0}), {2})",
     "sign": "tl.where({0} > 0, 1, 0) - tl.where({0} < 0, 1, 0)",
+    "log2": "tl.log2({0})", "one_minus_square": "1.0 - {0} * {0}",
+    "tan": "tl.sin({0}) / tl.cos({0})",
     "is_finite": "tl.abs({0}) < float('inf')", "rem": "{0} % {1}",
 }  # fmt: skip
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
@@ -263,8 +265,10 @@ class Lowering:
 
     def _pow(self, e: Any, inputs: list[Any]) -> Any:
         base, power = map(self.scalar, inputs)
+        if isinstance(power, np.ndarray) and float(power) % 1:  # NaN for a negative base, as in JAX
+            return self.assign("tl.exp2(tl.log2({0}) * {1})", [base, power])
         if not isinstance(base, np.ndarray) or not base > 0:
-            raise self.refuse("primitive pow of anything but a constant > 0 has no form in a tile")
+            raise self.refuse("primitive pow of two values has no form in a tile")
         return self.assign("tl.exp2({0} * {1})", [power, np.asarray(math.log2(float(base)))])
 
     def _select_n(self, e: Any, inputs: list[Any]) -> Any:
