@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import ejkernel.modules as modules
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.modules._table import operation_class
-from ejkernel.ops import call_kernel, partition, partitioned
+from ejkernel.ops import call_kernel, interpret_mode, partition, partitioned
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls.signature import axes_of
 from ejktest import calls
@@ -435,3 +435,50 @@ def test_nothing_changes_where_no_array_can_be_sharded(xla):
     assert_same(jax.jit(exported.call)(*placed), attend(*arrays))
     for_tpu = jax.jit(attend).trace(*placed).lower(lowering_platforms=("tpu",))
     assert "CustomSPMDPartitioning" not in for_tpu.as_text()
+
+
+# ---- functions of global indices ----------------------------------------------------------------
+
+
+def loss_of_mods(q, k, v, w, **options):
+    """Depends on the indices of the whole call, by arithmetic and by arrays."""
+    o = modules.flash_attention(
+        q, k, v,
+        score_mod=lambda s, b, h, i, j: s * w[h] + jnp.sin(w[(i + j) % 2]) * b,
+        mask_mod=lambda b, h, i, j: (j <= i + h) | (j < b),
+        **options,
+    )  # fmt: skip
+    return (o**2).sum()
+
+
+@pytest.fixture
+def arrays_of_mods():
+    rng = np.random.default_rng(0)
+    shapes = (2, 20, 4, 16), (2, 20, 2, 16), (2, 20, 2, 16), (4,)
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def test_mods_see_the_indices_of_the_whole_call(xla, arrays_of_mods):
+    *qkv, w = arrays_of_mods
+    gradients = jax.jit(jax.grad(partial(loss_of_mods, platform="xla"), (0, 1, 2, 3)))
+    mesh = mesh_of((2, 2), "x", "y")
+    sharded = [jax.device_put(a, NamedSharding(mesh, P("x", None, "y"))) for a in qkv]
+    compiled = gradients.lower(*sharded, w).compile(SMALL)
+    assert collectives(compiled) == {"all-reduce": 1}  # of the gradient of w
+    assert_same(compiled(*sharded, w), gradients(*arrays_of_mods), 2e-4)
+
+
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+def test_mods_over_a_mesh(platform, arrays_of_mods):
+    tiles = {"q_blocksize": 32, "kv_blocksize": 32}
+    options = {"platform": platform, "cfg": {"fwd_params": tiles, "bwd_params": tiles}}
+    spec = P("x", None, "y")
+    over_mesh = {"mesh": mesh_of((2, 2), "x", "y"), "in_specs": (spec, spec, spec)}
+    if platform == "triton":
+        pytest.importorskip("triton")
+    with interpret_mode():
+        alone, sharded = (
+            jax.jit(jax.grad(partial(loss_of_mods, **(options | o)), (0, 1, 2, 3)))(*arrays_of_mods)
+            for o in ({"platform": "xla"}, over_mesh)
+        )
+    assert_same(sharded, alone, 2e-4)

@@ -306,6 +306,7 @@ def run_launch(
     import triton.experimental.gluon  # noqa: F401  (must not be imported under the twins)
     from triton.runtime.errors import InterpreterError
     from triton.runtime.interpreter import _implicit_cvt
+    from triton.runtime.jit import JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     launch = launch.stand_in or launch
@@ -324,6 +325,8 @@ def run_launch(
             view = array if value.steps else array.reshape(value.shape)
             shape, strides, block = map(list, (value.shape, value.strides, value.block))
             value = TensorDescriptor(_Tensor(view), shape, strides, block)
+        if isinstance(value, JITFunction):
+            return interpreted(value)
         return _implicit_cvt(value) if path and not constant else value
 
     def argument(value: Any) -> Any:

@@ -43,6 +43,8 @@ SHARED = "shared"
 """Like BATCHED, but an unmapped operand whose leading axis is 1 serves every batch row as it is."""
 SEQUENTIAL = "sequential"
 """Mapped calls run one after the other."""
+WHOLE = "whole"
+"""Without an axis of batch rows: unmapped it serves all calls, mapped as SEQUENTIAL."""
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -71,7 +73,7 @@ class Launch:
 
     Attributes:
         kernel: the ``triton.jit`` function.
-        batching: every operand the launch may have to BATCHED, SHARED or SEQUENTIAL.
+        batching: every operand the launch may have to BATCHED, SHARED, SEQUENTIAL or WHOLE.
         shared_together: operands that are shared by all batch rows only where all of them are.
         operands: name and shape of the operands of this call, in order; ``bridge.call`` sets it.
     """
@@ -194,7 +196,7 @@ class Launch:
     def is_sequential(self, size: int, mapped: Sequence[bool]) -> bool:
         """Returns whether ``size`` mapped calls must run one after the other."""
         pairs = zip(self.names, mapped, strict=True)
-        return any(on and self.batching[name] == SEQUENTIAL for name, on in pairs)
+        return any(on and self.batching[name] in (SEQUENTIAL, WHOLE) for name, on in pairs)
 
     def fold(
         self, size: int, arrays: Sequence[jax.Array], mapped: Sequence[bool]
@@ -208,6 +210,9 @@ class Launch:
         private |= {x for together in self.shared_together if together & private for x in together}
         merged = []
         for name, array, on in zip(self.names, arrays, mapped, strict=True):
+            if self.batching[name] == WHOLE:
+                merged.append(array)
+                continue
             rows = array.shape[1 if on else 0]
             may_share = self.batching[name] == SHARED and rows == self.rows_per_batch(name)
             if may_share and name not in private:

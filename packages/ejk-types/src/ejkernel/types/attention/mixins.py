@@ -118,10 +118,13 @@ class SoftmaxKernel:
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, q = work.problem, arrays["q"]
         (o, lse), (do, dlse) = outputs, cotangents
-        if p.pattern_blocks is None:
+        if p.pattern_blocks is None and p.mask_mod is None:
             q, do, dlse = without_dead_rows(arrays["mask"], p.kv_len, lse, q, do, dlse)
-        elif p.biased or not all(_rows_see_tiles(p, *tile) for tile in self.backward_tiles(work)):
-            # the gradient of a bias reads every row
+        elif (
+            p.biased  # its gradient reads every row
+            or p.mask_mod is not None
+            or not all(_rows_see_tiles(p, *tile) for tile in self.backward_tiles(work))
+        ):
             q, do, dlse = cleared_rows(lse, q, do, dlse)
         arrays = arrays | {"q": q, "do": do, "base": saved}
         if "sink" not in arrays and self.finds_delta(work):

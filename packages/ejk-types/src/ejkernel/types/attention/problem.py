@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ejkernel.types.masks.structure import Rules
+from ejkernel.types.mods import ModForm
 
 LOG2E = 1.4426950408889634
 
@@ -21,6 +22,8 @@ class Problem:
         dropout: drop probability.
         precision: of matmuls of float32 inputs, as the backend names it.
         biased: whether a bias is added.
+        score_mod, mask_mod: functions of a logit's indices.
+        mask_mod_blocks: rows and keys of a block of a mask_mod, 0 where no block is known.
         rules: the static part of the mask; no rules where the caller gave none.
         pattern_blocks: rows and keys of a block, where a pattern of blocks is part of the mask.
         seed_batches: batch rows that share one seed and count from its first index; a vmap axis
@@ -42,11 +45,19 @@ class Problem:
     biased: bool = False
     pattern_blocks: tuple[int, int] | None = None
     seed_batches: int = 1
+    score_mod: ModForm | None = None
+    mask_mod: ModForm | None = None
+    mask_mod_blocks: int = 0
     rules: Rules = field(default_factory=Rules)
 
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
+
+    @property
+    def in_natural_units(self) -> bool:
+        """True if logits are more than scaled dot products before a soft cap."""
+        return self.biased or self.score_mod is not None
 
     @property
     def itemsize(self) -> int:

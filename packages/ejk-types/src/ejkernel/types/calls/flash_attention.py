@@ -1,6 +1,6 @@
 """The call of flash_attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,10 +9,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel.types import mods
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
 from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.mod_blocks import known_block_size
 
 
 class FlashAttention(SoftmaxCall):
@@ -55,6 +57,25 @@ class FlashAttention(SoftmaxCall):
             a["score_mod"] = mods.trace_mod(mods.SCORE, a["score_mod"], _logits_dtype(a))
         if a["mask_mod"] is not None:
             a["mask_mod"] = mods.trace_mod(mods.MASK, a["mask_mod"])
+
+    @classmethod
+    def mods_of(cls, a: Mapping[str, Any]) -> dict[str, Any]:
+        score, mask = a["score_mod"], a["mask_mod"]
+        if score is None and mask is None:
+            return {}
+        (batch, q_len, heads, _), kv_len = a["query"].shape, a["key"].shape[1]
+        return {
+            "score_mod": None if score is None else score.form,
+            "mask_mod": None if mask is None else mask.form,
+            "mask_mod_blocks": known_block_size(mask, q_len, kv_len, batch=batch, heads=heads),
+        }
+
+    @classmethod
+    def other_operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+        operands = super().other_operands(a, problem)
+        if problem.score_mod is None and problem.mask_mod is None:
+            return operands
+        return operands | mods.leaves_of(a["score_mod"], a["mask_mod"])
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:

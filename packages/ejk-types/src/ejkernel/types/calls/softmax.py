@@ -71,9 +71,15 @@ class SoftmaxCall(AttentionCall):
             soft_cap=a.get("logits_soft_cap"),
             dropout=float(a.get("dropout_prob") or 0.0),
             biased=a.get("bias") is not None,
+            **cls.mods_of(a),
             seed_batches=max(q.shape[0], 1),
             rules=cls.read_mask(a, _rules) if packed else split_mask(a["mask_info"])[0],
         )
+
+    @classmethod
+    def mods_of(cls, a: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of the problem for the functions of a call, if it takes any."""
+        return {}
 
     @staticmethod
     def read_mask(a: Mapping[str, Any], read: Callable[[MaskInfo], Any]) -> Any:
@@ -95,8 +101,8 @@ class SoftmaxCall(AttentionCall):
         qkv = {letter: a[name].astype(problem.dtype) for letter, name in QKV.items()}
         return qkv | cls.other_operands(a, problem)
 
-    @staticmethod
-    def other_operands(a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+    @classmethod
+    def other_operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
         """Returns the operands of a kernel other than q, k and v."""
         return {
             "bias": arg.bias_of_rows(a.get("bias"), problem.q_len),

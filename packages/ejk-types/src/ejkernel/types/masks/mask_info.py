@@ -29,7 +29,8 @@ from ejkernel.types.masks.rules import MAX_DISTANCE, Rule, window_tuple
 from ejkernel.types.masks.segments import segment_ids_to_cu_seqlens
 from ejkernel.types.masks.sharding import MaskSharding
 from ejkernel.types.masks.summary import BlockSummary
-from ejkernel.types.mods import MASK, Mod, block_states, dense_pairs, trace_mod
+from ejkernel.types.mod_blocks import block_states, dense_pairs
+from ejkernel.types.mods import MASK, Mod, trace_mod
 
 
 def _offset(offset: int) -> int:

@@ -54,6 +54,18 @@ def in_tiles(
     return any_set, all_set
 
 
+def mask_mod_tiles(
+    states: Any, block: int, q_len: int, kv_len: int, tile_q: int, tile_kv: int
+) -> tuple[Any, Any]:
+    """Returns whether a tile may have a visible pair, and whether all of its pairs are visible.
+
+    ``states``: of square blocks, 0 without a visible pair, 2 with no other, as ``Mod.blocks``.
+    """
+    sizes = (q_len, kv_len, tile_q, tile_kv)
+    visible, _ = in_tiles(states > 0, (block, block), *sizes)
+    return visible, in_tiles(states == 2, (block, block), *sizes)[1]
+
+
 def visited_tiles(
     mask: MaskFields,
     pattern: Any,

@@ -22,12 +22,12 @@ from ejkernel.kernels.triton.common.structure import band_blocks
 from ejkernel.kernels.triton.common.tiles import TilePosition, load_tile, load_tiles, matmul_parts
 from ejkernel.kernels.triton.flash_attention.launch import GRADIENT_OPERANDS, AttentionLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (
-    cap_slope,
     load_bias,
     load_rows,
     mask_unseen,
     probabilities,
-    tile_logits,
+    tile_logits_and_slope,
+    times_slope,
 )
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor
 from ejkernel.kernels.triton.language import tl, triton
@@ -50,6 +50,7 @@ def flash_bwd_dbias(
     rules,
     bias,
     dropout,
+    mods,
     logits,
     dbias,
     PRECISION: tl.constexpr,
@@ -91,13 +92,13 @@ def flash_bwd_dbias(
         row_base = load_rows(base + rows, i, q_len, float("inf"), False)[:, None]
         row_delta = load_rows(delta + rows, i, q_len, 0.0, False)[:, None]
         bias_tile = load_bias(bias, i, j, i0, j0, b, h, sizes, False, True, False)
-        s = tile_logits(s, bias_tile, logits)
-        if logits.cap is not None:
-            steep = cap_slope(s)
-        s = mask_unseen(s, i[:, None], j[None, :], j0, b, h, sizes, rules, True)
+        s, slope = tile_logits_and_slope(
+            s, bias_tile, logits, mods, i[:, None], j[None, :], b, h, sizes
+        )
+        s = mask_unseen(s, i[:, None], j[None, :], j0, b, h, sizes, rules, mods, True)
         p = probabilities(s, row_base, logits)
-        if logits.cap is not None:
-            p = p * steep
+        if slope is not None:
+            p = times_slope(p, slope, mods)
         if dropout is not None:
             row_r, row_s = load_row_words(dropout.words, rows, i, q_len)
             mixed = mix_words(row_r[:, None], row_s[:, None], j[None, :])

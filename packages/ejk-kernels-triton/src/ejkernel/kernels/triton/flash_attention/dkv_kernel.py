@@ -42,13 +42,13 @@ from ejkernel.kernels.triton.common.tiles import (
 )
 from ejkernel.kernels.triton.flash_attention.launch import GRADIENT_OPERANDS, AttentionLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (
-    cap_slope,
     load_bias,
     load_rows,
     mask_unseen,
     probabilities,
     program_of,
-    tile_logits,
+    tile_logits_and_slope,
+    times_slope,
 )
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import struct
@@ -69,6 +69,7 @@ def flash_bwd_dkv(
     rules,
     bias,
     dropout,
+    mods,
     dk,
     dv,
     GROUP: tl.constexpr,
@@ -146,11 +147,13 @@ def flash_bwd_dkv(
                     # while the matmul runs
                     row_r, row_s = load_row_words(dropout.words, rows, i, q_len)
                     mixed = mix_words(row_r[None, :], row_s[None, :], j[:, None])
-                s = tile_logits(s, bias_tile, logits)
-                if logits.cap is not None and WANT_DK:
-                    steep = cap_slope(s)
+                s, slope = tile_logits_and_slope(
+                    s, bias_tile, logits, mods, i[None, :], j[:, None], b, h, sizes
+                )
                 if phase == 1:
-                    s = mask_unseen(s, i[None, :], j[:, None], first, b, h, sizes, rules, True)
+                    s = mask_unseen(
+                        s, i[None, :], j[:, None], first, b, h, sizes, rules, mods, True
+                    )
                 p = probabilities(s, row_base, logits)
                 pd = p
                 if dropout is not None:
@@ -158,9 +161,9 @@ def flash_bwd_dkv(
                     pd = tl.where(keep, p, zero)
                 if WANT_DV:
                     masked_p = pd.to(do_tiles[0].dtype)
-                if logits.cap is not None and WANT_DK:
-                    p = p * steep
-                    pd = pd * steep
+                if slope is not None and WANT_DK:
+                    p = times_slope(p, slope, mods)
+                    pd = times_slope(pd, slope, mods)
                 if WANT_DV:
                     dv_tiles = add_matmul_parts(
                         dv_tiles, masked_p, do_tiles, do, queries, i0, False, PRECISION
@@ -217,7 +220,7 @@ class DkvLaunch(AttentionLaunch):
         late = p.dropout > 0.0
         if not target.hopper:
             late |= (
-                p.biased
+                p.in_natural_units
                 or p.soft_cap is not None
                 or p.group > 1
                 or bool({"ranges", "listed"}.intersection(self.names))

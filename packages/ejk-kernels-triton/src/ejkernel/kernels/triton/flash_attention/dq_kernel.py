@@ -39,14 +39,14 @@ from ejkernel.kernels.triton.common.tiles import (
 )
 from ejkernel.kernels.triton.flash_attention.launch import GRADIENT_OPERANDS, QueryBlockLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (
-    cap_slope,
     key_blocks,
     load_bias,
     load_rows,
     mask_unseen,
     probabilities,
     program_of,
-    tile_logits,
+    tile_logits_and_slope,
+    times_slope,
 )
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import struct
@@ -66,6 +66,7 @@ def flash_bwd_dq(
     rules,
     bias,
     dropout,
+    mods,
     dq,
     EVEN_KV: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -125,14 +126,14 @@ def flash_bwd_dq(
                 do_tiles, v_tiles, v, keys, j0, (phase == 1) and not EVEN_KV, PRECISION
             )
 
-            s = tile_logits(s, bias_tile, logits)
-            if logits.cap is not None:
-                steep = cap_slope(s)
+            s, slope = tile_logits_and_slope(
+                s, bias_tile, logits, mods, i[:, None], j[None, :], b, h, sizes
+            )
             if phase == 1:
-                s = mask_unseen(s, i[:, None], j[None, :], j0, b, h, sizes, rules, EVEN_KV)
+                s = mask_unseen(s, i[:, None], j[None, :], j0, b, h, sizes, rules, mods, EVEN_KV)
             p = probabilities(s, row_base, logits)
-            if logits.cap is not None:
-                p = p * steep
+            if slope is not None:
+                p = times_slope(p, slope, mods)
             if dropout is not None:
                 # the dropout scale is applied to dq once, after the loop
                 keep = keep_mask(mixed, dropout.threshold)

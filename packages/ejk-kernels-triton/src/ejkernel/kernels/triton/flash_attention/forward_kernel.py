@@ -72,6 +72,7 @@ def flash_fwd(
     rules,
     bias,
     dropout,
+    mods,
     sinks,
     o,
     lse,
@@ -140,9 +141,9 @@ def flash_fwd(
             )
 
             v_tiles = (load_tile(v, 0, keys, j0, (phase == 1) and not EVEN_KV),)
-            s = tile_logits(s, bias_tile, logits)
+            s = tile_logits(s, bias_tile, logits, mods, i[:, None], j[None, :], b, h, sizes)
             if phase == 1:
-                s = mask_unseen(s, i[:, None], j[None, :], j0, b, h, sizes, rules, EVEN_KV)
+                s = mask_unseen(s, i[:, None], j[None, :], j0, b, h, sizes, rules, mods, EVEN_KV)
 
             if FIXED:
                 p = tl.exp2(s * logits.slope - softmax.peak)
@@ -151,11 +152,16 @@ def flash_fwd(
                 if MULTIPLY_ADD:
                     p, m, l, e, alpha = fused_softmax(  # noqa: E741
                         s, m, l, e, logits.slope, softmax.power, softmax.large,
-                        (phase == 1) or bias is not None,
+                        (phase == 1) or bias is not None or mods is not None,
                     )  # fmt: skip
                 else:
                     p, m, l, alpha = online_softmax(  # noqa: E741
-                        s, m, l, logits.slope, False, (phase == 1) or bias is not None
+                        s,
+                        m,
+                        l,
+                        logits.slope,
+                        False,
+                        (phase == 1) or bias is not None or mods is not None,
                     )
                 acc = [part * alpha[:, None] for part in acc]
             if dropout is not None:
@@ -226,7 +232,7 @@ class ForwardLaunch(QueryBlockLaunch):
             "o": struct(p.dtype, p.batch, p.q_len, p.heads, p.value_dim),
             "lse": rows,
             "base": rows,
-            "base_tail": rows if p.biased else None,
+            "base_tail": rows if p.in_natural_units else None,
         }
 
     def arguments(self, target):

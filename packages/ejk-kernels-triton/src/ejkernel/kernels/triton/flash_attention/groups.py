@@ -115,6 +115,20 @@ class Dropout(NamedTuple):
     scale: float
 
 
+class Mods(NamedTuple):
+    """Device functions of a score_mod and a mask_mod, see ``mods``, and the arrays that they read.
+
+    ``batch``: batch rows of a call, of which ``vmap`` has made several.
+    """
+
+    batch: int
+    score_arrays: tuple[Operand, ...] | None
+    mask_arrays: tuple[Operand, ...] | None
+    SCORE: Any
+    SLOPE: Any
+    MASK: Any
+
+
 class BlockSchedule(NamedTuple):
     """Numbering of the programs, and the blocks that each of them visits.
 

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.products import precision_name, refused_precision
-from ejkernel.kernels.triton.flash_attention import lists, single_row, tiles
+from ejkernel.kernels.triton.flash_attention import lists, mods, single_row, tiles
 from ejkernel.kernels.triton.flash_attention.fits import neighbours
 from ejkernel.kernels.triton.flash_attention.launch import AttentionLaunch, is_fused
 from ejkernel.kernels.triton.flash_attention.static_lists import build_static_lists, list_key
@@ -29,13 +30,17 @@ from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.kernel_registry import kernel_registry
 from ejkernel.types import calls
 from ejkernel.types.attention.context.kernel import ContextParallel
 from ejkernel.types.attention.mixins import SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.attention.rows import LN2
 from ejkernel.types.calls import arguments
+from ejkernel.types.calls.softmax import QKV
 from ejkernel.types.masks.structure import HULL, LISTED, block_ranges, operands, split_mask
+from ejkernel.types.mod_blocks import known_blocks
+from ejkernel.types.mods import MODS, is_float
 
 
 class FlashAttention(SoftmaxKernel, TritonKernel):
@@ -49,7 +54,7 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     """
 
     call = calls.FlashAttention
-    reads = arguments.FLASH | arguments.PACKED | arguments.DROPOUT | {"bias", "precision"}
+    reads = arguments.FLASH | arguments.PACKED | arguments.DROPOUT | {"bias", "precision", *MODS}
     choose = staticmethod(tiles.choose)
     neighbours = staticmethod(neighbours)
     saved_axes = "batch heads q_len"
@@ -61,7 +66,10 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         dims = {"query": problem.dim, "value": problem.value_dim}
         reason = unsupported({"query": problem.dtype}, dims, least=8)
-        return reason or refused_precision(problem.precision)
+        reason = reason or refused_precision(problem.precision)
+        if reason is None and (problem.score_mod is not None or problem.mask_mod is not None):
+            reason = mods.unsupported_reason(problem)
+        return reason
 
     def notes_on(self, problem: Problem, target: Target) -> tuple[str, ...]:
         if uses_lists(problem, target):
@@ -70,11 +78,13 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
 
     def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         p, t, pattern = work.problem, work.tiles, arrays.get("pattern")
-        if not isinstance(pattern, np.ndarray) or t.decode is not None:
+        states = None if p.mask_mod is None else _mask_mod_states(p, arrays)
+        inputs = [x for x in (pattern, states) if x is not None]
+        if not inputs or not all(isinstance(x, np.ndarray) for x in inputs) or t.decode is not None:
             return arrays
         key_tiles = (tile for _, tile in _key_passes(work))
         passes = ((t.fwd, False), (t.dq, False), *((tile, True) for tile in key_tiles))
-        return arrays | {"lists": build_static_lists(p, arrays["mask"], pattern, passes)}
+        return arrays | {"lists": build_static_lists(p, arrays["mask"], pattern, passes, states)}
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if work.tiles.decode is not None:
@@ -88,7 +98,8 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
             launch, operands = _forward(work, arrays)
             o, lse, *saved = call(launch, **operands).values()
             outputs = o, lse
-        return super().backward(work, arrays, outputs, saved, cotangents)
+        gradients = dict(super().backward(work, arrays, outputs, saved, cotangents))
+        return gradients | _captured_gradients(work, arrays, cotangents)
 
     def row_unit(self, problem: Problem) -> float:
         return LN2 if is_fused(problem) else logit_unit(problem)
@@ -134,10 +145,53 @@ def _key_passes(work: Work) -> Iterable[tuple[tuple[str, ...], Tiles]]:
     return tiles.key_passes(work.problem, work.tiles.dkv, work.target)
 
 
+def _captured_gradients(work: Work, arrays: Arrays, cotangents: tuple[Any, ...]) -> Arrays:
+    """Returns the gradients of the floats that a score_mod captures, by XLA.
+
+    Each element may be read by any pair, in any order: sums without atomics would need a kernel for
+    every function. A program that does not use them does not compute them.
+    """
+    form = work.problem.score_mod
+    names = () if form is None else form.names
+    floats = {name: arrays[name] for name in names if is_float(arrays[name])}
+    if form is None or not floats:
+        return {}
+    reference: Any = kernel_registry.get(work.kernel.call.name, "xla")
+    canonical = {letter: arrays[letter] for letter in QKV}
+    canonical = {QKV[letter]: x for letter, x in canonical.items()} | {"mask_info": arrays["mask"]}
+    if "bias" in arrays:
+        canonical["bias"] = arrays["bias"]
+    if "sink" in arrays:
+        canonical["softmax_aux"] = arrays["sink"].T
+    if "seed" in arrays:
+        canonical["dropout_seed"] = arrays["seed"][0]
+    if work.problem.mask_mod is not None:
+        canonical["mask_mod"] = work.problem.mask_mod.mod(arrays)
+    options = work.options._asdict() | canonical | {"return_lse": True}
+
+    def run(floats: Arrays) -> Any:
+        mod = form.mod(arrays | floats)
+        o, lse = reference.run_canonical(**(options | {"score_mod": mod}))
+        return o, lse.swapaxes(1, 2)
+
+    (o, lse), pull = jax.vjp(run, floats)
+    do, dlse = cotangents
+    return pull((do.astype(o.dtype), dlse.astype(lse.dtype)))[0]
+
+
 def uses_lists(problem: Problem, target: Target) -> bool:
     """Returns whether tiles are visited by lists."""
+    if problem.pattern_blocks is not None or problem.mask_mod_blocks:
+        return True
     # the pointers of a dense mask leave no registers for a list, except on Hopper
-    return problem.pattern_blocks is not None or ("mask" in problem.rules.names and target.hopper)
+    return "mask" in problem.rules.names and target.hopper
+
+
+def _mask_mod_states(problem: Problem, tensors: Arrays) -> Any:
+    """Returns the known blocks of a mask_mod, None where there are none."""
+    p, mod = problem, problem.mask_mod.mod(tensors)
+    states = known_blocks(mod, p.q_len, p.kv_len, batch=p.batch, heads=p.heads)
+    return None if states is None else states[0]
 
 
 def _forward(work: Work, arrays: Arrays) -> tuple[AttentionLaunch, dict[str, Any]]:
@@ -159,13 +213,15 @@ def _with_operands(
     tensors |= operands(mask, arrays, p.q_len, p.kv_len)
     pattern, dense = tensors.pop("pattern", None), tensors.get("mask")
     static_lists = tensors.pop("lists", {})
+    states = None if p.mask_mod is None else _mask_mod_states(p, tensors)
+    tensors.pop("mask_mod_blocks", None)
     if not kind.iterates:
         # every tile is computed, each with its element mask
         masks, fields["mask_block"] = lists.element_mask(p, pattern, dense)
         tensors |= masks
     elif uses_lists(p, work.target):
         tile_lists = static_lists.get(list_key(tile, kind.by_key)) or lists.list_operands(
-            p, mask, pattern, tile, by_key=kind.by_key
+            p, mask, pattern, tile, by_key=kind.by_key, states=states
         )
         masks, fields["mask_block"] = lists.element_mask_for_lists(p, pattern, dense, tile)
         tensors |= tile_lists | masks

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bound_launch import TensorMap
-from ejkernel.kernels.triton.flash_attention import groups
+from ejkernel.kernels.triton.flash_attention import groups, mods
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_unit
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
-from ejkernel.kernels.triton.launch import BATCHED, SHARED, Launch
+from ejkernel.kernels.triton.launch import BATCHED, SHARED, WHOLE, Launch
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention.problem import LOG2E, Problem
 from ejkernel.types.masks.structure import Band, Rules
@@ -46,6 +46,7 @@ class AttentionLaunch(Launch):
         **{name: BATCHED for name in ("q", "k", "v", "words")},
         **{name: SHARED for name in ("bias", "sink", "mask", "order", "listed", "ranges")},
         **{name: SHARED for name in ("q_ids", "kv_ids", "q_positions", "kv_positions")},
+        **dict.fromkeys(mods.OPERANDS, WHOLE),
     }
     shared_together = (frozenset({"q_ids", "kv_ids"}), frozenset({"q_positions", "kv_positions"}))
     by_key: ClassVar[bool] = False
@@ -105,7 +106,8 @@ class AttentionLaunch(Launch):
         """
         rules = self.rules
         free = rules.band == Band() and rules.position_band == Band() and rules.chunk is None
-        return rules.arrays or self.has("mask") or not free or not even
+        masked = rules.arrays or self.has("mask") or self.problem.mask_mod is not None
+        return masked or not free or not even
 
     @property
     def longest_first(self) -> bool:
@@ -136,6 +138,8 @@ class AttentionLaunch(Launch):
         operands = (self.operand(name) for name in ("order", "listed", "ranges"))
         # two loops in addition to the pointers of a mask spill where MMA operands take registers
         full = not self.has("mask") or target.hopper
+        if self.problem.mask_mod is not None and not self.has("listed"):
+            full = False  # nobody knows which blocks every row sees
         return groups.BlockSchedule(
             blocks, self.problem.batch, *operands, *strides(lists, lists[2]), full,
             self.partial(even), self.longest_first, self.neighbours(),
@@ -173,12 +177,30 @@ class AttentionLaunch(Launch):
         The slope must be positive: the sign of a scale goes into s.
         """
         p, cap, scale = self.problem, self.problem.soft_cap, None
-        if p.biased:
+        if p.in_natural_units:
             scale = float(p.scale)
         elif p.scale <= 0.0 and cap is None:
             scale = -1.0 if p.scale < 0.0 else 0.0
-        cap_factor = float(2 / cap * LOG2E * (1.0 if p.biased else p.scale)) if cap else None
+        unit = 1.0 if p.in_natural_units else p.scale
+        cap_factor = float(2 / cap * LOG2E * unit) if cap else None
         return groups.Logits(scale, self.slope, self.gradient, cap_factor, FUSED=is_fused(p))
+
+    def mods(self) -> groups.Mods:
+        """Returns the functions of the call and their arrays."""
+        p = self.problem
+        arrays = []
+        for form in (p.score_mod, p.mask_mod):
+            names = () if form is None else (*form.names, f"{form.program.name}_origin")
+            pointers = tuple(self.operand(name) for name in names if self.has(name))
+            arrays.append(pointers or None)
+        score, mask = p.score_mod, p.mask_mod
+        return groups.Mods(
+            p.seed_batches,
+            *arrays,
+            SCORE=None if score is None else mods.device_function(score),
+            SLOPE=None if score is None else mods.device_function(score, slope=True),
+            MASK=None if mask is None else mods.device_function(mask),
+        )
 
     def common(self, maps: bool) -> dict[str, Any]:
         """Returns the arguments that every kernel here takes; ``maps``: TMA is used."""
@@ -190,6 +212,7 @@ class AttentionLaunch(Launch):
             "dropout": None
             if words is None
             else groups.Dropout(words, p.keep_threshold, p.keep_scale),
+            "mods": None if p.score_mod is None and p.mask_mod is None else self.mods(),
             "logits": self.logits(),
             "PRECISION": p.precision,
         }

@@ -20,15 +20,24 @@ from ejkernel.types.arrays import namespace
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.classify import classify_blocks
 from ejkernel.types.masks.mask_info import MaskInfo
-from ejkernel.types.masks.pattern import Blocks, by_element, in_tiles, inside_blocks
+from ejkernel.types.masks.pattern import Blocks, by_element, in_tiles, inside_blocks, mask_mod_tiles
 
 BITS = 31  # usable bits of an int32 word
 
 
 def list_operands(
-    problem: Problem, mask: MaskInfo, pattern: jax.Array | None, tile: Tiles, *, by_key: bool
+    problem: Problem,
+    mask: MaskInfo,
+    pattern: jax.Array | None,
+    tile: Tiles,
+    *,
+    by_key: bool,
+    states: Any = None,
 ) -> dict[str, jax.Array]:
-    """Returns lists of visible tiles and the program order; ``by_key``: lists of query blocks."""
+    """Returns lists of visible tiles and the program order; ``by_key``: lists of query blocks.
+
+    ``states``: the blocks of a mask_mod, ``Mod.blocks``.
+    """
     from ejkernel.kernels.triton.flash_attention.lists_kernel import ListsLaunch, OrderLaunch
 
     p, rules = problem, problem.rules
@@ -36,6 +45,9 @@ def list_operands(
     any_seen = all_seen = jnp.ones((), bool)
     if pattern is not None:
         any_seen, all_seen = in_tiles(jnp.asarray(pattern), _blocks(p), *sizes)
+    if states is not None:
+        seen, full = mask_mod_tiles(jnp.asarray(states), p.mask_mod_blocks, *sizes)
+        any_seen, all_seen = any_seen & seen, all_seen & full
     if rules.arrays:
         seen, full = map(jnp.asarray, classify_blocks(mask.terms, *sizes))
         any_seen, all_seen = any_seen & seen, all_seen & full

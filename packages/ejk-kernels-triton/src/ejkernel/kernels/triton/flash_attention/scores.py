@@ -109,33 +109,73 @@ def load_bias(
 
 
 @triton.jit
-def tile_logits(s, bias_tile, logits):
+def tile_logits(s, bias_tile, logits, mods, i, j, b, h, sizes):
     """Returns s with logits x = slope * s + shift in base 2, given ``s`` = q k^T.
 
     ``slope`` and ``shift`` are scalars of the call. With a bias s is ``scale`` * s + ``bias_tile``,
     in the units of the bias, where a finite bias stays finite. Without one ``scale`` is a sign or
-    None, so that the multiplication is exact. With a soft cap s becomes
-    ``capped_weight(s * cap)``.
+    None, so that the multiplication is exact. A score_mod gets natural logits, as with a bias. With
+    a soft cap s becomes ``capped_weight(s * cap)``.
     """
-    if bias_tile is not None:
-        # fma, not an addition: that would become the initial accumulator of the matmul, which would
-        # then wait for the bias
-        s = tl.fma(s, logits.scale, bias_tile.to(tl.float32))
-    elif logits.scale is not None:
-        s = s * logits.scale
+    s = _scaled(s, bias_tile, logits)
+    if mods is not None:
+        if mods.SCORE is not None:
+            # rows and keys past the last are taken for the last: a function sees pairs alone
+            i = tl.minimum(i, sizes.q_len - 1)
+            j = tl.minimum(j, sizes.kv_len - 1)
+            s = mods.SCORE(s, b, h, i, j, mods.score_arrays, mods.batch)
     if logits.cap is not None:
         s = capped_weight(s * logits.cap)
     return s
 
 
 @triton.jit
-def cap_slope(w):
-    """Returns (1 - tanh^2) / -4 for w of ``capped_weight``."""
-    return tl.fma(w, w, w)
+def tile_logits_and_slope(s, bias_tile, logits, mods, i, j, b, h, sizes):
+    """Returns ``tile_logits`` and their derivative by the biased scores; None where that is 1.
+
+    A soft cap contributes ``(1 - tanh^2) / -4``.
+    """
+    s = _scaled(s, bias_tile, logits)
+    slope = None
+    if mods is not None:
+        if mods.SLOPE is not None:
+            i = tl.minimum(i, sizes.q_len - 1)
+            j = tl.minimum(j, sizes.kv_len - 1)
+            s, slope = mods.SLOPE(s, b, h, i, j, mods.score_arrays, mods.batch)
+    if logits.cap is not None:
+        s = capped_weight(s * logits.cap)
+        if slope is None:
+            slope = tl.fma(s, s, s)
+        else:
+            slope = slope * tl.fma(s, s, s)
+    if slope is None:
+        return s, None
+    else:
+        return s, slope
 
 
 @triton.jit
-def mask_unseen(s, i, j, j0, b, h, sizes, rules, KEYS_INSIDE: tl.constexpr):
+def times_slope(p, slope, mods):
+    """Returns ``p * slope``, 0 where p is: there a function may have any slope, NaN too."""
+    if mods is None:
+        return p * slope
+    else:
+        return tl.where(p > 0.0, p * slope, 0.0)
+
+
+@triton.jit
+def _scaled(s, bias_tile, logits):
+    if bias_tile is not None:
+        # fma, not an addition: that would become the initial accumulator of the matmul, which would
+        # then wait for the bias
+        s = tl.fma(s, logits.scale, bias_tile.to(tl.float32))
+    elif logits.scale is not None:
+        s = s * logits.scale
+    return s
+
+
+@triton.jit
+def mask_unseen(s, i, j, j0, b, h, sizes, rules, mods, KEYS_INSIDE: tl.constexpr):
     """Returns ``s`` with -inf where a row does not see a key, by every rule of the call.
 
     ``j0``: the first of ``j``.
@@ -160,6 +200,15 @@ def mask_unseen(s, i, j, j0, b, h, sizes, rules, KEYS_INSIDE: tl.constexpr):
             seen = dense
         else:
             seen = seen & dense
+    if mods is not None:
+        if mods.MASK is not None:
+            i = tl.minimum(i, sizes.q_len - 1)
+            j = tl.minimum(j, sizes.kv_len - 1)
+            chosen = mods.MASK(b, h, i, j, mods.mask_arrays, mods.batch)
+            if seen is None:
+                seen = chosen
+            else:
+                seen = seen & chosen
     if seen is not None:
         s = tl.where(seen, s, float("-inf"))
     return s

@@ -13,7 +13,7 @@ from ejkernel.kernels.triton.flash_attention.launch import last_first
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.mask_info import MaskInfo
-from ejkernel.types.masks.pattern import visited_tiles
+from ejkernel.types.masks.pattern import mask_mod_tiles, visited_tiles
 
 
 def list_key(tile: Tiles, by_key: bool) -> str:
@@ -22,12 +22,19 @@ def list_key(tile: Tiles, by_key: bool) -> str:
 
 
 def build_static_lists(
-    problem: Problem, mask: MaskInfo, pattern: np.ndarray, passes: Iterable[tuple[Tiles, bool]]
+    problem: Problem,
+    mask: MaskInfo,
+    pattern: np.ndarray | None,
+    passes: Iterable[tuple[Tiles, bool]],
+    states: np.ndarray | None = None,
 ) -> dict[str, dict[str, jax.Array]]:
-    """Returns the list operands of every pass by key; empty if arrays of the mask are traced."""
+    """Returns the list operands of every pass by key; empty if arrays of the mask are traced.
+
+    ``states``: the blocks of a mask_mod.
+    """
     found = {}
     for tile, by_key in passes:
-        arrays = build_static_list(problem, mask, pattern, tile, by_key=by_key)
+        arrays = build_static_list(problem, mask, pattern, tile, by_key=by_key, states=states)
         if arrays is None:
             return {}
         found[list_key(tile, by_key)] = {name: jnp.asarray(x) for name, x in arrays.items()}
@@ -35,7 +42,13 @@ def build_static_lists(
 
 
 def build_static_list(
-    problem: Problem, mask: MaskInfo, pattern: np.ndarray, tile: Tiles, *, by_key: bool
+    problem: Problem,
+    mask: MaskInfo,
+    pattern: np.ndarray | None,
+    tile: Tiles,
+    *,
+    by_key: bool,
+    states: np.ndarray | None = None,
 ) -> dict[str, np.ndarray] | None:
     """Returns the arrays of ``list_operands``, with 0 where the device writes nothing."""
     p = problem
@@ -43,6 +56,9 @@ def build_static_list(
     any_seen, all_seen = visited_tiles(mask, pattern, p.pattern_blocks, *sizes)
     if not (isinstance(any_seen, np.ndarray) and isinstance(all_seen, np.ndarray)):
         return None
+    if states is not None:
+        met, full = mask_mod_tiles(states, p.mask_mod_blocks, *sizes)
+        any_seen, all_seen = any_seen & met, all_seen & full
     any_seen, all_seen = np.broadcast_arrays(any_seen, all_seen)
     if by_key:
         any_seen, all_seen = any_seen.swapaxes(2, 3), all_seen.swapaxes(2, 3)

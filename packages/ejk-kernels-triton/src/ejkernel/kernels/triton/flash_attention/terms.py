@@ -21,7 +21,7 @@ def logit_unit(problem: Problem) -> float:
     """Returns the slope of natural logits over the s of the kernels, never negative."""
     if problem.soft_cap is not None:
         return 2.0 * problem.soft_cap
-    return 1.0 if problem.biased else abs(problem.scale)
+    return 1.0 if problem.in_natural_units else abs(problem.scale)
 
 
 def natural_logarithm(x: float) -> float:

@@ -218,11 +218,13 @@ def _hopper_backward(problem: Problem, target: Target, dim: int) -> tuple[Tiles,
         # ``key_passes``), 128 x 256 is 128 registers a thread; 128 KiB of keys and values leave
         # room for two stages of 32 rows
         return Tiles(128, 32, 8, 2), Tiles(32, 128, 8, 2)
-    # registers next to the logits go to pointer addresses, a bias, a cap's slope, a dropout mask.
+    # registers next to the logits go to pointer addresses, a bias, the slope of a
+    # cap or a score_mod, a dropout mask.
     # Two of them take half the rows at a time. A slope or a mask alone spills a few bytes of 64
     # rows at 128 columns, and measured faster than 32 rows, which spill nothing: 454 to 391 TFLOP/s
     # (cap), 417 to 320 (dropout)
     extras = (problem.soft_cap is not None) + (problem.dropout > 0.0)
+    extras += problem.score_mod is not None
     rows = 32 if (extras + problem.biased > 1 and dim > 64) or not maps else 64
     if dim <= 64 and not problem.biased:
         # 64 KiB: three programs a multiprocessor, one exponentiates while others multiply; that

@@ -12,10 +12,11 @@ import numpy as np
 from ejkernel.kernels.xla._common.layout import Layout
 from ejkernel.types.arrays import namespace
 from ejkernel.types.masks.blocks import BlockRange, matrix_range
-from ejkernel.types.masks.pattern import in_tiles
+from ejkernel.types.masks.pattern import mask_mod_tiles
 from ejkernel.types.masks.prepare import PreparedMask, entry_at
 from ejkernel.types.masks.rules import both
-from ejkernel.types.mods import Mod, apply_mod, known_blocks
+from ejkernel.types.mod_blocks import known_blocks
+from ejkernel.types.mods import Mod, apply_mod, is_float
 
 Pull = Callable[[jax.Array], tuple[jax.Array, tuple[jax.Array, ...]]]
 
@@ -37,8 +38,7 @@ class TileScores:
 
     def __init__(self, mod: Mod, layout: Layout) -> None:
         self.mod, self.layout = mod, layout
-        kinds = (jnp.issubdtype(x.dtype, jnp.floating) for x in mod.arrays)
-        self.smooth = tuple(i for i, is_float in enumerate(kinds) if is_float)
+        self.smooth = tuple(i for i, x in enumerate(mod.arrays) if is_float(x))
         """Numbers of the captured arrays that have gradients."""
 
     @property
@@ -75,7 +75,7 @@ class ModMask:
         if block_map is not None:
             states, size = block_map
             tiles = (layout.block_q, layout.block_kv)
-            visible, _ = in_tiles(states > 0, (size, size), *sizes, *tiles)
+            visible, _ = mask_mod_tiles(states, size, *sizes, *tiles)
             visible, xp = visible.any((0, 1)), namespace(visible)
             self.ranges = tuple(matrix_range(xp, x, x) for x in (visible, visible.T))  # ty: ignore[invalid-assignment]
 

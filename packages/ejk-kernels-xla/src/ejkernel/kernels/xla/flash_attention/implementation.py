@@ -14,7 +14,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, prepare_mask
 from ejkernel.types.calls import arguments
 from ejkernel.types.masks.combine import mask_of
-from ejkernel.types.mods import MODS
+from ejkernel.types.mods import MODS, leaves_of
 
 
 class FlashAttention(BlockwiseKernel):
@@ -39,10 +39,8 @@ class FlashAttention(BlockwiseKernel):
         packed = ("cum_seqlens_q", "cum_seqlens_k", "attention_mask")
         mask = a["mask_info"] if a["cum_seqlens_q"] is None else mask_of(a)
         arrays = {name: x for name, x in self.call.array_arguments(a).items() if name not in packed}
-        for name in MODS:
-            mod = arrays.pop(name, None)
-            arrays |= {} if mod is None else mod.leaves()
-        return {**arrays, "mask_info": mask}
+        leaves = leaves_of(*(arrays.pop(name, None) for name in MODS))
+        return {**arrays, **leaves, "mask_info": mask}
 
     def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:
         spec, bias = Spec.from_problem(work.problem, work.tiles.fwd), arrays.get("bias")
