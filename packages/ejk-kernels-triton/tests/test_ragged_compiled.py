@@ -64,6 +64,7 @@ def operands(
     decode = decode_launch(problem, launch, target).outputs()
     found |= {"o": prefill["o"], "o_in": prefill["o"], "first_rows": found["d_rows"]}
     found |= {f"p_{name}": prefill[name] for name in ("acc", "m", "l")}
+    found["lse_in"] = prefill["lse"]
     return found | {f"d_{name}": x for name, x in decode.items()} | {"cache_in": found["k"]}
 
 
@@ -87,6 +88,8 @@ def bound_source(kernel: str, problem: RaggedProblem, tiles, target):
     """The specialisation of a kernel."""
     make, names = KERNELS[kernel]
     every = operands(problem, tiles, target)
+    if problem.paged.return_lse and kernel == "merge":
+        names += " lse_in"
     given = {name: every[name] for name in names.split()}
     launch = make(problem, tiles, target).with_operands(given)
     return launch_source(launch, list(given.values()), target)
@@ -111,6 +114,12 @@ def test_tiles_of_prefills(chip, page, dim):
     assert found.spills == 0 and found.products > 0 and not found.serialized
     # descriptors come with the barriers that wait for them
     assert found.shared <= 64 + tiles.shared_bytes(p, launch.rows, launch.block, launch.num_stages)
+
+
+def test_log_sum_exp_takes_no_spills():
+    target, p = TARGETS["sm_90"], problem(return_lse=True)
+    assert used("prefill", p, target)[1].spills == 0
+    assert used("merge", p, target)[1].spills == 0
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def expected(q, kv, lens, tables, starts, count, scale=None, **options):
         out = paged.ragged_page_attention(
             *wide, lens, tables, starts, int(count), scale=scale, **options
         )
-        return np.asarray(out)
+        return jax.tree.map(np.asarray, out)
 
 
 SINKS = np.random.default_rng(7).standard_normal((4, 3)).astype(np.float32)
@@ -109,12 +109,18 @@ NAMES = {"sliding_window": "left", "logits_soft_cap": "cap", "softmax_aux": "aux
 def test_against_the_formula(name):
     shape, options = CASES[name]
     args = draw(**shape)
-    got = ragged_page_attention(*args, **options)
+    return_lse = name != "plain"
+    got = ragged_page_attention(*args, return_lse=return_lse, **options)
+    got, *lse = got if return_lse else (got,)
     known = {NAMES.get(n, n): x for n, x in options.items() if n != "cfg"}
     if isinstance(known.get("left"), tuple):
         known["left"] = known["left"][0]
     assert got.dtype == args[0].dtype and got.shape == args[0].shape
-    check_close(np.asarray(got), expected(*args, **known), name=name)
+    want, want_lse = expected(*args, return_lse=True, **known)
+    check_close(np.asarray(got), want, name=name)
+    for x in lse:
+        assert x.dtype == np.float32
+        check_close(np.asarray(x), want_lse, dtype=got.dtype, name="lse")
     assert not np.asarray(got, np.float32)[args[4][int(args[5])] :].any()
 
 
@@ -240,9 +246,10 @@ def test_write_then_attend(name):
     options = {n: np.float32(x) if "scale" in n else x for n, x in options.items()}
     cache = packed(kv) if "packed" in name else kv
     flat = tables.reshape(-1) if "packed" in name else tables
-    out, new = ragged_page_attention_v3(
-        q, keys, values, cache, lens, flat, starts, np.array([1, 2, count]), **options
-    )
+    out, *lse, new = ragged_page_attention_v3(
+        q, keys, values, cache, lens, flat, starts, np.array([1, 2, count]),
+        return_lse=name == "e4m3", **options,
+    )  # fmt: skip
     k, v = (stored(x, options.get(f"{n}_scale"), kv.dtype) for n, x in (("k", keys), ("v", values)))
     with jax.enable_x64(True):
         wide = [jnp.asarray(x.astype(np.float64)) for x in (kv, k, v)]
@@ -256,7 +263,10 @@ def test_write_then_attend(name):
     if "q_scale" in known:
         known["scale"] = q.shape[-1] ** -0.5 * known["q_scale"]
         q = stored(q, known.pop("q_scale"), kv.dtype).astype(q.dtype)
-    check_close(np.asarray(out), expected(q, want, *args[2:], **known), name=name)
+    want, want_lse = expected(q, want, *args[2:], return_lse=True, **known)
+    check_close(np.asarray(out), want, name=name)
+    for x in lse:
+        check_close(np.asarray(x), want_lse, dtype=q.dtype, name="lse")
 
 
 def test_a_step_of_decoding_is_merged_by_programs_that_all_run_at_once():
@@ -283,10 +293,12 @@ def test_long_walks_are_cut_into_parts(monkeypatch):
     monkeypatch.setattr(tiles, "MIN_SPLIT_KEYS", 32)
     monkeypatch.setattr(launch, "MAX_LANES", 2)  # several looks at the sequences
     cfg = dict(num_kv_pages_per_block=2, num_splits=3)
-    cut = np.asarray(ragged_page_attention(*args, cfg=cfg, **options))
+    cut, lse = map(np.asarray, ragged_page_attention(*args, cfg=cfg, return_lse=True, **options))
     assert not np.array_equal(cut, whole)
     np.testing.assert_allclose(cut, whole, atol=1e-5)
-    check_close(cut, expected(*args, aux=SINKS, v_scale=0.5))
+    want, want_lse = expected(*args, aux=SINKS, v_scale=0.5, return_lse=True)
+    check_close(cut, want)
+    check_close(lse, want_lse, name="lse")
 
 
 @pytest.mark.parametrize(

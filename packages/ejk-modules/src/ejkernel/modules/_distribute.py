@@ -78,7 +78,7 @@ def distribute(
     layout = Layout(
         op.spec.name,
         {axis: mesh.shape[axis] for axis in axis_names},
-        _spreadable(arguments),
+        _spreadable(arguments, pages=op.spec.shards_pages and not typed),
         source="arguments" if typed else "in_specs",
     )
     if ring_axis is not None:
@@ -105,6 +105,8 @@ def distribute(
         if key_heads:
             shard.pick_key_heads(local, key_heads)
         op.to_shard(local, shard)
+        if shard.parts("pages") > 1:
+            return op.spec.attend_to_shard(local, shard, lambda part: call((), part))
         result, summed = call((), local), tuple(sorted(layout.summed_axes))
         return jax.lax.psum(result, summed) if summed else result
 
@@ -138,10 +140,10 @@ def _argument(p: Any, value: Any, override: Any, in_specs: Sequence[Any], index:
     return Argument(p.name, tuple(axes_of(p, rank, override)), None)
 
 
-def _spreadable(arguments: Sequence[Argument]) -> frozenset[str]:
-    """The words in use that may be spread."""
+def _spreadable(arguments: Sequence[Argument], *, pages: bool) -> frozenset[str]:
+    """The words in use that may be spread, ``pages`` among them."""
     words = {w.lstrip("#") for argument in arguments for w in argument.words}
-    return frozenset(word for word in words if meaning(word).free)
+    return frozenset(word for word in words if meaning(word).free or (pages and word == "pages"))
 
 
 def _output_words(axes: str, arguments: Mapping[str, Argument]) -> tuple[str, ...]:

@@ -294,6 +294,11 @@ class CallKernel:
     def notes(self, call: BoundCall) -> tuple[str, ...]:
         """Returns what ``explain`` adds about a call that this kernel does."""
         notes = self.notes_on(self.problem_of(call), self.target())
+        mesh, in_specs, _ = call.route.placement
+        if mesh is not None:
+            arrays = self._caller_arrays(call)
+            placed = self.call.placement_notes(call.arguments, arrays, mesh, in_specs)
+            return (*notes, *placed)
         if device_kind() == "tpu":  # whose compiler does not partition kernels
             return notes
         return (*notes, *self.call.sharding_notes(call.arguments, self._caller_arrays(call)))

@@ -14,7 +14,7 @@ from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
 from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.axes import bare, mask_axes
 from ejkernel.types.calls.sharding import ShardingRule
-from ejkernel.types.calls.sharding_notes import sharding_notes
+from ejkernel.types.calls.sharding_notes import pages_notes, place_arrays, sharding_notes
 from ejkernel.types.calls.signature import Boundary, axes_of
 from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import MaskInfo
@@ -48,6 +48,7 @@ class Call:
         normal_samples: whether sample inputs are normally distributed, of both signs.
         merged: arguments that ``check_values`` or ``canonicalize`` moves into another one, and the
             name of that one. A kernel that reads the latter has no need to read the former.
+        shards_pages: whether pages of a cache may be spread over devices (``attend_to_shard``).
         whole_groups: whether a device of a mesh needs all query heads of its key heads.
         boundary: the parameters, read from ``signature``.
         StaticArguments: tuple with a field for every parameter but ``mask_info``.
@@ -65,6 +66,7 @@ class Call:
     divisors: ClassVar[tuple[str, ...]] = ()
     normal_samples: ClassVar[bool] = False
     merged: ClassVar[Mapping[str, str]] = {}
+    shards_pages: ClassVar[bool] = False
     whole_groups: ClassVar[bool] = False
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
@@ -192,7 +194,31 @@ class Call:
             and [x.shape for x in jax.tree.leaves(arrays[name])]
             == [x.shape for x in jax.tree.leaves(a[name])]
         }
-        return sharding_notes(cls.sharding_rule(a), axes, alike)
+        first = next(iter(cls.output_axes(dict(a))), "")
+        output = () if first.startswith("=") else tuple(first.split())
+        return sharding_notes(cls.sharding_rule(a), axes, alike, output)
+
+    @classmethod
+    def placement_notes(
+        cls, a: Mapping[str, Any], arrays: Mapping[str, Any], mesh: Any, in_specs: Any
+    ) -> tuple[str, ...]:
+        """Returns sentences about the sharding of a call by ``mesh=`` and ``in_specs=``.
+
+        ``a``: the canonical arguments of one shard; ``arrays``: the caller's.
+        """
+        names = [p.name for p in cls.boundary.array_parameters]
+        specs = dict(zip(names, in_specs or (), strict=False))
+        # a mask is several arrays, whose sharding follows from the others
+        arrays = {name: x for name, x in arrays.items() if not isinstance(x, MaskInfo)}
+        unsharded = {**a, **arrays, "mask_info": None}
+        axes = {name: words[0] for name, words in cls.array_axes(unsharded).items()}
+        arrays = {name: arrays[name] for name in arrays if name in axes}
+        placed, over_pages = place_arrays(arrays, axes, specs, mesh)
+        notes = cls.sharding_notes({**unsharded, **placed}, placed)
+        if not over_pages:
+            return notes
+        rule = cls.sharding_rule(unsharded)
+        return (*pages_notes(rule, cls.output_axes(unsharded)[0], over_pages), *notes)
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:
@@ -202,6 +228,14 @@ class Call:
         ``offset(word)``, its first index, and ``local(word)``, its size.
         """
         canonicalize.local_seeds(a, shard, *cls.seeds)
+
+    @classmethod
+    def attend_to_shard(cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]) -> Any:
+        """Returns the result of a call of which each device has some of the pages.
+
+        ``a``: the arguments of one shard; ``run``: computes a call of one device.
+        """
+        raise NotImplementedError
 
     # ---- the two steps of a call ------------------------------------------------------------
 

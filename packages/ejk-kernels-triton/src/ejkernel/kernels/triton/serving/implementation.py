@@ -47,7 +47,7 @@ class PageAttention(DecodeKernel):
         arguments.PAGES
         | arguments.DECODE_OPTIONS
         | arguments.CACHE_SCALES
-        | {"query", "key_cache", "value_cache", "num_splits"}
+        | {"query", "key_cache", "value_cache", "num_splits", "return_lse"}
     )
     choose = staticmethod(decode_tiles.choose)
     neighbours = staticmethod(decode_tiles.neighbours)
@@ -72,7 +72,9 @@ class RaggedDecodeAttention(DecodeKernel):
     """
 
     call = calls.RaggedDecodeAttention
-    reads = arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end"}
+    reads = (
+        arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end", "return_lse"}
+    )
     choose = staticmethod(decode_tiles.choose)
 
     def unsupported_reason(self, problem: PagedProblem, target: Target) -> str | None:
@@ -188,7 +190,7 @@ class RaggedPageAttention(RaggedKernel):
     """
 
     call = calls.RaggedPageAttention
-    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES
+    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"return_lse"}
     cache = "kv_pages"
     stages: ClassVar[Mapping[str, Stage]] = {
         "schedule": stages.build_schedule,
@@ -209,7 +211,10 @@ class RaggedPageAttentionv3(RaggedKernel):
 
     call = calls.RaggedPageAttentionv3
     reads = (
-        arguments.RAGGED_UPDATE | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"q_scale"}
+        arguments.RAGGED_UPDATE
+        | arguments.DECODE_OPTIONS
+        | arguments.CACHE_SCALES
+        | {"q_scale", "return_lse"}
     )
     cache = "kv_cache"
     stages: ClassVar[Mapping[str, Stage]] = {

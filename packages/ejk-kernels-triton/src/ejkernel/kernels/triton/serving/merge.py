@@ -61,6 +61,13 @@ def add_sinks(m, l, sinks, b, heads, inside):  # noqa: E741
 
 
 @triton.jit
+def row_lse(m, l, sinks, b, heads, inside):  # noqa: E741
+    """Natural log-sum-exp, float32, of rows with state (m, l); -inf for empty rows."""
+    alive, _, top, total = add_sinks(m, l, sinks, b, heads, inside)
+    return tl.where(alive, (top + tl.log2(total)) * LN2, float("-inf"))
+
+
+@triton.jit
 def load_head_scale(scale, b, hk):
     """Loads the float32 factor of a head of a sequence, 1 if there is none."""
     if scale.array is not None:
@@ -257,8 +264,7 @@ def paged_merge(
     factor = compute_output_factor(m, l, sinks, b, h + lane, lane < 1, value_scale)
     row += b.to(tl.int64) * ROWS
     if lse_out is not None:
-        alive, _, top, total = add_sinks(m, l, sinks, b, h + lane, lane < 1)
-        lse = tl.where(alive, (top + tl.log2(total)) * LN2, float("-inf"))
+        lse = row_lse(m, l, sinks, b, h + lane, lane < 1)
         tl.store(lse_out + row + lane, lse, mask=lane + chunk < 1)
     tl.store(
         o + row * DV + column, (acc * tl.sum(factor, 0)).to(o.dtype.element_ty), mask=column < DV

@@ -46,7 +46,11 @@ from ejkernel.kernels.triton.serving.launch import (
     logits_group,
     sequential,
 )
-from ejkernel.kernels.triton.serving.merge import compute_output_factor, load_head_scale
+from ejkernel.kernels.triton.serving.merge import (
+    compute_output_factor,
+    load_head_scale,
+    row_lse,
+)
 from ejkernel.kernels.triton.serving.pages import (
     clamp_run,
     compute_clamped_rows,
@@ -89,26 +93,30 @@ def tile_rows(
 
 
 @triton.jit
-def _clear_rows(o, block, first, last, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Zeroes rows of a block of ``o [rows, WIDTH]`` outside ``first`` to ``last``."""
+def _clear_rows(
+    o, block, first, last, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, VALUE: tl.constexpr
+):
+    """Sets rows of a block of ``o [rows, WIDTH]`` outside ``first`` to ``last`` to VALUE."""
     row = block * ROWS + tl.arange(0, ROWS)
     is_unused = (row < rows) & ((row < first) | (row >= last))
     if tl.max(is_unused.to(tl.int32), 0) > 0:
         for start in range(0, WIDTH, 256):
             column = start + tl.arange(0, 256)
             target = o + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-            zero = tl.zeros([ROWS, 256], o.dtype.element_ty)
-            tl.store(target, zero, mask=is_unused[:, None] & (column < WIDTH)[None, :])
+            value = tl.full([ROWS, 256], VALUE, o.dtype.element_ty)
+            tl.store(target, value, mask=is_unused[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit
 def ragged_prefill(
-    q, cache, tables, first_rows, sequences, header, k_scale, v_scale, sinks, o_in, o, partial,
-    sizes, logits, layout, dots, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, PTX: tl.constexpr,
+    q, cache, tables, first_rows, sequences, header, k_scale, v_scale, sinks, o_in, o, lse,
+    partial, sizes, logits, layout, dots, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes the rows of tiles with one split, and partial results of the others.
 
-    ``o_in``: the output of another kernel, in whose memory ``o`` is.
+    ``o_in``: the output of another kernel, in whose memory ``o`` is. ``lse [T, h]``: None if the
+    call does not return it.
     """
     HEADS: tl.constexpr = layout.HEADS
     ROWS: tl.constexpr = layout.ROWS
@@ -122,8 +130,13 @@ def ragged_prefill(
     if pid >= sizes.programs:
         _clear_rows(
             o, pid - sizes.programs, tl.load(header + FIRST_ROW), tl.load(header + END_ROW),
-            sizes.rows, HEADS * cache.V.DIM, sizes.CLEARED_ROWS,
+            sizes.rows, HEADS * cache.V.DIM, sizes.CLEARED_ROWS, 0.0,
         )  # fmt: skip
+        if lse is not None:
+            _clear_rows(
+                lse, pid - sizes.programs, tl.load(header + FIRST_ROW), tl.load(header + END_ROW),
+                sizes.rows, HEADS, sizes.CLEARED_ROWS, float("-inf"),
+            )  # fmt: skip
     else:
         turns = 0
         if PERSISTENT:
@@ -218,6 +231,9 @@ def ragged_prefill(
                     if cache.V.TAIL > 0:
                         o_tail = acc_tail * weight[:, None]
                     store_rows(o, row, acc * weight[:, None], o_tail, inside, cache.V)
+                    if lse is not None:
+                        logit = row_lse(m, l, sinks, 0, heads, inside)
+                        tl.store(lse + row, logit, mask=inside)
                 else:
                     slots_end = tl.load(sequences + SLOTS_END * n + r)
                     slot = slots_end - units + tile * splits + split
@@ -232,8 +248,9 @@ def ragged_prefill(
 class RaggedPrefill(RaggedLaunch):
     """Launch of ``ragged_prefill``.
 
-    Results: o ``[T, h, d]`` without the rows of decoded sequences, and acc, m, l of partial
-    results. An ``o_in`` has the rows of another kernel's sequences.
+    Results: o ``[T, h, d]`` and, if the call returns it, lse ``[T, h]``, without the rows of
+    decoded sequences, and acc, m, l of partial results. An ``o_in`` has the rows of another
+    kernel's sequences.
     """
 
     kernel = ragged_prefill
@@ -246,7 +263,8 @@ class RaggedPrefill(RaggedLaunch):
         slots = (self.max_split_units, p.kv_heads * self.chunks, self.tiles.rows)
         row = struct("float32", *slots)
         o = struct(p.query_dtype, self.problem.rows, p.heads, p.dim)
-        return {"o": o, "acc": struct("float32", *slots, p.dim), "m": row, "l": row}
+        lse = struct("float32", self.problem.rows, p.heads) if p.return_lse else None
+        return {"o": o, "lse": lse, "acc": struct("float32", *slots, p.dim), "m": row, "l": row}
 
     def in_place(self):
         return {"o": "o_in"} if self.has("o_in") else {}

@@ -28,6 +28,7 @@ from ejkernel.kernels.triton.serving.merge import (
     find_slots,
     load_head_scale,
     merge_row,
+    row_lse,
 )
 from ejkernel.kernels.triton.serving.prefill import tile_rows
 from ejkernel.kernels.triton.serving.schedule import (
@@ -92,11 +93,11 @@ class MergeTile(NamedTuple):
 @triton.jit
 def ragged_merge(
     decoded, d_starts, d_counts, first_rows, sequences, header, prefilled, v_scale, sinks, o_in,
-    cache_in, o, cache, sizes, layout, tile,
+    cache_in, lse_in, o, cache, lse, sizes, layout, tile,
 ):  # fmt: skip
-    """Writes the rows of ``decoded`` and ``prefilled`` partial results into the output.
+    """Writes the rows of ``decoded`` and ``prefilled`` partial results into the outputs.
 
-    ``o_in``, ``cache_in``: operands in whose memory ``o`` and ``cache`` are.
+    ``o_in``, ``cache_in``, ``lse_in``: operands in whose memory ``o``, ``cache`` and ``lse`` are.
     """
     n = sizes.n
     HEADS: tl.constexpr = layout.HEADS
@@ -116,6 +117,11 @@ def ragged_merge(
         _copy_other_rows(
             o_in, o, sizes.rows, d_counts, first_rows, sequences, n, HEADS * D, COPIED, LANES
         )  # fmt: skip
+    if lse is not None:
+        if is_elsewhere(lse_in, lse):
+            _copy_other_rows(
+                lse_in, lse, sizes.rows, d_counts, first_rows, sequences, n, HEADS, COPIED, LANES
+            )  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HEAD_CHUNKS: tl.constexpr = KV_HEADS * CHUNKS  # programs of a unit
     LANE: tl.constexpr = ROWS // LINES
@@ -141,6 +147,9 @@ def ragged_merge(
             row = (start + token).to(tl.int64) * HEADS + h
             acc = (acc * tl.sum(factor, 0)).to(o.dtype.element_ty)
             tl.store(o + row * D + column, acc, mask=column < D)
+            if lse is not None:
+                logit = row_lse(m, l, sinks, 0, h + lane, lane < 1)
+                tl.store(lse + row + lane, logit, mask=lane < 1)
     for x in tl.range(pid, slots * (HEAD_CHUNKS * LANE), programs):
         line = x % LANE
         head_chunk = (x // LANE) % HEAD_CHUNKS
@@ -178,6 +187,9 @@ def ragged_merge(
             acc = (acc * factor[:, None]).to(o.dtype.element_ty)
             where = o + row[:, None] * D + column[None, :]
             tl.store(where, acc, mask=inside[:, None] & (column < D)[None, :])
+            if lse is not None:
+                logit = row_lse(m, l, sinks, 0, heads, inside)
+                tl.store(lse + row, logit, mask=inside)
 
 
 @dataclass(frozen=True)
@@ -190,16 +202,20 @@ class RaggedMerge(RaggedLaunch):
     kernel = ragged_merge
     batching: ClassVar = sequential(
         "d_acc d_m d_l d_starts d_counts first_rows sequences header p_acc p_m p_l v_scale sink"
-        " o_in cache_in"
+        " o_in cache_in lse_in"
     )
 
     def outputs(self):
         p, cache = self.problem.paged, self.shape("cache_in")
         o = struct(p.query_dtype, self.problem.rows, p.heads, p.dim)
-        return {"o": o, "cache": None if cache is None else struct(p.key_dtype, *cache)}
+        return {
+            "o": o,
+            "cache": None if cache is None else struct(p.key_dtype, *cache),
+            "lse": struct("float32", self.problem.rows, p.heads) if p.return_lse else None,
+        }
 
     def in_place(self):
-        return {"o": "o_in", "cache": "cache_in"}
+        return {"o": "o_in", "cache": "cache_in", "lse": "lse_in"}
 
     @property
     def columns(self) -> int:

@@ -115,18 +115,19 @@ def prefill_rows(work: Work, arrays: Arrays) -> Arrays:
         first_rows=arrays["d_rows"],
         o_in=arrays.get("o"),
     )
-    return {name if name == "o" else f"p_{name}": x for name, x in results.items()}
+    outputs = ("o", "lse")
+    return {name if name in outputs else f"p_{name}": x for name, x in results.items()}
 
 
 def merge_rows(work: Work, arrays: Arrays) -> Arrays:
-    """Returns the output with the rows of partial results."""
-    return {"o": _merge_partials(work, arrays, None)["o"]}
+    """Returns the output, and the log-sum-exp, with the rows of partial results."""
+    return _merge_partials(work, arrays, None)
 
 
 def merge_rows_and_cache(work: Work, arrays: Arrays) -> Arrays:
-    """Returns the output, and the cache of a call that wrote it."""
+    """Returns the output, the log-sum-exp, and the cache of a call that wrote it."""
     merged = _merge_partials(work, arrays, arrays["k"])
-    return {"o": merged["o"], "k": merged["cache"]}
+    return {"k": merged.pop("cache"), **merged}
 
 
 def _merge_partials(work: Work, arrays: Arrays, cache: jax.Array | None) -> Arrays:
@@ -140,6 +141,7 @@ def _merge_partials(work: Work, arrays: Arrays, cache: jax.Array | None) -> Arra
         first_rows=arrays["d_rows"],
         o_in=arrays["o"],
         cache_in=cache,
+        lse_in=arrays.get("lse"),
     )
 
 
