@@ -223,6 +223,9 @@ def test_what_cannot_be_sharded():
     pages = [P("pages") if "pages" in s else P() for s in specs]
     with pytest.raises(ValueError, match="sliding_window: given with pages that are sharded"):
         modules.page_attention(*arrays, sliding_window=3, mesh=mesh, in_specs=pages)
+    arrays_of_rows, *_ = ragged_call()
+    with pytest.raises(ValueError, match=r"axis tokens may not be .*; shard heads or pages"):
+        modules.ragged_page_attention(*arrays_of_rows, mesh=mesh, in_specs=[P("pages")])
     odd = arrays[0], *(x[:22] for x in arrays[1:3]), LENS, TABLES % 22
     with pytest.raises(InvalidArgument, match="key_cache: axis pages of size 22 is not divisible"):
         modules.page_attention(*odd, mesh=mesh, in_specs=pages)

@@ -80,6 +80,7 @@ def distribute(
         {axis: mesh.shape[axis] for axis in axis_names},
         _spreadable(arguments, pages=op.spec.shards_pages and not typed),
         source="arguments" if typed else "in_specs",
+        sequence_hint=op.spec.sequence_hint,
     )
     if ring_axis is not None:
         layout.spread.update(q_len=(ring_axis,), kv_len=(ring_axis,))

@@ -105,7 +105,7 @@ def count_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Arr
     Rows that see no key stay as they are.
     """
     of_heads = jax.nn.logsumexp(sinks.astype(lse.dtype), axis=-1)
-    of_rows = jnp.where(lse > -jnp.inf, of_heads, -jnp.inf)
+    of_rows = jnp.where(lse > -jnp.inf, jnp.broadcast_to(of_heads, lse.shape), -jnp.inf)
     return merge_parts([o, jnp.zeros_like(o)], [lse, of_rows])
 
 

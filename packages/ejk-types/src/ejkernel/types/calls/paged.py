@@ -172,6 +172,10 @@ class PagedCall(Call):
 class RaggedCall(PagedCall):
     """A call of packed query rows of several sequences over a cache of pages."""
 
+    sequence_hint: ClassVar[str] = (
+        "shard heads or pages, or give each device its own rows and tables in a shard_map"
+    )
+
     @classmethod
     def _valid_sequences(cls, a: Arguments) -> Any:
         """Returns the number of sequences that count."""

@@ -16,6 +16,7 @@ class RaggedDecodeAttention(DecodeCall):
     """One decode token per sequence over a contiguous cache."""
 
     name = "ragged_decode_attention"
+    sequence_hint = "shard batch or heads"
     normal_samples = True
 
     @staticmethod

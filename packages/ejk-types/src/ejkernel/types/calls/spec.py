@@ -13,6 +13,7 @@ import numpy as np
 from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
 from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.axes import bare, mask_axes
+from ejkernel.types.calls.layout import Layout
 from ejkernel.types.calls.sharding import ShardingRule
 from ejkernel.types.calls.sharding_notes import pages_notes, place_arrays, sharding_notes
 from ejkernel.types.calls.signature import Boundary, axes_of
@@ -48,6 +49,7 @@ class Call:
         normal_samples: whether sample inputs are normally distributed, of both signs.
         merged: arguments that ``check_values`` or ``canonicalize`` moves into another one, and the
             name of that one. A kernel that reads the latter has no need to read the former.
+        sequence_hint: what a caller does in place of sharding a sequence, for messages.
         shards_pages: whether pages of a cache may be spread over devices (``attend_to_shard``).
         whole_groups: whether a device of a mesh needs all query heads of its key heads.
         boundary: the parameters, read from ``signature``.
@@ -66,6 +68,7 @@ class Call:
     divisors: ClassVar[tuple[str, ...]] = ()
     normal_samples: ClassVar[bool] = False
     merged: ClassVar[Mapping[str, str]] = {}
+    sequence_hint: ClassVar[str] = Layout.sequence_hint
     shards_pages: ClassVar[bool] = False
     whole_groups: ClassVar[bool] = False
     symbolic: ClassVar[tuple[str, ...]] = (

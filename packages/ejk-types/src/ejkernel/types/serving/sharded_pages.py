@@ -37,7 +37,7 @@ def local_rows(
     local = jnp.zeros_like(local).at[row, column].set(local, mode="drop")
 
     visible = jnp.clip(visible, 0, columns * page_size)
-    used = jnp.arange(columns, dtype=jnp.int32) * page_size < visible[:, None]
+    used = jnp.arange(columns, dtype=jnp.int32)[None] * page_size < visible[:, None]
     is_local = is_local[sequence]
     count = jnp.sum(used & is_local, axis=1, dtype=jnp.int32) * page_size
     last = jnp.maximum(visible - 1, 0) // page_size  # only this page may be partly visible
