@@ -14,6 +14,7 @@ from ejkernel.kernels.pallas.tpu.mean_pooling import tiles
 from ejkernel.kernels.pallas.tpu.mean_pooling.implementation import mean_pooling
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
+from ejkernel.types.problems.mean_pooling import PoolingProblem
 from ejktest.cases.pooling import check_pool
 from ejktest.drawn import normal
 
@@ -85,10 +86,10 @@ def test_rows_that_do_not_count_may_be_nan():
 @pytest.mark.parametrize(
     "p",
     [
-        tiles.Problem(8, 8192, 2048, 64, 0, False, "bfloat16"),
-        tiles.Problem(8, 8192, 4096, 0, 0, True, "float32"),
-        tiles.Problem(1, 65536, 1024, 0, 64, True, "bfloat16"),
-        tiles.Problem(2, 100, 33, 7, 0, False, "float32"),
+        PoolingProblem(8, 8192, 2048, 64, 0, False, "bfloat16"),
+        PoolingProblem(8, 8192, 4096, 8192, 0, True, "float32"),
+        PoolingProblem(1, 65536, 1024, 65536, 64, True, "bfloat16"),
+        PoolingProblem(2, 100, 33, 7, 0, False, "float32"),
     ],
     ids=str,
 )
@@ -96,7 +97,7 @@ def test_tiles_fit(kind, p):
     chip = facts_of(kind)
     t = tiles.choose(p, chip)
     assert t.vmem(p) <= chip.vmem // 4 * 3
-    assert t.groups == 0 or t.rows == t.groups * p.group
+    assert t.groups == 0 or t.rows == t.groups * p.chunk
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])

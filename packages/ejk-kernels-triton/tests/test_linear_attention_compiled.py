@@ -82,7 +82,7 @@ ALL += [("values", "rows", c) for c in TARGETS]
 def launched(shape, which, target):
     b, s, h, hk, dk, dv, n, dtype, parts = SHAPES[shape]
     scalar, of_values = not any(parts), parts[1] > 0
-    p = Problem(b, s, h, hk, dk, dv, n, dk**-0.5, False, scalar, dtype, dtype, dtype, *parts)
+    p = Problem(b, s, h, hk, dk, dv, n, dk**-0.5, False, dtype, dtype, dtype, scalar, *parts)
     t = tiles.choose(p, target)
     aval = jax.ShapeDtypeStruct
     gates = jnp.dtype(jnp.bfloat16 if max(parts) == 1 else jnp.float32)

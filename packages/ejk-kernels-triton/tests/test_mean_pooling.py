@@ -16,6 +16,7 @@ from ejkernel.kernels.triton.mean_pooling import backward, forward, tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
+from ejkernel.types.problems.mean_pooling import PoolingProblem
 from ejktest.abstract import AbstractCall
 from ejktest.cases.pooling import check_pool
 from ejktest.drawn import normal
@@ -64,7 +65,7 @@ def test_long_groups_are_split(masked):
     mask = np.random.default_rng(1).integers(0, 2, (1, 700))
     x, cu = normal(1, 700, 20), np.array([0, 130, 130, 650], np.int32)
     row_mask = mask if masked else None
-    assert tiles.choose(tiles.Problem(1, 700, 20, 400, 0, False, "float32"), cuda_target(90)).split
+    assert tiles.choose(PoolingProblem(1, 700, 20, 400, 0, False, "float32"), cuda_target(90)).split
     check(x, None, row_mask, None, None)
     check(x, None, row_mask, 400, None)
     check(x[0], cu, row_mask[0] if masked else None, None, None)

@@ -133,13 +133,13 @@ def describe(launch: BoundLaunch, avals: Sequence[Any], outs: Sequence[Any]) -> 
     aligned: list[ParameterPath] = []
 
     def kind(name: str, value: Any, path: tuple[int, ...], constant: bool) -> str:
-        place = (name, *path) if path else name
+        full_path = (name, *path) if path else name
         if constant or value is None:
-            constants[place] = value
+            constants[full_path] = value
             return CONSTANT
         if isinstance(value, (In, Out)):
             aval = (avals if isinstance(value, In) else outs)[value.index]
-            aligned.append(place)
+            aligned.append(full_path)
             return "*" + TRITON_TYPES[value.view or np.dtype(aval.dtype).name]
         if isinstance(value, TensorMap):
             aval = (outs if value.result else avals)[value.index]
@@ -149,7 +149,7 @@ def describe(launch: BoundLaunch, avals: Sequence[Any], outs: Sequence[Any]) -> 
             return f"tensordesc<{TRITON_TYPES[dtype.name]}[{block}]{layout}>"
         if isinstance(value, int) and not isinstance(value, bool):
             if value % 16 == 0:
-                aligned.append(place)
+                aligned.append(full_path)
             return "i32" if -(2**31) <= value < 2**31 else "i64"
         if isinstance(value, float):
             return "fp32"

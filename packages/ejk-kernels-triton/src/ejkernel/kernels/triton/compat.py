@@ -1,4 +1,4 @@
-"""Which versions of JAX, jax-triton and Triton work together, and what differs between them.
+"""Versions of JAX, jax-triton and Triton that work together, and the differences between them.
 
 Everything here is looked at on first use of a kernel; importing this module imports neither
 triton nor jax_triton.

@@ -59,12 +59,12 @@ class Source:
 
         names = list(self.kernel.arg_names)
 
-        def path(place: ParameterPath) -> tuple[int, ...]:
-            name, *fields = (place,) if isinstance(place, str) else place
+        def path(parameter: ParameterPath) -> tuple[int, ...]:
+            name, *fields = (parameter,) if isinstance(parameter, str) else parameter
             return (names.index(name), *fields)
 
-        constants = {path(place): value for place, value in self.constants}
-        attrs = {path(place): [["tt.divisibility", 16]] for place in self.aligned}
+        constants = {path(parameter): value for parameter, value in self.constants}
+        attrs = {path(parameter): [["tt.divisibility", 16]] for parameter in self.aligned}
         make = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
         return make(self.kernel, dict(self.signature), constants, attrs)
 

@@ -1,4 +1,4 @@
-"""What all Triton kernels have in common: what they need, and what they are compiled for."""
+"""Properties of all Triton kernels: what they need, and what they are compiled for."""
 
 from __future__ import annotations
 

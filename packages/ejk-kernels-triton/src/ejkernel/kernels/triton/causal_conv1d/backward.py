@@ -93,13 +93,13 @@ def convolve_backward(
             before_sequence = valid & (at < start) & (first == start)
             if dstate is not None:
                 in_state = valid & (at >= stop - BEFORE) & (at < stop)
-                place = dstate + slot + channel * BEFORE + (at - stop + BEFORE)
-                gradient += tl.load(place, mask=inside & in_state, other=0.0).to(tl.float32)
+                pointers = dstate + slot + channel * BEFORE + (at - stop + BEFORE)
+                gradient += tl.load(pointers, mask=inside & in_state, other=0.0).to(tl.float32)
             row = dx + tl.cast(at, tl.int64) * sizes.channels
             tl.store(row + channel, gradient.to(dx.dtype.element_ty), mask=inside & in_segment)
             if dinitial is not None:
-                place = dinitial + slot + channel * BEFORE + (at - start + BEFORE)
-                tl.store(place, gradient, mask=inside & before_sequence)
+                pointers = dinitial + slot + channel * BEFORE + (at - start + BEFORE)
+                tl.store(pointers, gradient, mask=inside & before_sequence)
         history = tokens[STEP:]
         dhistory = dhistory[STEP:]
 

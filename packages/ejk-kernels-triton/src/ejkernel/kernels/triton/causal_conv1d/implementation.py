@@ -37,30 +37,30 @@ class CausalConv1D(TritonKernel):
         return problem.unsupported or None
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        found = call(ConvolveLaunch(work.problem, work.tiles), **_operands(arrays))
-        return (found["y"], found["state"]), ()
+        results = call(ConvolveLaunch(work.problem, work.tiles), **_operands(arrays))
+        return (results["y"], results["state"]), ()
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, (dy, dstate) = work.problem, cotangents
         launch = ConvolveBackwardLaunch(p, work.tiles)
         # the gradient of a state that nobody gets is 0
         dstate = dstate if p.returns_state else None
-        found = call(launch, **_operands(arrays), dy=dy, dstate=dstate)
-        dtaps, width = jnp.sum(found["partials"], 0), p.width
-        gradients = {"x": found["dx"], "weight": dtaps[:width].T}
+        results = call(launch, **_operands(arrays), dy=dy, dstate=dstate)
+        dtaps, width = jnp.sum(results["partials"], 0), p.width
+        gradients = {"x": results["dx"], "weight": dtaps[:width].T}
         if "bias" in arrays:
             gradients["bias"] = dtaps[width]
         if "initial_state" in arrays:
-            gradients["initial_state"] = found["dinitial"]
+            gradients["initial_state"] = results["dinitial"]
         return gradients
 
 
 def _operands(arrays: Arrays) -> dict[str, Any]:
     """Returns the operands of both launches by name; what batch rows share has a leading 1."""
     shared = {"weight": "weight", "bias": "bias", "cu": "cu_seqlens"}
-    found = {name: arrays.get(theirs) for name, theirs in shared.items()}
-    found = {name: x if x is None else x[None] for name, x in found.items()}
-    return found | {"x": arrays["x"], "initial_state": arrays.get("initial_state")}
+    operands = {name: arrays.get(theirs) for name, theirs in shared.items()}
+    operands = {name: x if x is None else x[None] for name, x in operands.items()}
+    return operands | {"x": arrays["x"], "initial_state": arrays.get("initial_state")}
 
 
 causal_conv1d = CausalConv1D()

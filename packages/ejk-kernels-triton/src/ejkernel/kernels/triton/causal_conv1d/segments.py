@@ -1,4 +1,4 @@
-"""Which tokens a program of the convolution has, and their rows in memory."""
+"""Tokens of a program of the convolution, and their rows in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the convolution is launched: the heuristic, and the tiles worth timing."""
+"""Tiles of the convolution: the heuristic, and the tiles worth timing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def choose(p: Problem, target: Target) -> Tiles:
 
 def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
     """Returns tiles worth timing."""
-    found = [replace(t, segment=n) for n in (32, 64, 128, 256)]
-    found += [replace(t, num_warps=w, channels=LANES * w) for w in (1, 2, 4, 8)]
-    found += [replace(t, num_warps=w, channels=2 * LANES * w) for w in (1, 2, 4)]
-    return [f for f in dict.fromkeys(found) if f != t]
+    candidates = [replace(t, segment=n) for n in (32, 64, 128, 256)]
+    candidates += [replace(t, num_warps=w, channels=LANES * w) for w in (1, 2, 4, 8)]
+    candidates += [replace(t, num_warps=w, channels=2 * LANES * w) for w in (1, 2, 4)]
+    return [f for f in dict.fromkeys(candidates) if f != t]

@@ -1,4 +1,4 @@
-"""Which tiles are worth compiling: least shared memory, least registers, enough programs.
+"""Tiles worth compiling: least shared memory, least registers, enough programs.
 
 Lower bounds only: what they rule out cannot run or must spill, the rest is for the compiler and
 the clock. Compiled for sm_90 at head dim 128 the forward kernel takes 115712 B of shared memory
@@ -59,10 +59,10 @@ def fits(kernel: str, tiles: Tiles, chosen: Tiles, problem: Problem, target: Tar
 
 def neighbours(problem: Problem, target: Target, chosen: FlashTiles) -> list[FlashTiles]:
     """Returns tiles worth timing: one step away from ``chosen`` in one pass, if they fit."""
-    found = []
+    candidates = []
     if chosen.decode is not None:
         others = single_row.neighbours(problem, target, chosen.decode)
-        found += [replace(chosen, decode=tiles) for tiles in others]
+        candidates += [replace(chosen, decode=tiles) for tiles in others]
     for part, kernel in (("fwd", "forward"), ("dkv", "dkv"), ("dq", "dq")):
         if part == "fwd" and chosen.decode is not None:
             continue
@@ -71,8 +71,8 @@ def neighbours(problem: Problem, target: Target, chosen: FlashTiles) -> list[Fla
             # a config has one number of warps and of stages for both backward kernels
             separate = part == "dq" and not _same_launch(tile, chosen.dkv)
             if not separate and fits(kernel, tile, ours, problem, target):
-                found.append(replace(chosen, **{part: tile}))
-    return found
+                candidates.append(replace(chosen, **{part: tile}))
+    return candidates
 
 
 def _same_launch(a: Tiles, b: Tiles) -> bool:

@@ -67,8 +67,8 @@ def choose(problem: Problem, target: Target) -> DecodeTiles | None:
 
 def neighbours(problem: Problem, target: Target, chosen: DecodeTiles) -> list[DecodeTiles]:
     """Returns tiles of decoding that are worth timing."""
-    found = decode_tiles.neighbours(decode_problem(problem), target, chosen)
-    return [replace(tiles, pages=None) for tiles in found]
+    candidates = decode_tiles.neighbours(decode_problem(problem), target, chosen)
+    return [replace(tiles, pages=None) for tiles in candidates]
 
 
 def forward(work: Work, arrays: Arrays) -> tuple[jax.Array, jax.Array]:

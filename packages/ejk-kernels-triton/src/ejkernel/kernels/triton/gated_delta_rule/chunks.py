@@ -1,4 +1,4 @@
-"""How the launches of the gated delta rule lie over chunks, and what they have in common.
+"""Chunks of the gated delta rule, and the properties that its launches have in common.
 
 A chunk is a piece of ``common.sequences``: the tokens of one sequence in a tile of CHUNK rows. Its
 number among all of the call is its slot.
@@ -172,8 +172,8 @@ def load_matrix(
     if MAPS == POINTERS:
         row = tl.arange(0, HEIGHT)[:, None]
         column = tl.arange(0, WIDTH)[None, :]
-        place = number * height * width + row * width + column
-        tile = tl.load(x + place, mask=(row < height) & (column < width), other=0.0)
+        offset = number * height * width + row * width + column
+        tile = tl.load(x + offset, mask=(row < height) & (column < width), other=0.0)
     else:
         tile = x.load([(number * height).to(tl.int32), 0])
     return tile

@@ -43,12 +43,12 @@ def decode_tokens(
     c = tl.arange(0, COLUMNS)
     in_key = (d < sizes.dim) & has_state
     in_value = c < sizes.value_dim - column
-    place = (slot * sizes.heads + head) * sizes.dim * sizes.value_dim + column
-    place += d[:, None] * sizes.value_dim + c[None, :]
+    offset = (slot * sizes.heads + head) * sizes.dim * sizes.value_dim + column
+    offset += d[:, None] * sizes.value_dim + c[None, :]
     in_state = in_key[:, None] & in_value[None, :]
     state = tl.zeros([DIM, COLUMNS], tl.float32)
     if initial is not None:
-        state = tl.load(initial + place, mask=in_state, other=0.0).to(tl.float32)
+        state = tl.load(initial + offset, mask=in_state, other=0.0).to(tl.float32)
     for t in tl.range(0, stop - start):
         if sizes.REVERSED:
             row = batch * sizes.rows + stop - 1 - t
@@ -73,7 +73,7 @@ def decode_tokens(
         # rows past the last sequence may have any gate and beta
         o = tl.where(has_state, o, 0.0)
         tl.store(out + at_value, o.to(out.dtype.element_ty), mask=in_value)
-    tl.store(final + place, state, mask=in_state)
+    tl.store(final + offset, state, mask=in_state)
 
 
 @dataclass(frozen=True)

@@ -53,22 +53,22 @@ class GatedDeltaRule(TritonKernel):
         if tiles.few_tokens(p):
             state = operands["initial"]
             overwrites = state is not None and state.dtype == jnp.float32
-            found = call(DecodeLaunch(p, t, overwrites=overwrites), **operands)
+            results = call(DecodeLaunch(p, t, overwrites=overwrites), **operands)
         else:
-            found = call(ScanLaunch(p, t, for_gradients=False), **_prepared(p, t, operands))
-        return (found["out"], found["final"]), None
+            results = call(ScanLaunch(p, t, for_gradients=False), **_prepared(p, t, operands))
+        return (results["out"], results["final"]), None
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, t, operands = work.problem, work.tiles, _operands(arrays)
         do, dstate = cotangents
         prepared = _prepared(p, t, operands)
-        found = call(ScanLaunch(p, t, for_gradients=True), **prepared)
+        results = call(ScanLaunch(p, t, for_gradients=True), **prepared)
         del prepared["value"], prepared["initial"]
-        found |= call(ReverseScanLaunch(p, t), **prepared, dout=do, dfinal=dstate)
+        results |= call(ReverseScanLaunch(p, t), **prepared, dout=do, dfinal=dstate)
         del operands["value"], operands["initial"]
-        dinitial = found.pop("dinitial")
-        gradients = call(RowGradientsLaunch(p, t), **operands, **found, dout=do)
-        gradients |= {"dvalue": found["dvalue"], "dinitial": dinitial}
+        dinitial = results.pop("dinitial")
+        gradients = call(RowGradientsLaunch(p, t), **operands, **results, dout=do)
+        gradients |= {"dvalue": results["dvalue"], "dinitial": dinitial}
         named = {theirs: gradients.get(f"d{ours}") for ours, theirs in NAMES.items()}
         return {name: x for name, x in named.items() if name in arrays}
 
@@ -76,8 +76,8 @@ class GatedDeltaRule(TritonKernel):
 def _operands(arrays: Arrays) -> dict[str, Any]:
     """Returns the operands of launches by name, None for those not given."""
     cu = arrays.get("cu_seqlens")
-    found = {ours: arrays.get(theirs) for ours, theirs in NAMES.items()}
-    return found | {"cu": None if cu is None else cu[None]}
+    operands = {ours: arrays.get(theirs) for ours, theirs in NAMES.items()}
+    return operands | {"cu": None if cu is None else cu[None]}
 
 
 def _prepared(p: Problem, t: tiles.Tiles, operands: Mapping[str, Any]) -> dict[str, Any]:

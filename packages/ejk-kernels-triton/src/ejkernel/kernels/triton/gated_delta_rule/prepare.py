@@ -1,4 +1,4 @@
-"""What does not depend on the values of a chunk: its triangular inverse, its scores, its factors.
+"""Parts of a chunk that do not depend on its values: triangular inverse, scores, factors.
 
 With D_t the decay from the chunk start through token t and d(t, s) the decay from s to t,
 
@@ -103,11 +103,11 @@ def prepare_chunks(
         if gate is not None:
             high, low, since, until, total = load_gates(gate, at, valid, sizes.REVERSED)
             decayed = pair_decays(high, low, up_to)
-        place = factors + number * (FACTORS * CHUNK) + token
-        tl.store(place, q_factor * since)
-        tl.store(place + CHUNK, k_factor * since)
-        tl.store(place + 2 * CHUNK, k_factor * until)
-        tl.store(place + 3 * CHUNK, strength)
+        pointers = factors + number * (FACTORS * CHUNK) + token
+        tl.store(pointers, q_factor * since)
+        tl.store(pointers + CHUNK, k_factor * since)
+        tl.store(pointers + 2 * CHUNK, k_factor * until)
+        tl.store(pointers + 3 * CHUNK, strength)
         tl.store(decays + number, total)
         square = scores + number * (CHUNK * CHUNK) + row * CHUNK + column
         tl.store(square, (seen * decayed).to(scores.dtype.element_ty))

@@ -3,63 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.kernel import unsupported
-from ejkernel.types.arrays import result_dtype
+from ejkernel.types.problems.recurrence import RecurrentProblem
 
 MAX_DIM = 128
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(RecurrentProblem):
     """Sizes and dtypes of ``batch`` rows, and their options.
 
     Attributes:
-        rows: tokens of a batch row, of all its packed sequences.
-        heads: value heads, which have a state each.
-        kv_heads: heads of queries and keys.
-        dim, value_dim: channels of a key and of a value.
-        sequences: packed sequences per batch row; 0: a batch row is one sequence.
-        scale: factor of the query.
         normalize: whether queries and keys are divided by their lengths.
-        reverse: whether time runs from the last token to the first.
-        dtype: of query, key and value together.
-        out: dtype of the output.
-        narrowest: the narrowest dtype of query, key and value.
-        unsupported: reason against the call, or "".
     """
 
-    batch: int
-    rows: int
-    heads: int
-    kv_heads: int
-    dim: int
-    value_dim: int
-    sequences: int
-    scale: float
     normalize: bool
-    reverse: bool
-    dtype: str
-    out: str
-    narrowest: str
-    unsupported: str = ""
-
-    @property
-    def states(self) -> int:
-        """Number of states of a batch row."""
-        return max(self.sequences, 1)
-
-    @property
-    def compute_dtype(self) -> str:
-        """Dtype of the operands of matmuls.
-
-        States leave the range of float16. TF32 has all digits of float16 and keeps the range.
-        """
-        return "bfloat16" if self.dtype == "bfloat16" else "float32"
 
     @property
     def precision(self) -> str:
@@ -69,36 +32,15 @@ class Problem:
         """
         return "tf32" if self.dtype == "float16" else "tf32x3"
 
-    def folded(self, size: int) -> Problem:
-        """Returns the problem of ``size`` times as many batch rows."""
-        return replace(self, batch=size * self.batch)
-
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
     """Returns the static properties of a call whose arguments are canonical."""
-    q, v, cu = a["query"], a["value"], a["cu_seqlens"]
     names = ("query", "key", "value", "g", "beta", "initial_state")
     dtypes = {name: jnp.dtype(a[name].dtype).name for name in names if a[name] is not None}
     reason = unsupported(dtypes, {})
-    for name, dim in (("query", q.shape[3]), ("value", v.shape[3])):
-        if dim > MAX_DIM:
-            reason = reason or f"{name}: head dim {dim} is more than {MAX_DIM}"
+    for name in ("query", "value"):
+        if a[name].shape[3] > MAX_DIM:
+            reason = reason or f"{name}: head dim {a[name].shape[3]} is more than {MAX_DIM}"
     if a["g"] is not None and a["g"].ndim == 4:
         reason = reason or "g: a log decay per key channel is not supported"
-    wide = [dtypes[name] for name in names[:3]]
-    return Problem(
-        batch=q.shape[0],
-        rows=q.shape[1],
-        heads=v.shape[2],
-        kv_heads=q.shape[2],
-        dim=q.shape[3],
-        value_dim=v.shape[3],
-        sequences=0 if cu is None else cu.shape[0] - 1,
-        scale=a["softmax_scale"],
-        normalize=a["normalize_qk"],
-        reverse=a["reverse"],
-        dtype=wide[0] if len(set(wide)) == 1 else result_dtype(*wide).name,
-        out=wide[0],
-        narrowest=min(wide, key=lambda dtype: jnp.dtype(dtype).itemsize),
-        unsupported=reason or "",
-    )
+    return Problem.from_call(a, normalize=a["normalize_qk"], unsupported=reason or "")

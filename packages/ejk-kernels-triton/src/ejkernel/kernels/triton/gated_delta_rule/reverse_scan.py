@@ -48,10 +48,10 @@ def scan_gradients(
     d = tl.arange(0, DIM)[:, None]
     c = tl.arange(0, COLUMNS)[None, :]
     token = tl.arange(0, CHUNK)
-    place = column + d * sizes.value_dim + c
+    offset = column + d * sizes.value_dim + c
     inside = (d < sizes.dim) & (c < sizes.value_dim - column)
     state_size = sizes.dim * sizes.value_dim
-    place_of_state = (slot_of_state * sizes.heads + head) * state_size + place
+    place_of_state = (slot_of_state * sizes.heads + head) * state_size + offset
     in_state = inside & has_state
     dstate = tl.zeros([DIM, COLUMNS], tl.float32)
     if dfinal is not None:
@@ -86,7 +86,7 @@ def scan_gradients(
         weights = load_square(scores, number, sizes)
 
         after = dstate.to(DTYPE)
-        target = dstates + number * state_size + place
+        target = dstates + number * state_size + offset
         tl.store(target, after.to(dstates.dtype.element_ty), mask=inside)
         du = tl.dot(k, after, input_precision=PRECISION) * k_until[:, None]
         du = tl.dot(tl.trans(weights), do.to(DTYPE), acc=du, input_precision=PRECISION)

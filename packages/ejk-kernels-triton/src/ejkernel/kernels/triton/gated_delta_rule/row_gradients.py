@@ -62,10 +62,10 @@ def inner_product(x, y, number, sizes):
     c = tl.arange(0, sizes.COLUMNS)[None, :]
     total = tl.zeros([16, sizes.COLUMNS], tl.float32)
     for i in range(0, sizes.dim, 16):
-        place = (number * sizes.dim + i + d) * sizes.value_dim + c
+        offset = (number * sizes.dim + i + d) * sizes.value_dim + c
         inside = (i + d < sizes.dim) & (c < sizes.value_dim)
-        row = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        total += row * tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+        total += row * tl.load(y + offset, mask=inside, other=0.0).to(tl.float32)
     return tl.sum(tl.sum(total, 1), 0)
 
 

@@ -60,10 +60,10 @@ def scan_chunks(
     d = tl.arange(0, DIM)[:, None]
     c = tl.arange(0, COLUMNS)[None, :]
     token = tl.arange(0, CHUNK)
-    place = column + d * sizes.value_dim + c
+    offset = column + d * sizes.value_dim + c
     inside = (d < sizes.dim) & (c < sizes.value_dim - column)
     state_size = sizes.dim * sizes.value_dim
-    place_of_state = (slot_of_state * sizes.heads + head) * state_size + place
+    place_of_state = (slot_of_state * sizes.heads + head) * state_size + offset
     in_state = inside & has_state
     state = tl.zeros([DIM, COLUMNS], tl.float32)
     if initial is not None:
@@ -95,7 +95,7 @@ def scan_chunks(
 
         before = state.to(DTYPE)
         if states is not None:
-            target = states + number * state_size + place
+            target = states + number * state_size + offset
             tl.store(target, before.to(states.dtype.element_ty), mask=inside)
         read = tl.dot(k, before, input_precision=PRECISION)
         error = strength[:, None] * (v - k_since[:, None] * read)

@@ -1,4 +1,4 @@
-"""How the gated delta rule is launched: the heuristic, and the tiles worth timing."""
+"""Tiles of the gated delta rule: the heuristic, and the tiles worth timing."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def choose(p: Problem, target: Target) -> Tiles:
 
 def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
     """Returns tiles worth timing."""
-    found = [replace(t, columns=n) for n in (16, 32, 64, 128) if n <= width(p.value_dim)]
-    found += [replace(t, num_warps=n) for n in (2, 4, 8)]
+    candidates = [replace(t, columns=n) for n in (16, 32, 64, 128) if n <= width(p.value_dim)]
+    candidates += [replace(t, num_warps=n) for n in (2, 4, 8)]
     if not few_tokens(p):
-        found += [replace(t, chunk=n) for n in (16, 32, 64)]
-        found += [replace(t, num_stages=n) for n in (1, 2, 3)]
-    return [f for f in dict.fromkeys(found) if f != t]
+        candidates += [replace(t, chunk=n) for n in (16, 32, 64)]
+        candidates += [replace(t, num_stages=n) for n in (1, 2, 3)]
+    return [f for f in dict.fromkeys(candidates) if f != t]

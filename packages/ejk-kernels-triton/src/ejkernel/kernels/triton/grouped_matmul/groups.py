@@ -75,10 +75,10 @@ def find_lane(t, until, ends):
     last = tl.max(tl.where(before, pair, 0), 0)
     # and the lane itself is the first one that is not before
     pair = (ends.to(tl.int64) << 32) | lane.to(tl.int64)
-    here = tl.min(tl.where(before, 0x7FFFFFFFFFFFFFFF, pair), 0)
+    packed = tl.min(tl.where(before, 0x7FFFFFFFFFFFFFFF, pair), 0)
     first_tile = (last >> 32).to(tl.int32)
     first_row = (last & 0xFFFFFFFF).to(tl.int32)
-    return (here & 0xFFFFFFFF).to(tl.int32), first_tile, first_row, (here >> 32).to(tl.int32)
+    return (packed & 0xFFFFFFFF).to(tl.int32), first_tile, first_row, (packed >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -101,9 +101,9 @@ def find_row_tile(t, until, ends, across, params):
 @triton.jit
 def lane_range(lane, starts, ends):
     """Returns the first row and the row past the last of a lane, 0 and 0 of lane -1."""
-    here = tl.arange(0, ends.shape[0]) == lane
+    is_lane = tl.arange(0, ends.shape[0]) == lane
     pair = (starts.to(tl.int64) << 32) | ends.to(tl.int64)
-    pair = tl.max(tl.where(here, pair, 0), 0)
+    pair = tl.max(tl.where(is_lane, pair, 0), 0)
     return (pair >> 32).to(tl.int32), (pair & 0xFFFFFFFF).to(tl.int32)
 
 

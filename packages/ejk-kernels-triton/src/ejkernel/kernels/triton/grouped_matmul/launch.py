@@ -1,4 +1,4 @@
-"""What the launches of grouped matmul have in common: sizes, options, mapped calls."""
+"""Sizes, options and mapped calls of all launches of grouped matmul."""
 
 from __future__ import annotations
 

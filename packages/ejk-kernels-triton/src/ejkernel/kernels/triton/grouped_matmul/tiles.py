@@ -230,7 +230,7 @@ def unsupported_reason(a: Mapping[str, Any]) -> str | None:
 def neighbours(p: Problem, target: Target) -> list[Tiles]:
     """Returns other tiles worth timing: half and double the rows and columns, if they fit."""
     t = choose(p, target)
-    found = [t]
+    candidates = [t]
     for m in (t.block_m // 2, t.block_m, t.block_m * 2):
         for n in (t.block_n // 2, t.block_n):
             warps = 8 if m * n > 128 * 128 else 4
@@ -239,5 +239,5 @@ def neighbours(p: Problem, target: Target) -> list[Tiles]:
                 near_t = deepest(p, near_t, target, most)
                 fits = shared_bytes(p, near_t) <= target.shared_limit
                 if 16 <= m <= 256 and n >= 16 and m * n <= 128 * 256 and fits:
-                    found.append(near_t)
-    return list(dict.fromkeys(found))
+                    candidates.append(near_t)
+    return list(dict.fromkeys(candidates))

@@ -367,7 +367,7 @@ class ChannelGradient(LinearLaunch):
         """Channels of a program, and channels of the others in a step."""
         channels, others = self.channels
         block = CHANNELS if self.is_backward else 2 * CHANNELS
-        other_block = 64 if self.problem.operand == "bfloat16" else 32
+        other_block = 64 if self.problem.compute_dtype == "bfloat16" else 32
         return min(block, width(channels)), min(other_block, width(others))
 
     def outputs(self):

@@ -159,4 +159,4 @@ def near_limit(p: Problem, *, subtracts: bool = False) -> float:
     powers of twice the exponent are finite. ``subtracts``: the result is a difference, which strong
     decays make small.
     """
-    return 40.0 if p.operand == "bfloat16" else 1.0 if subtracts else 8.0
+    return 40.0 if p.compute_dtype == "bfloat16" else 1.0 if subtracts else 8.0

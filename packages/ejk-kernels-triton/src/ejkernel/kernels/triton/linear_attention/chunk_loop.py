@@ -415,7 +415,7 @@ class ChunkLoop(LinearLaunch):
 
     def is_split(self, target: Target) -> bool:
         """Returns whether float32 matmuls are split into three of bfloat16."""
-        return target.hopper and self.problem.operand == "float32" and self.tiles.chunk >= 64
+        return target.hopper and self.problem.compute_dtype == "float32" and self.tiles.chunk >= 64
 
     def block(self, target: Target) -> int:
         """Returns the columns of a program."""
@@ -450,7 +450,7 @@ class ChunkLoop(LinearLaunch):
             "value_decays": spec.ends
             and p.value_parts
             and struct("float32", segments, p.heads, p.value_dim),
-            "states": spec.states and struct(p.operand, self.chunks, *state),
+            "states": spec.states and struct(p.compute_dtype, self.chunks, *state),
             "state_dots": spec.dot_with
             and struct("float32", p.batch, p.rows, p.heads, -(-columns // self.tiles.columns)),
         }

@@ -128,15 +128,15 @@ def decay_channels(
                 scores = add_scores(
                     scores, q, k, g, REVERSED, tile.PARTS, tile.LEVELS, tile.PRECISION
                 )
-        place = (row * heads + head) * channels + channel
+        position = (row * heads + head) * channels + channel
         offsets = chunk_row[:, None] * (heads * channels) + n[None, :]
         # rows after the last sequence get the zeros that they read as
         written = (chunk_row < end - begin - at)[:, None] & (n < channels - channel)[None, :]
         if reader is not None:
             q = (q.to(tl.float32) * tl.exp(since)).to(DTYPE)
-            tl.store(reader_decayed + place + offsets, q, mask=written)
+            tl.store(reader_decayed + position + offsets, q, mask=written)
         k = (k.to(tl.float32) * tl.exp(until)).to(DTYPE)
-        tl.store(source_decayed + place + offsets, k, mask=written)
+        tl.store(source_decayed + position + offsets, k, mask=written)
         # sums of all gates, and of the gates before and after the middle, stand in single rows
         inside = (n < channels - channel)[None, :]
         last = (chunk_row == (0 if REVERSED else CHUNK - 1))[:, None] & inside
@@ -173,9 +173,9 @@ class DecayChannels(LinearLaunch):
 
     def outputs(self):
         p, chunk, reads = self.problem, self.tiles.chunk, self.has("reader")
-        rows = struct(p.operand, p.batch, p.rows, p.heads, self.channels)
+        rows = struct(p.compute_dtype, p.batch, p.rows, p.heads, self.channels)
         return {
-            "pairs": struct(p.operand, self.chunks, p.heads, chunk, chunk) if reads else None,
+            "pairs": struct(p.compute_dtype, self.chunks, p.heads, chunk, chunk) if reads else None,
             "reader_decayed": rows if reads else None,
             "source_decayed": rows,
             "totals": struct("float32", self.chunks, p.heads, self.channels),

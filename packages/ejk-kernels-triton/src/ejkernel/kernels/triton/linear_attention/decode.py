@@ -83,12 +83,12 @@ def decode_tokens(
     c = tl.arange(0, COLUMNS)
     of_key = d < valid_dim
     of_value = c < columns - column
-    place = (state_row * heads + head) * dim * columns + column
-    place += d[:, None] * columns + c[None, :]
+    offset = (state_row * heads + head) * dim * columns + column
+    offset += d[:, None] * columns + c[None, :]
     inside = of_key[:, None] & of_value[None, :]
     state = tl.zeros([DIM, COLUMNS], tl.float32)
     if initial is not None:
-        state = tl.load(initial + place, mask=inside, other=0.0).to(tl.float32)
+        state = tl.load(initial + offset, mask=inside, other=0.0).to(tl.float32)
     constant_decay = 0.0
     if constant is not None:
         constant_decay = tl.load(constant + batch * constant_stride + head).to(tl.float32)
@@ -117,7 +117,7 @@ def decode_tokens(
         o = tl.sum(q[:, None] * state, 0) * scale
         pointers = out + q_row * columns + column + c
         tl.store(pointers, o.to(out.dtype.element_ty), mask=of_value)
-    tl.store(final + place, state, mask=inside)
+    tl.store(final + offset, state, mask=inside)
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,12 @@ def gate_prefix_sums(
     at = (chunk % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
     row = begin + at + tl.arange(0, CHUNK)[:, None]
     inside = (row < end) & (head < heads)
-    place = (batch * rows + row) * heads + head
+    offset = (batch * rows + row) * heads + head
     g = tl.zeros([CHUNK, HEADS], tl.float32)
     if constant is not None:
         g += tl.load(constant + batch * constant_stride + head, mask=head < heads, other=0.0)
     if gate is not None:
-        g += tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+        g += tl.load(gate + offset, mask=inside, other=0.0).to(tl.float32)
     g = tl.where(inside, tl.maximum(g, -128.0), 0.0)
     coarse, fine = split_gate(g)
     sum_high = tl.cumsum(coarse, 0)
@@ -83,8 +83,8 @@ def gate_prefix_sums(
     if EXCLUSIVE:
         sum_high -= coarse
         sum_low -= fine
-    tl.store(high_sums + place, sum_high, mask=inside)
-    tl.store(low_sums + place, sum_low, mask=inside)
+    tl.store(high_sums + offset, sum_high, mask=inside)
+    tl.store(low_sums + offset, sum_low, mask=inside)
     total = gate_totals + chunk * 2 * heads + head
     tl.store(total, tl.sum(coarse, 0)[None, :], mask=head < heads)
     tl.store(total + heads, tl.sum(fine, 0)[None, :], mask=head < heads)

@@ -1,4 +1,4 @@
-"""What the launches of linear attention have in common: grids, sizes, how rows are loaded."""
+"""Grids, sizes and loads of rows of all launches of linear attention."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LinearLaunch(Launch):
     @property
     def compute_dtype(self) -> Any:
         """Triton's type of the operands of a matmul."""
-        return getattr(tl, self.problem.operand)
+        return getattr(tl, self.problem.compute_dtype)
 
     @property
     def constant_stride(self) -> int:

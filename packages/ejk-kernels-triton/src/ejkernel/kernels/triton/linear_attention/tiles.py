@@ -82,7 +82,7 @@ def choose(p: Problem, target: Target) -> Tiles:
     parts = max(p.key_parts, p.value_parts)
     # state, scores and output of a program stay in registers: of 128 channels 64 columns of four
     # warps; decays per channel take more registers, wider operands more shared memory
-    narrow = p.operand == "bfloat16"
+    narrow = p.compute_dtype == "bfloat16"
     columns, warps = 16, 4
     if not parts and (narrow or wide <= 128):
         columns, warps = 64, (4 if narrow and wide <= 128 else 8)
@@ -93,7 +93,7 @@ def choose(p: Problem, target: Target) -> Tiles:
         # operands of the smaller matmuls, or addresses, lie in registers
         chunk, columns, warps = min(chunk, 32 if wide <= 128 else 16), 16, 4
     t = Tiles(chunk, chunk, columns, warps, 2)
-    if chunk * wide * BYTES[p.operand] > 2**15:
+    if chunk * wide * BYTES[p.compute_dtype] > 2**15:
         # two stages of q and k exceed the shared memory, registers of four warps the rest
         t = replace(t, num_warps=8, num_stages=1)
     return replace(t, segment=segment_of(p, t, target))
@@ -138,7 +138,8 @@ def channel_options(p: Problem, parts: int, target: Target) -> dict[str, int]:
     Three programs a multiprocessor hide the waits of one, and near chunks spill little. With four,
     or with the two that fit without a bound, the gradient took 1.3 times as long.
     """
-    return {"maxnreg": 168} if target.hopper and p.operand == "bfloat16" and parts == 1 else {}
+    narrow = p.compute_dtype == "bfloat16"
+    return {"maxnreg": 168} if target.hopper and narrow and parts == 1 else {}
 
 
 def states_options(p: Problem, t: Tiles, target: Target) -> dict[str, int]:
@@ -147,7 +148,7 @@ def states_options(p: Problem, t: Tiles, target: Target) -> dict[str, int]:
     It waits for rows, and little else: four programs a multiprocessor have more of them in flight,
     which is worth 16 B of spills (0.043 ms for 0.059). Constants need no bound.
     """
-    narrow = p.operand == "bfloat16" and t.num_warps == 4
+    narrow = p.compute_dtype == "bfloat16" and t.num_warps == 4
     return {"maxnreg": 128} if target.hopper and narrow and p.scalar and not p.steady else {}
 
 
@@ -190,14 +191,14 @@ def holds_full_state(p: Problem, t: Tiles, target: Target) -> bool:
     """
     sizes = [width(n) for n in (p.dim, p.value_dim)]
     maps = maps_of(p, t.chunk, ((p.dim, sizes[0]), (p.value_dim, sizes[1])), target)
-    small = max(sizes) <= 128 and sizes[0] * sizes[1] * BYTES[p.operand] <= 32768
+    small = max(sizes) <= 128 and sizes[0] * sizes[1] * BYTES[p.compute_dtype] <= 32768
     return bool(maps) and small and t.chunk <= 64 and not (p.key_parts or p.value_parts)
 
 
 def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
     """Returns other tiles worth timing."""
-    found = [replace(t, chunk=c) for c in (32, 64, 128)]
-    found += [replace(t, columns=n) for n in (32, 64, 128) if n <= width(p.value_dim)]
-    found += [replace(t, num_stages=n) for n in (1, 3)] + [replace(t, num_warps=8)]
-    found = [replace(f, segment=segment_of(p, f, target)) for f in found]
-    return [f for f in dict.fromkeys(found) if f != t]
+    candidates = [replace(t, chunk=c) for c in (32, 64, 128)]
+    candidates += [replace(t, columns=n) for n in (32, 64, 128) if n <= width(p.value_dim)]
+    candidates += [replace(t, num_stages=n) for n in (1, 3)] + [replace(t, num_warps=8)]
+    candidates = [replace(f, segment=segment_of(p, f, target)) for f in candidates]
+    return [f for f in dict.fromkeys(candidates) if f != t]

@@ -18,7 +18,8 @@ from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
 from ejkernel.kernels.triton.common.sequences import find_piece
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, Launch, power_of_two, struct
-from ejkernel.kernels.triton.mean_pooling.tiles import BYTES, Problem, Tiles
+from ejkernel.kernels.triton.mean_pooling.tiles import Tiles, exceeds_cache, sizes_of
+from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 
 @triton.jit
@@ -93,7 +94,7 @@ class PoolBackward(Launch):
     kernel = pool_backward
     batching: ClassVar = {"dout": BATCHED, "count": BATCHED, "row_mask": BATCHED, "cu": BATCHED}
 
-    problem: Problem
+    problem: PoolingProblem
     tiles: Tiles
 
     @property
@@ -101,7 +102,7 @@ class PoolBackward(Launch):
         """Rows and channels of a program."""
         p, t = self.problem, self.tiles
         # a warp writes 512 B of a row
-        channels = max(t.channels, 512 // BYTES[p.dtype])
+        channels = max(t.channels, 512 // p.itemsize)
         # rows of several groups have an address each, which takes registers
         rows = max(16, min(64, t.rows)) if self.single_group else 16
         return rows, min(channels, max(16, power_of_two(p.channels)))
@@ -130,12 +131,12 @@ class PoolBackward(Launch):
     def arguments(self, target):
         p, (rows, channels) = self.problem, self.block
         return {
-            "sizes": p.sizes,
+            "sizes": sizes_of(p),
             "per_sequence": p.per_sequence,
             "units": self.units,
             "SINGLE_GROUP": self.single_group,
             "BLOCK": rows,
             "CHANNELS": channels,
             "LANES": lane_count(p.sequences),
-            "EVICT_FIRST": p.exceeds_cache,
+            "EVICT_FIRST": exceeds_cache(p),
         }

@@ -25,7 +25,8 @@ from ejkernel.kernels.triton.common.pieces import lane_count
 from ejkernel.kernels.triton.common.sequences import find_piece, pieces_of, sequence_start
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, Launch, struct
-from ejkernel.kernels.triton.mean_pooling.tiles import Problem, Tiles
+from ejkernel.kernels.triton.mean_pooling.tiles import Tiles, exceeds_cache, sizes_of
+from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 
 class Tile(NamedTuple):
@@ -170,7 +171,7 @@ class PoolGroups(Launch):
     kernel = pool_groups
     batching: ClassVar = {"x": BATCHED, "row_mask": BATCHED, "cu": BATCHED}
 
-    problem: Problem
+    problem: PoolingProblem
     tiles: Tiles
 
     def outputs(self):
@@ -191,7 +192,7 @@ class PoolGroups(Launch):
         unmasked = not (p.sequences or p.masked or t.split)
         divides = p.rows % p.chunk == p.chunk % rows == p.per_sequence % groups == 0
         return {
-            "sizes": p.sizes,
+            "sizes": sizes_of(p),
             "per_sequence": p.per_sequence,
             "units": units,
             "splits": splits,
@@ -199,7 +200,7 @@ class PoolGroups(Launch):
                 groups, rows, t.channels, t.split,
                 SINGLE_STEP=p.chunk <= rows and not t.split,
                 IS_DIVISIBLE=unmasked and divides and p.channels % t.channels == 0,
-                EVICT_FIRST=p.exceeds_cache,
+                EVICT_FIRST=exceeds_cache(p),
             ),
             "LANES": lane_count(p.sequences),
         }  # fmt: skip
@@ -255,7 +256,7 @@ class MergeSplits(Launch):
     kernel = merge_splits
     batching: ClassVar = {"partial": BATCHED, "partial_count": BATCHED, "cu": BATCHED}
 
-    problem: Problem
+    problem: PoolingProblem
     tiles: Tiles
 
     @property
@@ -281,7 +282,7 @@ class MergeSplits(Launch):
     def arguments(self, target):
         slots, splits = self.tiles.programs(self.problem)
         return {
-            "sizes": self.problem.sizes,
+            "sizes": sizes_of(self.problem),
             "groups": self.problem.groups,
             "slots": slots,
             "splits": splits,

@@ -9,11 +9,11 @@ import jax
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
-from ejkernel.kernels.triton.mean_pooling import tiles as choice
-from ejkernel.kernels.triton.mean_pooling.tiles import Problem
+from ejkernel.kernels.triton.mean_pooling import tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 
 class MeanPooling(TritonKernel):
@@ -25,12 +25,12 @@ class MeanPooling(TritonKernel):
 
     call = calls.MeanPooling
     reads = frozenset({"x", "cu_seqlens", "chunk_size", "attention_mask"})
-    problem = staticmethod(choice.problem_of)
-    choose = staticmethod(choice.choose)
-    neighbours = staticmethod(choice.neighbours)
+    problem = staticmethod(PoolingProblem.from_call)
+    choose = staticmethod(tiles.choose)
+    neighbours = staticmethod(tiles.neighbours)
     saved_axes = "batch"
 
-    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: PoolingProblem, target: Target) -> str | None:
         return unsupported({"x": problem.dtype}, {})
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
@@ -52,7 +52,7 @@ class MeanPooling(TritonKernel):
         return {"x": call(launch, dout=cotangents[0], count=saved, **rows)["dx"]}
 
 
-def _rows(problem: Problem, arrays: Arrays) -> dict[str, jax.Array | None]:
+def _rows(problem: PoolingProblem, arrays: Arrays) -> dict[str, jax.Array | None]:
     """Returns the operands that say which rows belong to a group."""
     cu = arrays["cu_seqlens"][None] if problem.sequences else None
     return {"row_mask": arrays["kept"] if problem.masked else None, "cu": cu}

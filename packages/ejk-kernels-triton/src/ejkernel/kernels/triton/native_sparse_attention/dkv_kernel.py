@@ -79,10 +79,10 @@ def selected_dkv(
             entry = step // sizes.SPLITS
             member = step % sizes.SPLITS * sizes.MEMBERS + tile_row % sizes.MEMBERS
             valid = (member < sizes.GROUP) & (entry < end)
-            place = tl.load(places + entry, mask=valid, other=0)
-            t = (place.to(tl.uint32) // sizes.SLOTS).to(tl.int32)  # a shift
+            entry_position = tl.load(places + entry, mask=valid, other=0)
+            t = (entry_position.to(tl.uint32) // sizes.SLOTS).to(tl.int32)  # a shift
             if ds is not None:
-                ds_row = place.to(tl.int64) * (sizes.size * sizes.GROUP) + member
+                ds_row = entry_position.to(tl.int64) * (sizes.size * sizes.GROUP) + member
             member += hk * sizes.GROUP
             head = (row + t) * sizes.heads
             q_tile = load_group(q, head, valid, member, sizes.D, sizes.COLUMNS)

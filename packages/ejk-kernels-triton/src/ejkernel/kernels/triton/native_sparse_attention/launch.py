@@ -1,4 +1,4 @@
-"""What the launches of the selected branch have in common: the sizes that every kernel takes."""
+"""Sizes that every kernel of the selected branch takes."""
 
 from __future__ import annotations
 

@@ -45,15 +45,15 @@ def transpose_lists(chosen: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.A
     number = jnp.where(chosen >= 0, number, blocks.count)
     number = jnp.moveaxis(number, 2, 1).reshape(b, hk, s * slots)
     stride = power_of_two(slots)
-    place = (jnp.arange(s)[:, None] * stride + jnp.arange(slots)[None]).astype(jnp.int32)
-    place = jnp.broadcast_to(place.reshape(-1), number.shape)
+    entry_index = (jnp.arange(s)[:, None] * stride + jnp.arange(slots)[None]).astype(jnp.int32)
+    entry_index = jnp.broadcast_to(entry_index.reshape(-1), number.shape)
     if (blocks.count + 1) * s * stride < INT32:  # one key sorts faster than two
-        number, place = jnp.divmod(*_sort(number * (s * stride) + place), s * stride)
+        number, entry_index = jnp.divmod(*_sort(number * (s * stride) + entry_index), s * stride)
     else:
-        number, place = _sort(number, place)
+        number, entry_index = _sort(number, entry_index)
     block = jnp.arange(blocks.count + 1, dtype=jnp.int32)
     find = jax.vmap(jax.vmap(lambda x: jnp.searchsorted(x, block, method="scan_unrolled")))
-    return place, find(number).astype(jnp.int32)
+    return entry_index, find(number).astype(jnp.int32)
 
 
 def _sort(*arrays: jax.Array) -> list[jax.Array]:

@@ -109,8 +109,8 @@ def _rank_by_xla(p: Problem, tensors: dict[str, jax.Array], score: Any) -> jax.A
         # the own block always comes first
         scores = jnp.where(visible, jnp.nan_to_num(score(part, x | fixed)), -jnp.inf)
         scores = jnp.where((number == low + own_block) & (own_block >= 0), jnp.inf, scores)
-        top, found = lax.top_k(scores, p.slots)
-        return jnp.where(top == -jnp.inf, -1, found - low)
+        top, indices = lax.top_k(scores, p.slots)
+        return jnp.where(top == -jnp.inf, -1, indices - low)
 
     chosen = lax.map(best_blocks, {name: split_rows(x) for name, x in tensors.items()})
     chosen = jnp.moveaxis(chosen, 0, 1)

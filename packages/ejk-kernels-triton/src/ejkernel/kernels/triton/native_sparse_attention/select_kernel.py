@@ -69,10 +69,10 @@ def visible_means(firsts, completes, token, t, real, size, blocks):
 @triton.jit
 def own_blocks(owns, token, t, real, size):
     """Returns every token's own block in its sequence; -1 for tokens of no sequence."""
-    own = t // size
+    own_block = t // size
     if owns is not None:
-        own = tl.load(owns + token + t, mask=real, other=-1)
-    return own
+        own_block = tl.load(owns + token + t, mask=real, other=-1)
+    return own_block
 
 
 @triton.jit
@@ -142,9 +142,9 @@ def exact_scores(q_high, q_low, terms, head_row, first, tile):
 
 
 @triton.jit
-def load_scores(at, number, low, high, own):
+def load_scores(at, number, low, high, own_block):
     """Loads scores as integers of the same order; EMPTY for own and invisible blocks."""
-    visible = (number >= low) & (number < high) & (number != low + own)
+    visible = (number >= low) & (number < high) & (number != low + own_block)
     x = tl.load(at + number, mask=visible, other=float("-inf"))
     return tl.where(x == x, x, float("inf")).to(tl.int32, bitcast=True)
 
@@ -161,49 +161,49 @@ def rank_blocks(
     t = first_token + tl.arange(0, PER)
     real = t < last_token
     low, high = visible_means(firsts, completes, token, t, real, size, blocks)
-    own = own_blocks(owns, token, t, real, size)
+    own_block = own_blocks(owns, token, t, real, size)
     at = scores + tl.arange(0, PER).to(tl.int64)[:, None] * blocks
     lane = tl.arange(0, LANES)[None, :]
     slot = tl.arange(0, LISTED)[:, None, None] * LANES + lane[None, :, :]
     begin = tl.min(low, 0)
     end = tl.max(high, 0)
-    low, high, own = low[:, None], high[:, None], own[:, None]
+    low, high, own_block = low[:, None], high[:, None], own_block[:, None]
     # every lane's best of its remaining blocks, every 32nd, and the block's index
     best = tl.full([PER, LANES], EMPTY, tl.int32)
     number = tl.full([PER, LANES], -1, tl.int32)
     for step in tl.range(0, end - begin, SLABS * LANES, num_stages=1):
         block = begin + step + tl.arange(0, SLABS)[:, None, None] * LANES + lane[None, :, :]
-        x = load_scores(at, block, low, high, own)
+        x = load_scores(at, block, low, high, own_block)
         most = tl.max(x, 0)
         first = tl.min(tl.where(x == most[None, :, :], block, blocks), 0)
         number = tl.where(most > best, first, number)
         best = tl.maximum(most, best)
     top = tl.full([LISTED, PER, LANES], EMPTY, tl.int32)
-    which = tl.full([LISTED, PER, LANES], -1, tl.int32)
+    best_blocks = tl.full([LISTED, PER, LANES], -1, tl.int32)
     for i in tl.range(0, COUNT):
         most = tl.max(best, 1)[:, None]
-        found = tl.min(tl.where(best == most, number, blocks), 1)[:, None]
+        best_block = tl.min(tl.where(best == most, number, blocks), 1)[:, None]
         top = tl.where(slot == i, most[None, :, :], top)
-        which = tl.where(slot == i, found[None, :, :], which)
+        best_blocks = tl.where(slot == i, best_block[None, :, :], best_blocks)
         # the remaining blocks of that lane come after it: all lanes look for its best
-        owner_lane = (found - begin) % LANES
+        owner_lane = (best_block - begin) % LANES
         new_best = tl.full([PER, LANES], EMPTY, tl.int32)
         new_number = tl.full([PER, LANES], -1, tl.int32)
         for step in tl.range(0, end - begin, LANES * LANES, num_stages=1):
             block = begin + step + owner_lane + lane * LANES
-            x = load_scores(at, block, low, high, own)
-            x = tl.where((x < most) | ((x == most) & (block > found)), x, EMPTY)
+            x = load_scores(at, block, low, high, own_block)
+            x = tl.where((x < most) | ((x == most) & (block > best_block)), x, EMPTY)
             new_number = tl.where(x > new_best, block, new_number)
             new_best = tl.maximum(x, new_best)
         most = tl.max(new_best, 1)[:, None]
-        found = tl.min(tl.where(new_best == most, new_number, blocks), 1)[:, None]
+        best_block = tl.min(tl.where(new_best == most, new_number, blocks), 1)[:, None]
         best = tl.where(lane == owner_lane, most, best)
-        number = tl.where(lane == owner_lane, found, number)
-    which = tl.where(top == EMPTY, -1, which - low[None, :, :])
+        number = tl.where(lane == owner_lane, best_block, number)
+    best_blocks = tl.where(top == EMPTY, -1, best_blocks - low[None, :, :])
     out = chosen + (token + t) * row
-    tl.store(out[:, None], own, mask=real[:, None])
+    tl.store(out[:, None], own_block, mask=real[:, None])
     stored = real[None, :, None] & (slot < COUNT)
-    tl.store(out[None, :, None] + 1 + slot, which, mask=stored)
+    tl.store(out[None, :, None] + 1 + slot, best_blocks, mask=stored)
 
 
 class Sizes(NamedTuple):

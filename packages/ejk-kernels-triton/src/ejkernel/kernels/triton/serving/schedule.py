@@ -21,9 +21,9 @@ if these have ``min_total_rows`` in all. With DECODES it also decodes the sequen
 none of them takes half as long as all its work on the GPU's ``cores``: ``programs`` of it decode,
 twice as many as would take as long as all others.
 
-The queue of its tiles is in the order of what they read: sequence by sequence, that with the
-longest KV range first; of a sequence as many kv heads at a time as L2 holds, and of these tile by
-tile, the longest first. So programs that run together read the same keys, and the last ones are
+The queue of its tiles is in the order of the keys that they read: sequence by sequence, that with
+the longest KV range first; of a sequence as many kv heads at a time as L2 holds, and of these tile
+by tile, the longest first. So programs that run together read the same keys, and the last ones are
 short.
 """
 

@@ -81,7 +81,7 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
 
     @pl.when(at.opens)
     def _open() -> None:
-        dstate_ref[...] = jnp.where(at.sequence < p.states, dfinal_ref[0, 0], 0.0)
+        dstate_ref[...] = jnp.where(at.sequence < p.total_states, dfinal_ref[0, 0], 0.0)
 
     def load(chunk: int, *arrays: Any) -> tuple[Any, list[jax.Array]]:
         rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
@@ -123,7 +123,7 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
         dstate = times(dstate, decay.total) + p.scale * dot(p, times(q, decay.since), do, (0, 0))
     dstate_ref[...] = dstate
 
-    @pl.when(at.closes & (at.sequence < p.states))
+    @pl.when(at.closes & (at.sequence < p.total_states))
     def _close() -> None:
         dinitial_ref[0, 0] = dstate_ref[...]
 
@@ -153,7 +153,7 @@ def backward(
     ]
     if p.gated:
         outputs.append((specs.gates, (p.heads, 1, p.total), "float32"))
-    outputs.append((specs.states, (p.states, p.heads, *state), "float32"))
+    outputs.append((specs.states, (p.total_states, p.heads, *state), "float32"))
     flops = 2 * p.heads * p.total * (5 * CHUNK * max(p.dim, p.value_dim) + 6 * p.dim * p.value_dim)
     return pl.pallas_call(
         functools.partial(_kernel, p, t),

@@ -47,7 +47,7 @@ class Position(NamedTuple):
     """The sequence and rows of a grid step, from the tables in scalar memory.
 
     Attributes:
-        sequence: index of the sequence; ``Problem.states`` for the rows that belong to none.
+        sequence: index of the sequence; ``Problem.total_states`` for the rows that belong to none.
         first: first row of the block. start, end: rows of the sequence.
         stop: ``end``, or ``start`` where the rows belong to no sequence.
         opens, closes: whether the step is the first, the last one of the sequence.
@@ -77,7 +77,7 @@ def position_of(p: Problem, t: Tiles, tables: Any, backwards: bool) -> Position:
     opens, closes = (ends, begins) if backwards else (begins, ends)
     first = row_block(visit, segment, shift) * t.rows
     start, end = bounds[sequence], bounds[sequence + 1]
-    stop = jnp.where(sequence < p.states, end, start)
+    stop = jnp.where(sequence < p.total_states, end, start)
     return Position(sequence, first, start, end, stop, opens, closes)
 
 
@@ -124,7 +124,7 @@ def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
         state = times(state, decay.total) + dot(p, times(k, decay.until), v, (0, 0))
     state_ref[...] = state
 
-    @pl.when(at.closes & (at.sequence < p.states))
+    @pl.when(at.closes & (at.sequence < p.total_states))
     def _close() -> None:
         final_ref[0, 0] = state_ref[...]
 
@@ -165,7 +165,7 @@ def specs_of(p: Problem, t: Tiles, backwards: bool) -> Specs:
 
     def of_state(h: Any, i: Any, *tables: Any) -> Any:
         sequence = tables[0][entry(i, tables[3], backwards)]
-        return jnp.minimum(sequence, p.states - 1), h, 0, 0
+        return jnp.minimum(sequence, p.total_states - 1), h, 0, 0
 
     def of_visit(h: Any, i: Any, *tables: Any) -> Any:
         return h, entry(i, tables[3], backwards), 0, 0
@@ -205,7 +205,7 @@ def forward(
     state = (p.dim, p.value_dim)
     outputs = [
         (specs.rows(p.value_dim), row_shape(p, p.value_dim, p.heads), p.out),
-        (specs.states, (p.states, p.heads, *state), "float32"),
+        (specs.states, (p.total_states, p.heads, *state), "float32"),
     ]
     if keep:
         visits = schedule.segment.shape[0]

@@ -54,7 +54,7 @@ class LinearAttention(PallasKernel):
         p = work.problem
         state = arrays.get("initial_state")
         if state is None:
-            state = jnp.zeros((p.states, p.heads, p.dim, p.value_dim), jnp.float32)
+            state = jnp.zeros((p.total_states, p.heads, p.dim, p.value_dim), jnp.float32)
         o, final, *before = forward(
             *(p, work.tiles, work.target, _visits(work, arrays)),
             self._operands(work, arrays, "query", "key", "value"),

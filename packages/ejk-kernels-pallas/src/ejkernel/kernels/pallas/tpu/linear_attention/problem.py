@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.types.arrays import result_dtype
+from ejkernel.types.problems.recurrence import RecurrentProblem
 
 DTYPES = ("bfloat16", "float32")
 MAX_DIM = 256
@@ -19,32 +19,14 @@ MAX_CHUNKS = 4  # of a grid step, whose overhead is about the time of one
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(RecurrentProblem):
     """Static properties of a call.
 
     Attributes:
-        batch, rows, heads, kv_heads, dim, value_dim: sizes; rows of one batch row.
-        sequences: packed sequences, 0 where every batch row is one.
-        scale: factor of the query.
-        reverse: whether time runs from the last row to the first.
         gated: whether the state decays.
-        dtype: of the operands of matmuls. out: of the output.
-        unsupported: what no kernel here takes, or "".
     """
 
-    batch: int
-    rows: int
-    heads: int
-    kv_heads: int
-    dim: int
-    value_dim: int
-    sequences: int
-    scale: float
-    reverse: bool
     gated: bool
-    dtype: str
-    out: str
-    unsupported: str = ""
 
     @property
     def total(self) -> int:
@@ -52,9 +34,9 @@ class Problem:
         return self.batch * self.rows
 
     @property
-    def states(self) -> int:
-        """Initial and final states of a head."""
-        return self.sequences or self.batch
+    def total_states(self) -> int:
+        """Initial and final states of a head in all batch rows."""
+        return self.batch * self.states
 
     @property
     def group(self) -> int:
@@ -63,6 +45,7 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of an operand of a matmul."""
         return 2 if self.dtype == "bfloat16" else 4
 
 
@@ -92,26 +75,9 @@ class Tiles:
 
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
-    """The static properties of a call whose arguments are canonical."""
-    q, k, v, cu = a["query"], a["key"], a["value"], a["cu_seqlens"]
-    gate = a.get("g")
-    gated = gate is not None or a.get("g_gamma") is not None or "layer_idx" in a
-    dtypes = (q.dtype, k.dtype, v.dtype)
-    return Problem(
-        batch=q.shape[0],
-        rows=q.shape[1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        dim=q.shape[3],
-        value_dim=v.shape[3],
-        sequences=0 if cu is None else cu.shape[0] - 1,
-        scale=a["softmax_scale"],
-        reverse=a["reverse"],
-        gated=gated,
-        dtype=result_dtype(*dtypes).name,
-        out=q.dtype.name,
-        unsupported=_unsupported(a),
-    )
+    """Returns the static properties of a call whose arguments are canonical."""
+    gated = a.get("g") is not None or a.get("g_gamma") is not None or "layer_idx" in a
+    return Problem.from_call(a, gated=gated, unsupported=_unsupported(a))
 
 
 def _unsupported(a: Mapping[str, Any]) -> str:
@@ -137,7 +103,7 @@ def choose(p: Problem, chip: Chip) -> Tiles:
 
     A block with the border of a sequence is visited twice, so short sequences get short blocks.
     """
-    length = p.total // max(p.states, 1)
+    length = p.total // max(p.total_states, 1)
     chunks = MAX_CHUNKS
     while chunks > 1 and chunks * CHUNK > length:
         chunks //= 2

@@ -21,7 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column
-from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Problem, Tiles
+from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Tiles
+from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 
 def spread_lanes(x: jax.Array, width: int) -> jax.Array:
@@ -39,23 +40,23 @@ def group_sums(x: jax.Array, groups: int, group: int) -> jax.Array:
     return jnp.concatenate([jnp.sum(part, axis=0, keepdims=True) for part in parts], axis=0)
 
 
-def counted_rows(p: Problem, t: Tiles, mask_ref: Any) -> tuple[jax.Array | None, jax.Array]:
+def counted_rows(p: PoolingProblem, t: Tiles, mask_ref: Any) -> tuple[jax.Array | None, jax.Array]:
     """Returns which rows of a block count, int32 ``[rows, 128]`` or None for all, and how many of
     each group, float32 ``[groups, 1]`` or ``[groups, 128]``."""
     first = pl.program_id(1) * t.rows
     if not p.masked:
-        start = first + lax.broadcasted_iota(jnp.int32, (t.groups, 1), 0) * p.group
-        count = jnp.clip(p.rows - start, 1, p.group).astype(jnp.float32)
+        start = first + lax.broadcasted_iota(jnp.int32, (t.groups, 1), 0) * p.chunk
+        count = jnp.clip(p.rows - start, 1, p.chunk).astype(jnp.float32)
         if p.rows % t.rows == 0:
             return None, count
         row = first + lax.broadcasted_iota(jnp.int32, (t.rows, LANES), 0)
         return (row < p.rows).astype(jnp.int32), count
     counts = column(mask_ref[0, 0])
-    number = group_sums(counts.astype(jnp.float32), t.groups, p.group)
+    number = group_sums(counts.astype(jnp.float32), t.groups, p.chunk)
     return counts, jnp.maximum(number, 1.0)
 
 
-def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
+def _kernel(p: PoolingProblem, t: Tiles, *refs: Any) -> None:
     *mask_ref, x_ref, out_ref = refs
     counts, number = counted_rows(p, t, *(mask_ref or [None]))
     x = x_ref[0].astype(jnp.float32)
@@ -63,10 +64,12 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
         x = jnp.where(spread_lanes(counts, t.channels) != 0, x, 0.0)
         if p.masked:
             number = spread_lanes(number, t.channels)
-    out_ref[0] = (group_sums(x, t.groups, p.group) / number).astype(out_ref.dtype)
+    out_ref[0] = (group_sums(x, t.groups, p.chunk) / number).astype(out_ref.dtype)
 
 
-def specs(p: Problem, t: Tiles) -> tuple[tuple[int, ...], pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+def specs(
+    p: PoolingProblem, t: Tiles
+) -> tuple[tuple[int, ...], pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
     """Returns the grid, and the blocks of the mask, of x and of the means."""
     grid = p.batch, -(-p.groups // t.groups), -(-p.channels // t.channels)
     return (
@@ -84,13 +87,13 @@ def mask_blocks(t: Tiles, row_mask: jax.Array) -> jax.Array:
     return padded.reshape(batch, -1, 1, t.rows).astype(jnp.int32)
 
 
-def parameters(chip: Chip, p: Problem, t: Tiles) -> Any:
+def parameters(chip: Chip, p: PoolingProblem, t: Tiles) -> Any:
     limit = min(chip.vmem, max(2 * t.vmem(p), 16 * 2**20))
     return pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=int(limit))
 
 
 def pool_chunks(
-    p: Problem, t: Tiles, chip: Chip, x: jax.Array, row_mask: jax.Array | None
+    p: PoolingProblem, t: Tiles, chip: Chip, x: jax.Array, row_mask: jax.Array | None
 ) -> jax.Array:
     """Returns the means ``[batch, groups, channels]`` of x ``[batch, rows, channels]``."""
     grid, of_mask, of_x, of_means = specs(p, t)

@@ -23,17 +23,18 @@ from ejkernel.kernels.pallas.tpu.mean_pooling.chunks import (
     specs,
     spread_lanes,
 )
-from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Problem, Tiles
+from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Tiles
+from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 
-def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
+def _kernel(p: PoolingProblem, t: Tiles, *refs: Any) -> None:
     *mask_ref, dout_ref, dx_ref = refs
     counts, number = counted_rows(p, t, *(mask_ref or [None]))
     if p.masked:
         number = spread_lanes(number, t.channels)
     scaled = dout_ref[0].astype(jnp.float32) / number
-    shape = (t.groups, p.group, t.channels)
-    if p.group % 8 == 0:
+    shape = (t.groups, p.chunk, t.channels)
+    if p.chunk % 8 == 0:
         rows = jnp.broadcast_to(scaled[:, None], shape).reshape(t.rows, t.channels)
     else:
         parts = [jnp.broadcast_to(scaled[i : i + 1], shape[1:]) for i in range(t.groups)]
@@ -44,7 +45,7 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
 
 
 def chunks_gradient(
-    p: Problem, t: Tiles, chip: Chip, dout: jax.Array, row_mask: jax.Array | None
+    p: PoolingProblem, t: Tiles, chip: Chip, dout: jax.Array, row_mask: jax.Array | None
 ) -> jax.Array:
     """Returns the gradient of x, from ``dout`` ``[batch, groups, channels]``."""
     grid, of_mask, of_x, of_means = specs(p, t)

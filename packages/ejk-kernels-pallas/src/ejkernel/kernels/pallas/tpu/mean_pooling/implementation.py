@@ -17,9 +17,9 @@ from ejkernel.kernels.pallas.tpu.mean_pooling.chunks import pool_chunks
 from ejkernel.kernels.pallas.tpu.mean_pooling.chunks_gradient import chunks_gradient
 from ejkernel.kernels.pallas.tpu.mean_pooling.segments import pool_segments
 from ejkernel.kernels.pallas.tpu.mean_pooling.segments_gradient import segments_gradient
-from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Problem
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 DTYPES = ("bfloat16", "float32")
 
@@ -35,13 +35,13 @@ class MeanPooling(PallasKernel):
     reads = frozenset({"x", "cu_seqlens", "chunk_size", "attention_mask"})
     fixed_tiles = True
     chip = staticmethod(current_chip)
-    problem = staticmethod(tiles.problem_of)
+    problem = staticmethod(PoolingProblem.from_call)
     choose = staticmethod(tiles.choose)
 
-    def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
+    def unsupported_reason(self, problem: PoolingProblem, target: Chip) -> str | None:
         if problem.dtype not in DTYPES:
             return f"x: {problem.dtype} is not supported, only {' and '.join(DTYPES)}"
-        if problem.sequences and problem.chunk:
+        if problem.sequences and problem.per_sequence > 1:
             return "chunk_size: chunks of packed sequences are not supported"
         return None
 
@@ -69,7 +69,7 @@ class MeanPooling(PallasKernel):
         return {"x": dx.reshape(arrays["x"].shape)}
 
 
-def _segments(p: Problem, arrays: Arrays) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _segments(p: PoolingProblem, arrays: Arrays) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns the bounds of all groups in the rows of the flattened x, how many rows of each count,
     and int8 ``[1, rows]``, which of them do."""
     total, row_mask = p.batch * p.rows, arrays.get("kept")
@@ -77,7 +77,7 @@ def _segments(p: Problem, arrays: Arrays) -> tuple[jax.Array, jax.Array, jax.Arr
         # lengths known only at run time might decrease
         bounds = jax.lax.cummax(jnp.clip(arrays["cu_seqlens"], 0, total).astype(jnp.int32))
     else:
-        starts = np.minimum(np.arange(p.groups) * p.group, p.rows)
+        starts = np.minimum(np.arange(p.groups) * p.chunk, p.rows)
         first = np.arange(p.batch)[:, None] * p.rows + starts
         bounds = jnp.asarray(np.append(first, total), jnp.int32)
     if row_mask is None:

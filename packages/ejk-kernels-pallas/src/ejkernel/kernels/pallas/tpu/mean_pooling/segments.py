@@ -24,7 +24,8 @@ from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.masks import column
 from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block, rows_inside
 from ejkernel.kernels.pallas.tpu.mean_pooling.chunks import spread_lanes
-from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Problem, Tiles
+from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Tiles
+from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 SUBLANES = 8
 
@@ -62,7 +63,7 @@ def _kernel(t: Tiles, *refs: Any) -> None:
         out_ref[0] = (total / number).astype(out_ref.dtype)
 
 
-def parameters(chip: Chip, p: Problem, t: Tiles) -> Any:
+def parameters(chip: Chip, p: PoolingProblem, t: Tiles) -> Any:
     limit = min(chip.vmem, max(2 * t.vmem(p), 16 * 2**20))
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(limit)
@@ -80,7 +81,7 @@ def of_mask(c: Any, v: Any, segment: Any, shift: Any, *tables: Any) -> Any:
 
 
 def pool_segments(
-    p: Problem,
+    p: PoolingProblem,
     t: Tiles,
     chip: Chip,
     x: jax.Array,

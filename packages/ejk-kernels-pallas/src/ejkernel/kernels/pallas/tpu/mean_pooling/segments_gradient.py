@@ -27,7 +27,8 @@ from ejkernel.kernels.pallas.tpu.mean_pooling.segments import (
     of_rows,
     parameters,
 )
-from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Problem, Tiles
+from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Tiles
+from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 
 def _kernel(t: Tiles, segments: int, *refs: Any) -> None:
@@ -46,7 +47,7 @@ def _kernel(t: Tiles, segments: int, *refs: Any) -> None:
 
 
 def segments_gradient(
-    p: Problem,
+    p: PoolingProblem,
     t: Tiles,
     chip: Chip,
     dout: jax.Array,
