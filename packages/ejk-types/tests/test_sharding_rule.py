@@ -114,15 +114,28 @@ def test_notes_name_the_collectives_of_a_call():
         "value": array(4, 16, 4, 32, spec=("dp", None, None, "tp")),
         "bias": array(1, 8, spec=(None, "tp")),
     }
-    assert sharding_notes(rule_of(), axes, arrays) == (
+    assert sharding_notes(rule_of(), axes, arrays, {}) == (
         "sharded: batch over dp, heads over tp, kv_heads over tp",
         "all-to-all of key, 2 KiB on each device: kv_len stays whole",
         "all-to-all of value, 2 KiB on each device: v_dim stays whole",
         "backward: all-reduce of the gradient of bias, 4 bytes, over dp",
     )
-    notes = sharding_notes(rule_of(kv_heads=2), axes, {**arrays, "key": array(4, 16, 2, 32)})
+    notes = sharding_notes(rule_of(kv_heads=2), axes, {**arrays, "key": array(4, 16, 2, 32)}, {})
     assert "backward: all-reduce of the gradient of key, 4 KiB, over tp" in notes
     two = array(4, 16, 2, 32, spec=(None, "tp"))
-    notes = sharding_notes(rule_of(kv_heads=2), axes, {**arrays, "key": two})
+    notes = sharding_notes(rule_of(kv_heads=2), axes, {**arrays, "key": two}, {})
     assert "all-gather of key, 4 KiB on each device: kv_len stays whole" in notes
-    assert sharding_notes(rule_of(), axes, {"query": array(4, 16, 8, 32)}) == ()
+    assert sharding_notes(rule_of(), axes, {"query": array(4, 16, 8, 32)}, {}) == ()
+
+
+def test_keys_follow_queries_where_devices_share_a_sequence():
+    sizes = {"batch": 2, "q_len": 16, "heads": 4, "kv_len": 32, "kv_heads": 4}
+    rule = ShardingRule("flash_attention", sizes, sequence=("q_len", "kv_len"))
+    query, key = ("batch", "q_len", "heads"), ("batch", "kv_len", "kv_heads")
+    mesh = {"dp": 2, "sp": 4}
+    layout = rule.layout(mesh, [(query, [(), ("sp",), ()]), (key, [(), (), ()])])
+    assert layout.spread == {"q_len": ("sp",), "kv_len": ("sp",)}
+    # keys alone are gathered, and lengths have to divide
+    assert rule.layout(mesh, [(query, [()] * 3), (key, [(), ("sp",), ()])]).spread == {}
+    odd = ShardingRule("flash_attention", {**sizes, "kv_len": 30}, sequence=("q_len", "kv_len"))
+    assert odd.layout(mesh, [(query, [(), ("sp",), ()])]).spread == {}

@@ -18,14 +18,16 @@ from ejkernel.modules._specs import (
     read_specs,
     read_types,
     spread_key_heads,
+    spread_sequence,
     typed_spec,
 )
 from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
-from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
+from ejkernel.ops.core.distribution import SEQUENCE_AXES, LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types import MaskInfo
-from ejkernel.types.calls.axes import bare, mask_axes, meaning
+from ejkernel.types.calls.axes import bare, mask_words, meaning
 from ejkernel.types.calls.layout import Layout, Shard
+from ejkernel.types.calls.shared_sequence import without_packing
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Call
 
@@ -67,7 +69,9 @@ def distribute(
     if typed:
         mesh = explicit_mesh(a)
     axis_names = explicit_axes(mesh) if typed else tuple(mesh.axis_names)
-    override = op.spec.argument_axes(a)
+    if op.spec.sequence_axes and ring_axis is None:
+        a = without_packing(a)
+    override = op.spec.distributed_axes(a)
     arguments = [_argument(p, a[p.name], override, in_specs or (), i) for i, p in _arrays(op)]
     sizes = {
         word.lstrip("#"): size
@@ -79,7 +83,7 @@ def distribute(
     layout = Layout(
         op.spec.name,
         {axis: mesh.shape[axis] for axis in axis_names},
-        _spreadable(arguments),
+        _spreadable(arguments, op.spec.sequence_axes if ring_axis is None else ()),
         source="arguments" if typed else "in_specs",
     )
     if ring_axis is not None:
@@ -87,6 +91,7 @@ def distribute(
     typed_layout = read_types(layout, _typed_arrays(a, arguments)) if typed else None
     if typed_layout is None:
         read_specs(layout, arguments, in_specs)
+    shared = spread_sequence(layout, op.spec.sequence_axes) if ring_axis is None else ()
     pick = spread_key_heads(layout, sizes, whole_groups=op.spec.whole_groups)
     check_divisible(layout, arguments)
     shard = Shard(layout, sizes)
@@ -106,6 +111,8 @@ def distribute(
         if key_heads:
             shard.pick_key_heads(local, key_heads)
         op.to_shard(local, shard)
+        if shared:
+            local[SEQUENCE_AXES] = shared
         result, summed = call((), local), tuple(sorted(layout.summed_axes))
         return jax.lax.psum(result, summed) if summed else result
 
@@ -139,10 +146,10 @@ def _argument(p: Any, value: Any, override: Any, in_specs: Sequence[Any], index:
     return Argument(p.name, tuple(axes_of(p, rank, override)), None)
 
 
-def _spreadable(arguments: Sequence[Argument]) -> frozenset[str]:
-    """The words in use that may be spread."""
+def _spreadable(arguments: Sequence[Argument], sequence: Sequence[str]) -> frozenset[str]:
+    """The words in use that may be spread; ``sequence``: those that devices share."""
     words = {w.lstrip("#") for argument in arguments for w in argument.words}
-    return frozenset(word for word in words if meaning(word).free)
+    return frozenset(word for word in words if meaning(word).free or word in sequence)
 
 
 def _output_words(axes: str, arguments: Mapping[str, Argument]) -> tuple[str, ...]:
@@ -170,8 +177,8 @@ def _typed_arrays(a: Arguments, arguments: Sequence[Argument]) -> list[tuple[Arg
     for name, value in a.items():
         if isinstance(value, MaskInfo):
             leaves = jax.tree_util.tree_leaves(value)
-            for leaf, x in zip(leaf_names(name, value), leaves, strict=True):
-                arrays.append((Argument(leaf, mask_axes(x), x.shape), x))
+            named = zip(leaf_names(name, value), mask_words(value), leaves, strict=True)
+            arrays += [(Argument(leaf, words, x.shape), x) for leaf, words, x in named]
     return arrays
 
 
@@ -185,8 +192,10 @@ def _split(
         if isinstance(value, MaskInfo):
             names.append(name)
             arrays.append(value)
+            leaves, tree = jax.tree_util.tree_flatten(value)
+            pairs = zip(mask_words(value), leaves, strict=True)
             specs.append(
-                jax.tree_util.tree_map(lambda x: layout.spec(mask_axes(x), x.shape), value)
+                jax.tree_util.tree_unflatten(tree, [layout.spec(w, x.shape) for w, x in pairs])
             )
         elif hasattr(value, "shape") and hasattr(value, "dtype"):
             words = argument.words if argument else ("_",) * len(value.shape)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
 from ejkernel.types.calls import canonicalize, drawn, values
-from ejkernel.types.calls.axes import bare, mask_axes
+from ejkernel.types.calls.axes import bare, mask_words
 from ejkernel.types.calls.sharding import ShardingRule
 from ejkernel.types.calls.sharding_notes import sharding_notes
 from ejkernel.types.calls.signature import Boundary, axes_of
@@ -46,6 +46,7 @@ class Call:
         merged: arguments that ``check_values`` or ``canonicalize`` moves into another one, and the
             name of that one. A kernel that reads the latter has no need to read the former.
         whole_groups: whether a device of a mesh needs all query heads of its key heads.
+        sequence_axes: words of the axes of queries and of keys, if devices may share a sequence.
         boundary: the parameters, read from ``signature``.
         StaticArguments: tuple with a field for every parameter but ``mask_info``.
         Options: tuple with a field for every parameter whose annotation is no array.
@@ -63,6 +64,7 @@ class Call:
     normal_samples: ClassVar[bool] = False
     merged: ClassVar[Mapping[str, str]] = {}
     whole_groups: ClassVar[bool] = False
+    sequence_axes: ClassVar[tuple[str, ...]] = ()
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
         "pages", "max_blocks", "inner", "columns", "channels",
@@ -134,6 +136,11 @@ class Call:
         return {}
 
     @classmethod
+    def distributed_axes(cls, a: Arguments) -> Mapping[str, str]:
+        """Returns axes of arguments that have another meaning where the call is distributed."""
+        return cls.argument_axes(a)
+
+    @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         """Axes of the outputs of this call."""
         return cls.select_outputs(a, cls.outputs)
@@ -154,28 +161,34 @@ class Call:
     @classmethod
     def array_axes(cls, a: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
         """Returns the words of the axes of every array, by argument; a mask has several arrays."""
-        override, axes = cls.argument_axes(dict(a)), {}
+        override, axes = cls.distributed_axes(dict(a)), {}
         for p in cls.boundary.parameters:
             value = a[p.name]
             if isinstance(value, MaskInfo):
-                axes[p.name] = [mask_axes(x) for x in jax.tree.leaves(value)]
+                axes[p.name] = mask_words(value)
             elif hasattr(value, "shape") and hasattr(value, "dtype"):
                 axes[p.name] = [tuple(axes_of(p, value, override))]
         return axes
 
     @classmethod
-    def sharding_rule(cls, a: Mapping[str, Any]) -> ShardingRule:
-        """Returns how the arrays of a call may be sharded, from their shapes alone."""
+    def sharding_rule(cls, a: Mapping[str, Any], *, sequence: bool = False) -> ShardingRule:
+        """Returns how the arrays of a call may be sharded, from their shapes alone.
+
+        ``sequence``: whether the kernel runs on a share of the sequence.
+        """
         sizes: dict[str, int] = {}
         for name, words in cls.array_axes(a).items():
             for axes, x in zip(words, jax.tree.leaves(a[name]), strict=True):
                 for word, size in zip(axes, x.shape, strict=True):
                     if not (word.startswith("#") and size == 1):
                         sizes.setdefault(word.lstrip("#"), size)
-        return ShardingRule(cls.name, sizes, cls.whole_groups)
+        words = cls.sequence_axes if sequence else ()
+        return ShardingRule(cls.name, sizes, cls.whole_groups, words)
 
     @classmethod
-    def sharding_notes(cls, a: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    def sharding_notes(
+        cls, a: Mapping[str, Any], arrays: Mapping[str, Any], *, sequence: bool = False
+    ) -> tuple[str, ...]:
         """Returns sentences about the sharding of a call: what stays sharded, which collectives.
 
         ``a``: the canonical arguments; ``arrays``: the caller's, which say how they are sharded.
@@ -188,7 +201,7 @@ class Call:
             and [x.shape for x in jax.tree.leaves(arrays[name])]
             == [x.shape for x in jax.tree.leaves(a[name])]
         }
-        return sharding_notes(cls.sharding_rule(a), axes, alike)
+        return sharding_notes(cls.sharding_rule(a, sequence=sequence), axes, alike, a)
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:
