@@ -139,7 +139,7 @@ def test_results_outside_the_memory_of_their_operands(monkeypatch, operation):
     they were said to share."""
     rng = np.random.default_rng(0)
     # decoded, prefilled in tiles whose keys are cut into parts, empty, prefilled in whole tiles
-    monkeypatch.setattr(tiles, "LEAST", 32)
+    monkeypatch.setattr(tiles, "MIN_SPLIT_KEYS", 32)
     call = ragged_call(rng, counts=(1, 14, 0, 12), lens=(17, 90, 9, 12), table=23, pages=92)
     if operation == "write packed":  # eight combined heads for six
         for name in ("keys", "values"):

@@ -38,7 +38,8 @@ from ejktest.operand_dtypes import DtypeCase, dtype_cases
 from ejktest.triton_calls import TARGETS, launches_of
 
 HOPPER = TARGETS["sm_90"]
-ENTRIES = {entry.public: entry for entry in package.PACKAGE.entries}
+# ring attention launches flash attention's kernels, over a mesh axis that a call here does not have
+ENTRIES = {e.public: e for e in package.PACKAGE.entries if e.public != "ring_attention"}
 
 
 @dataclass

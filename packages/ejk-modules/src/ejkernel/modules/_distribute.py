@@ -24,12 +24,11 @@ from ejkernel.modules._specs import (
 from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
 from ejkernel.ops.core.distribution import SEQUENCE_AXES, LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
-from ejkernel.types import MaskInfo
-from ejkernel.types.calls.axes import bare, mask_words, meaning
+from ejkernel.types.calls.axes import bare, meaning
 from ejkernel.types.calls.layout import Layout, Shard
 from ejkernel.types.calls.shared_sequence import without_packing
 from ejkernel.types.calls.signature import axes_of
-from ejkernel.types.calls.spec import Call
+from ejkernel.types.calls.spec import Call, leaf_axes
 
 Arguments = dict[str, Any]
 
@@ -69,7 +68,8 @@ def distribute(
     if typed:
         mesh = explicit_mesh(a)
     axis_names = explicit_axes(mesh) if typed else tuple(mesh.axis_names)
-    if op.spec.sequence_axes and ring_axis is None:
+    shares = ring_axis is None and op.spec.shares_sequence(a)
+    if shares:
         a = without_packing(a)
     override = op.spec.distributed_axes(a)
     arguments = [_argument(p, a[p.name], override, in_specs or (), i) for i, p in _arrays(op)]
@@ -83,15 +83,20 @@ def distribute(
     layout = Layout(
         op.spec.name,
         {axis: mesh.shape[axis] for axis in axis_names},
-        _spreadable(arguments, op.spec.sequence_axes if ring_axis is None else ()),
+        _spreadable(
+            arguments,
+            sequence=op.spec.sequence_axes if shares else (),
+            pages=op.spec.shards_pages and not typed,
+        ),
         source="arguments" if typed else "in_specs",
+        sequence_hint=op.spec.sequence_hint,
     )
     if ring_axis is not None:
         layout.spread.update(q_len=(ring_axis,), kv_len=(ring_axis,))
     typed_layout = read_types(layout, _typed_arrays(a, arguments)) if typed else None
     if typed_layout is None:
         read_specs(layout, arguments, in_specs)
-    shared = spread_sequence(layout, op.spec.sequence_axes) if ring_axis is None else ()
+    shared = spread_sequence(layout, op.spec.sequence_axes) if shares else ()
     pick = spread_key_heads(layout, sizes, whole_groups=op.spec.whole_groups)
     check_divisible(layout, arguments)
     shard = Shard(layout, sizes)
@@ -113,6 +118,8 @@ def distribute(
         op.to_shard(local, shard)
         if shared:
             local[SEQUENCE_AXES] = shared
+        if shard.parts("pages") > 1:
+            return op.spec.attend_to_shard(local, shard, lambda part: call((), part))
         result, summed = call((), local), tuple(sorted(layout.summed_axes))
         return jax.lax.psum(result, summed) if summed else result
 
@@ -146,10 +153,13 @@ def _argument(p: Any, value: Any, override: Any, in_specs: Sequence[Any], index:
     return Argument(p.name, tuple(axes_of(p, rank, override)), None)
 
 
-def _spreadable(arguments: Sequence[Argument], sequence: Sequence[str]) -> frozenset[str]:
-    """The words in use that may be spread; ``sequence``: those that devices share."""
+def _spreadable(
+    arguments: Sequence[Argument], *, sequence: Sequence[str], pages: bool
+) -> frozenset[str]:
+    """The words in use that may be spread: ``sequence``, ``pages`` and those that are free."""
     words = {w.lstrip("#") for argument in arguments for w in argument.words}
-    return frozenset(word for word in words if meaning(word).free or word in sequence)
+    others = {*sequence, *(("pages",) if pages else ())}
+    return frozenset(word for word in words if meaning(word).free or word in others)
 
 
 def _output_words(axes: str, arguments: Mapping[str, Argument]) -> tuple[str, ...]:
@@ -172,13 +182,14 @@ def _typed_output(
 
 
 def _typed_arrays(a: Arguments, arguments: Sequence[Argument]) -> list[tuple[Argument, Any]]:
-    """Returns every array of the call, arrays of masks included, with the words of its axes."""
+    """Returns every array of the call, masks' arrays included, with the words of its axes."""
     arrays = [(argument, a[argument.name]) for argument in arguments if argument.shape is not None]
     for name, value in a.items():
-        if isinstance(value, MaskInfo):
+        words = leaf_axes(value)
+        if words is not None:
             leaves = jax.tree_util.tree_leaves(value)
-            named = zip(leaf_names(name, value), mask_words(value), leaves, strict=True)
-            arrays += [(Argument(leaf, words, x.shape), x) for leaf, words, x in named]
+            for leaf, x, axes in zip(leaf_names(name, value), leaves, words, strict=True):
+                arrays.append((Argument(leaf, axes, x.shape), x))
     return arrays
 
 
@@ -189,14 +200,13 @@ def _split(
     names, arrays, specs = [], [], []
     for name, value in a.items():
         argument = by_name.get(name)
-        if isinstance(value, MaskInfo):
+        words = leaf_axes(value)
+        if words is not None:
+            leaves, structure = jax.tree_util.tree_flatten(value)
+            of_leaves = [layout.spec(w, x.shape) for w, x in zip(words, leaves, strict=True)]
             names.append(name)
             arrays.append(value)
-            leaves, tree = jax.tree_util.tree_flatten(value)
-            pairs = zip(mask_words(value), leaves, strict=True)
-            specs.append(
-                jax.tree_util.tree_unflatten(tree, [layout.spec(w, x.shape) for w, x in pairs])
-            )
+            specs.append(jax.tree_util.tree_unflatten(structure, of_leaves))
         elif hasattr(value, "shape") and hasattr(value, "dtype"):
             words = argument.words if argument else ("_",) * len(value.shape)
             names.append(name)

@@ -232,7 +232,8 @@ class CallKernel:
         if reason is not None:
             raise self.unsupported_error(reason)
         outputs = self.empty_outputs(a, problem)
-        partitioned = self.partitioned or self.context is not None
+        shares = self.context is not None and self.call.shares_sequence(a)
+        partitioned = self.partitioned or shares
         sharded = partitioned and may_be_sharded(self.call.array_arguments(a))
         if sharded:
             kernel, same = self.on_shards(a)
@@ -321,12 +322,17 @@ class CallKernel:
 
     def notes(self, call: BoundCall) -> tuple[str, ...]:
         """Returns what ``explain`` adds about a call that this kernel does."""
-        if SEQUENCE_AXES in call.arguments:
-            return self.context.notes_on(self.problem_of(call), self.target())
-        notes = self.notes_on(self.problem_of(call), self.target())
+        notes: tuple[str, ...] = ()
+        if SEQUENCE_AXES not in call.arguments:
+            notes = self.notes_on(self.problem_of(call), self.target())
+        mesh, in_specs, _ = call.route.placement
+        if mesh is not None:
+            arrays = self._caller_arrays(call)
+            placed = self.call.placement_notes(call.arguments, arrays, mesh, in_specs)
+            return (*notes, *placed)
         if device_kind() == "tpu":  # whose compiler does not partition kernels
             return notes
-        sequence = self.context is not None
+        sequence = self.context is not None and self.call.shares_sequence(call.arguments)
         arrays = self._caller_arrays(call)
         return (*notes, *self.call.sharding_notes(call.arguments, arrays, sequence=sequence))
 

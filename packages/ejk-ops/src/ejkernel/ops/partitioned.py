@@ -21,7 +21,7 @@ def run_partitioned(
 
     ``cfg``: the config of the call, for devices that share a sequence.
     """
-    if work.kernel.context is not None:
+    if work.kernel.context is not None and work.kernel.call.shares_sequence(arguments):
         arguments = work.kernel.sharded_call.without_packing(arguments)
     kernel = PartitionedKernel(work.kernel, arguments, cfg)
     return differentiable(replace(work, kernel=kernel), same_axes(kernel.arrays_of(arguments)))
@@ -40,7 +40,8 @@ class PartitionedKernel:
     def __init__(self, kernel: Any, arguments: Mapping[str, Any], cfg: Any = None) -> None:
         self.kernel, self.call, self.cfg = kernel, kernel.call, cfg
         self.forward_again = kernel.forward_again
-        sequence = {"sequence": True} if kernel.context is not None else {}
+        shares = kernel.context is not None and self.call.shares_sequence(arguments)
+        sequence = {"sequence": True} if shares else {}
         self.rule = self.call.sharding_rule(arguments, **sequence)
         self._axes: dict[str, list[tuple[str, ...]]] = self.call.array_axes(arguments)
         leaves, self._tree = jax.tree.flatten([arguments[name] for name in self._axes])

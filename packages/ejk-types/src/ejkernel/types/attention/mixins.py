@@ -122,7 +122,7 @@ class SoftmaxKernel:
     def scales_of(
         self, problem: Problem, saved: Any, lse: jax.Array, sinks: jax.Array | None
     ) -> RowScales:
-        """Returns ``RowScales`` ``[b, q, h]`` of what ``saved_of`` returned.
+        """Returns ``RowScales`` ``[b, q, h]`` from the result of ``saved_of``.
 
         lse ``[b, q, h]``, sinks ``[h, n]``.
         """

@@ -26,6 +26,7 @@ class Layout:
         legal: words that may be spread.
         spread: word -> mesh axes.
         source: what says how words are spread, for messages.
+        sequence_hint: what to do in place of sharding a sequence, for messages.
     """
 
     operation: str
@@ -33,6 +34,7 @@ class Layout:
     legal: frozenset[str]
     spread: dict[str, MeshAxes] = field(default_factory=dict)
     source: str = "in_specs"
+    sequence_hint: str = "use ring_attention to shard a sequence"
 
     def axes(self, word: str) -> MeshAxes:
         return self.spread.get(word.lstrip("#"), ())
@@ -113,5 +115,5 @@ class Shard:
                 a[name] = jax.lax.dynamic_slice_in_dim(a[name], first * width, count * width, at)
                 continue
             picked = (self.offset("heads") + jnp.arange(heads)) // group - before
-            index = (picked[:, None] * width + jnp.arange(width)).reshape(-1)
+            index = (picked[:, None] * width + jnp.arange(width)[None]).reshape(-1)
             a[name] = jnp.take(a[name], index, axis=at)

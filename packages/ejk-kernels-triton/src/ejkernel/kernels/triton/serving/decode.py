@@ -1,33 +1,33 @@
-"""Paged decoding, first of two kernels: partial attention over shares of the cache.
+"""Paged decoding, first of two kernels: partial attention over equal ranges of the cache.
 
 Math, per batch row and query head over the visible keys j (base 2 inside):
 
     x_j = scale * k_scale * q . k_j, soft-capped;  m = max x_j;  l = sum exp(x_j - m)
-    acc = sum exp(x_j - m) v_j            (the merge divides; parts in float16 are acc / l)
+    acc = sum exp(x_j - m) v_j      (the merge divides; partial results in float16 are acc / l)
 
-Work split: the key tiles of all sequences, laid end to end, are cut into ``shares`` equal parts;
-one program per (share, kv head, chunk of query heads). The number of programs depends on shapes
-and on the chip only; a share finds its sequences from the lengths, so uneven contexts cost as
-much as even ones. Sequence b, as far as share s holds it, goes to slot s + b of the partial
-results: both only grow along the shares, so no two pieces meet in a slot. Programs of the same
-share and different heads are neighbours: together they read whole cache rows. All query heads of
-a kv head are rows of one matmul, padded to 16.
-A sequence costs OPENING tiles more than it has: a share that begins another one waits for its
-queries and first keys, and stores its results; it gets OPENING tiles fewer.
-With SPLITS > 0 every sequence is cut into SPLITS equal parts instead.
+Work split: the key tiles of all sequences, laid end to end, are split into equal work ranges
+(``work_ranges``); one program per (range, kv head, chunk of query heads). The number of programs
+depends on shapes and on the chip only; a program finds its sequences from the lengths, so uneven
+contexts cost as much as even ones. What range r holds of sequence b goes to slot r + b of the
+partial results: both only grow along the ranges, so no two partial results have the same slot.
+Programs of the same range and different heads are neighbours: together they read full cache rows.
+All query heads of a kv head are rows of one matmul, padded to 16.
+A sequence costs SETUP_TILES tiles more than it has: a range that begins another one waits for its
+queries and first keys, and stores its results; it gets SETUP_TILES tiles fewer.
+With SPLITS > 0 every sequence has SPLITS equal ranges instead.
 
-A sequence has one query row at its end, or up to TOKENS of them (``counts``, None: all; from row
-``rows`` on, None: TOKENS times its number): then they are rows of one matmul with their heads, and
-each sees as far as it stands. ``begins``: keys before are seen by none. Keys and values may lie in
-one array, V_FIRST elements apart; v None: the first DV columns of a key are its value, read once
-for both matmuls. ``k_rest``: then k is a descriptor of runs of rows, and this one of the columns
-that are not values; a block lies inside a page.
+A sequence has one query row at its end, or up to TOKENS of them (``counts``, None: all; the first
+is row ``rows``, None: TOKENS times its index): then they are rows of one matmul with their heads,
+and each sees the keys up to its position. No row sees keys before ``begins``. Keys and values may
+lie in one array, V_OFFSET elements apart; v None: the first DV columns of a key are its value, read
+once for both matmuls. With ``k_tail``, k is a descriptor of runs of rows, and this one of the
+columns that are not values; a block lies inside a page.
 
 Bound: reading keys and values once; with a group of 4 heads there are 4 FLOPs a byte. At B64,
 context 8192, 8 kv heads, D128 in bfloat16: 2.15 GB, 0.5 ms at 4.3 TB/s.
 
 Sources: Dao et al., "Flash-Decoding for long-context inference" (2023), for the split;
-Osama et al., "Stream-K" (arXiv 2301.03598), section 4, for equal shares of uneven work;
+Osama et al., "Stream-K" (arXiv 2301.03598), section 4, for equal ranges of uneven work;
 Kwon et al., "PagedAttention" (arXiv 2309.06180), section 4.1, for the cache.
 """
 
@@ -43,40 +43,40 @@ from ejkernel.kernels.triton.launch import power_of_two, struct
 from ejkernel.kernels.triton.serving.attend_block import (
     Keys,
     attend_block,
-    empty,
-    joined,
+    init_state,
+    join_columns,
     store_rows,
 )
 from ejkernel.kernels.triton.serving.decode_tiles import query_rows
-from ejkernel.kernels.triton.serving.groups import DecodeSizes, Heads, Partial, Sequences
+from ejkernel.kernels.triton.serving.groups import DecodeSizes, Partial, RowLayout, SequenceTables
 from ejkernel.kernels.triton.serving.launch import (
     PagedLaunch,
     cache_group,
-    dots_group,
+    dot_options,
     logits_group,
     sequential,
 )
 from ejkernel.kernels.triton.serving.merge import (
-    average,
-    finish,
-    number_of,
-    part_logit,
+    average_factor,
+    compute_output_factor,
+    load_head_scale,
+    partial_logit,
 )
-from ejkernel.kernels.triton.serving.pages import block_pages, run_between, token_places
+from ejkernel.kernels.triton.serving.pages import clamp_run, compute_cache_rows, load_block_pages
 from ejkernel.kernels.triton.serving.params import column_parts
-from ejkernel.kernels.triton.serving.queries import opened, opened_as_loaded
+from ejkernel.kernels.triton.serving.queries import load_raw_queries, prepare_queries
 from ejkernel.kernels.triton.serving.work_ranges import (
-    cost,
-    extent,
-    find_share,
-    part_of_sequence,
-    store_starts,
+    find_sequence_split,
+    find_work_range,
+    load_extent,
+    sequence_cost,
+    store_sequence_starts,
 )
 from ejkernel.kernels.triton.targets import Target, instructions
 from ejkernel.types.serving.problem import ITEMSIZE
 
-# sequences that a program looks at at once: what one warp holds is summed without the others, and
-# the compiler unrolls that many rounds
+# sequences that a program looks at together: lanes of one warp are summed without the other warps,
+# and the compiler unrolls the rounds
 MIN_LANES, MAX_ROUNDS = 32, 8
 
 
@@ -84,7 +84,7 @@ MIN_LANES, MAX_ROUNDS = 32, 8
 def paged_split(
     q, cache, sequences, k_scale, v_scale, sinks, partial, starts, o, sizes, logits, layout, dots,
     BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, SPLITS: tl.constexpr,
-    OPENING: tl.constexpr, PTX: tl.constexpr,
+    SETUP_TILES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes ``partial`` results and ``starts``, or with one split a sequence the output."""
     GROUP: tl.constexpr = layout.ALL // layout.KV
@@ -93,26 +93,28 @@ def paged_split(
     pid = tl.program_id(0)
     chunk = pid % layout.CHUNKS
     hk = (pid // layout.CHUNKS) % layout.KV
-    share = pid // (layout.CHUNKS * layout.KV)
+    work_range = pid // (layout.CHUNKS * layout.KV)
     capacity = sizes.max_pages * cache.PAGE
 
-    # which tiles: t .. end, numbered from the first tile of sequence b, which is ``before``
+    # tiles t .. end, counted over all sequences; sequence b begins at tile ``before``
     b = 0
     before = 0
     if SPLITS > 0:
-        t, end, b = part_of_sequence(share, sequences, capacity, sizes, BLOCK, TOKENS, SPLITS)
-        more = True
+        t, end, b = find_sequence_split(
+            work_range, sequences, capacity, sizes, BLOCK, TOKENS, SPLITS
+        )
+        has_work = True
     else:
         lane = tl.arange(0, LANES)
-        t, end, b, before, total = find_share(
-            share, lane, sequences, capacity, sizes, BLOCK, TOKENS, OPENING, LANES, ROUNDS
+        t, end, b, before, total = find_work_range(
+            work_range, lane, sequences, capacity, sizes, BLOCK, TOKENS, SETUP_TILES, LANES, ROUNDS
         )
         if pid == 0:
-            store_starts(
-                starts, total, lane, sequences, capacity, sizes, BLOCK, TOKENS, OPENING, LANES,
+            store_sequence_starts(
+                starts, total, lane, sequences, capacity, sizes, BLOCK, TOKENS, SETUP_TILES, LANES,
                 ROUNDS,
             )  # fmt: skip
-        more = t < end if OPENING == 0 else tl.maximum(t, before + OPENING) < end
+        has_work = t < end if SETUP_TILES == 0 else tl.maximum(t, before + SETUP_TILES) < end
 
     member = chunk * layout.BLOCK + tl.arange(0, layout.BLOCK)
     token = member // GROUP
@@ -125,21 +127,21 @@ def paged_split(
         row_of = token * layout.ALL + heads
     v = cache.v
     if v is not None:
-        v = v + cache.V_FIRST
+        v = v + cache.V_OFFSET
 
-    while more:
-        length, begin, first_tile, tiles = extent(
+    while has_work:
+        length, begin, first_tile, tiles = load_extent(
             sequences, b, None, capacity, sizes, BLOCK, TOKENS
         )
-        stop = tl.minimum(end, before + cost(tiles, OPENING))
+        stop = tl.minimum(end, before + sequence_cost(tiles, SETUP_TILES))
         table = sequences.tables + b.to(tl.int64) * sizes.max_pages
 
         tile0 = first_tile + t - before
-        if OPENING > 0:
-            tile0 = first_tile + tl.maximum(t - before - OPENING, 0)
+        if SETUP_TILES > 0:
+            tile0 = first_tile + tl.maximum(t - before - SETUP_TILES, 0)
         # looked up a step ahead: a look-up inside the step would halve the depth of the pipeline.
-        # The first is under way while queries are made ready
-        page = block_pages(table, tile0 * BLOCK, length, cache.PAGE, BLOCK)
+        # The first one overlaps with loading the queries
+        page = load_block_pages(table, tile0 * BLOCK, length, cache.PAGE, BLOCK)
         row = b.to(tl.int64) * (TOKENS * layout.ALL)
         if sequences.rows is not None:
             row = tl.load(sequences.rows + b).to(tl.int64) * layout.ALL
@@ -155,62 +157,67 @@ def paged_split(
             at = k_scale.array + b * k_scale.row + hk * k_scale.head
             factor *= tl.load(at).to(tl.float32)
         POSITIVE: tl.constexpr = logits.POSITIVE and k_scale.array is None
-        if dots.RAW:
-            queries = opened_as_loaded(q, row + row_of, inside, factor, logits, cache.K, POSITIVE)
+        if dots.RAW_QUERIES:
+            queries = load_raw_queries(q, row + row_of, inside, factor, logits, cache.K, POSITIVE)
         else:
-            queries = opened(q, row + row_of, inside, factor, logits, cache.K, dots, POSITIVE)
-        m, l, sums = empty(cache.V, layout.BLOCK)  # noqa: E741
-        apart = None
-        if dots.APART:
-            apart = length > 0
-        for tile in tl.range(tile0, first_tile + stop - before - OPENING):
+            queries = prepare_queries(
+                q, row + row_of, inside, factor, logits, cache.K, dots, POSITIVE
+            )
+        m, l, sums = init_state(cache.V, layout.BLOCK)  # noqa: E741
+        opaque = None
+        if dots.OPAQUE:
+            opaque = length > 0
+        for tile in tl.range(tile0, first_tile + stop - before - SETUP_TILES):
             j = tile * BLOCK + tl.arange(0, BLOCK)
-            places = token_places(page, tile * BLOCK, sizes.pages, cache.PAGE, BLOCK)
-            here = page
-            page = block_pages(table, (tile + 1) * BLOCK, length, cache.PAGE, BLOCK)
+            cache_rows = compute_cache_rows(page, tile * BLOCK, sizes.pages, cache.PAGE, BLOCK)
+            current_page = page
+            page = load_block_pages(table, (tile + 1) * BLOCK, length, cache.PAGE, BLOCK)
             loaded = j < length
             if sizes.WINDOW or sequences.begins is not None:
                 loaded = loaded & (j >= begin)
             run = None
-            if cache.k_rest is not None:
-                run = run_between(here, tile * BLOCK, length - 1, sizes.pages, cache.PAGE, BLOCK)
+            if cache.k_tail is not None:
+                run = clamp_run(
+                    current_page, tile * BLOCK, length - 1, sizes.pages, cache.PAGE, BLOCK
+                )
             keys = Keys(
-                j, places, loaded, run, position,
+                j, cache_rows, loaded, run, position,
                 left if sizes.WINDOW and TOKENS > 1 else None, None,
             )  # fmt: skip
             m, l, _e, sums = attend_block(  # noqa: E741
-                queries, m, l, None, sums, cache, v, hk, keys, logits, dots, PTX, apart
+                queries, m, l, None, sums, cache, v, hk, keys, logits, dots, PTX, opaque
             )
 
-        m = part_logit(m, queries.slopes, l)
-        acc, acc_more = joined(sums, cache.V)
+        m = partial_logit(m, queries.slopes, l)
+        acc, acc_tail = join_columns(sums, cache.V)
         if dots.BIASED:
             acc = acc * 2.0**24
         if o is not None:
-            factor = finish(m, l, sinks, b, heads, inside, number_of(v_scale, b, hk))
+            value_scale = load_head_scale(v_scale, b, hk)
+            factor = compute_output_factor(m, l, sinks, b, heads, inside, value_scale)
             acc = acc * factor[:, None]
-            if cache.V.REST > 0:
-                acc_more = acc_more * factor[:, None]
-            store_rows(o, row + row_of, acc, acc_more, inside, cache.V)
+            if cache.V.TAIL > 0:
+                acc_tail = acc_tail * factor[:, None]
+            store_rows(o, row + row_of, acc, acc_tail, inside, cache.V)
         else:
-            slot = share + b if SPLITS == 0 else share
-            kept = slot.to(tl.int64) * (TOKENS * layout.ALL) + row_of
+            slot = work_range + b if SPLITS == 0 else work_range
+            partial_row = slot.to(tl.int64) * (TOKENS * layout.ALL) + row_of
             if partial.acc.dtype.element_ty == tl.float16:
-                factor = average(l)
+                factor = average_factor(l)
                 acc = acc * factor[:, None]
-                if cache.V.REST > 0:
-                    acc_more = acc_more * factor[:, None]
-            tl.store(partial.m + kept, m, mask=inside)
-            tl.store(partial.l + kept, l, mask=inside)
-            store_rows(partial.acc, kept, acc, acc_more, inside, cache.V)
+                if cache.V.TAIL > 0:
+                    acc_tail = acc_tail * factor[:, None]
+            tl.store(partial.m + partial_row, m, mask=inside)
+            tl.store(partial.l + partial_row, l, mask=inside)
+            store_rows(partial.acc, partial_row, acc, acc_tail, inside, cache.V)
 
         if SPLITS == 0:
             t = stop
-            before += cost(tiles, OPENING)
+            before += sequence_cost(tiles, SETUP_TILES)
             b += 1
-            more = t + OPENING < end
+            has_work = t + SETUP_TILES < end
         else:
-            more = False
+            has_work = False
 
 
 @dataclass(frozen=True)
@@ -230,7 +237,7 @@ class PagedSplit(PagedLaunch):
             return {"o": struct(p.query_dtype, p.batch, self.rows, p.value_dim)}
         row = struct("float32", self.slots, self.rows)
         return {
-            "acc": struct(self.part_dtype, self.slots, self.rows, p.value_dim),
+            "acc": struct(self.partial_dtype, self.slots, self.rows, p.value_dim),
             "m": row,
             "l": row,
             "starts": struct("int32", p.batch + 1) if self.tiles.splits is None else None,
@@ -239,10 +246,10 @@ class PagedSplit(PagedLaunch):
     @property
     def query_block(self) -> tuple[int, int]:
         """Query rows of a program, and programs for the rows of a kv head."""
-        return query_rows(self.problem, self.tiles.most)
+        return query_rows(self.problem, self.tiles.max_rows)
 
     def grid(self, target):
-        return (self.shares * self.problem.kv_heads * self.query_block[1],)
+        return (self.ranges * self.problem.kv_heads * self.query_block[1],)
 
     def options(self, target):
         t = self.tiles
@@ -250,7 +257,7 @@ class PagedSplit(PagedLaunch):
         if target.platform != "cuda":
             return options
         # without a bound the assembler spills to fit more programs than are meant to run together
-        registers = min(255, 2048 // (t.num_warps * t.per_core) // 8 * 8)
+        registers = min(255, 2048 // (t.num_warps * t.programs_per_core) // 8 * 8)
         return options | {"maxnreg": registers}
 
     def cache_operands(self) -> tuple[In | TensorMap | None, TensorMap | None, In | None]:
@@ -260,7 +267,7 @@ class PagedSplit(PagedLaunch):
             "int16" if ITEMSIZE[dtype] == 1 else None for dtype in (p.key_dtype, p.value_dtype)
         )
         k, tail = self.operand("k", k_view), None
-        if t.maps and k is not None:
+        if t.tma and k is not None:
             columns = column_parts(p)[0][1]
             width = 1 if k_view is None else 2  # elements that are loaded as one
             dim, main, columns = p.dim // width, p.value_dim // width, columns // width
@@ -274,8 +281,8 @@ class PagedSplit(PagedLaunch):
         lanes = max(MIN_LANES, power_of_two(p.batch) // MAX_ROUNDS)
         names = ("lens", "tables", "begins", "rows", "counts")
         return {
-            "cache": cache_group(p, *self.cache_operands(), once=t.once),
-            "sequences": Sequences(*map(self.operand, names)),
+            "cache": cache_group(p, *self.cache_operands(), convert_once=t.convert_once),
+            "sequences": SequenceTables(*map(self.operand, names)),
             "k_scale": self.scale("k_scale"),
             "v_scale": self.scale("v_scale"),
             "sinks": self.sinks(),
@@ -283,23 +290,23 @@ class PagedSplit(PagedLaunch):
             "starts": self.result("starts"),
             "o": self.result("o"),
             "sizes": DecodeSizes(
-                p.batch, self.shares, p.max_pages, p.pages, p.window_left or 0,
+                p.batch, self.ranges, p.max_pages, p.pages, p.window_left or 0,
                 WINDOW=p.window_left is not None,
             ),
             "logits": logits_group(p),
-            "layout": Heads(p.heads, p.kv_heads, chunks, rows, p.tokens),
-            "dots": dots_group(
+            "layout": RowLayout(p.heads, p.kv_heads, chunks, rows, p.tokens),
+            "dots": dot_options(
                 p, target,
-                RAW=p.layout.is_latent and (p.key_dtype == p.query_dtype or t.once),
-                APART=t.apart,
+                RAW_QUERIES=p.layout.is_latent and (p.key_dtype == p.query_dtype or t.convert_once),
+                OPAQUE=t.opaque,
                 FORM=t.form,
-                BIASED=t.form == "digits",
+                BIASED=t.form == "int8_split",
             ),
             "BLOCK": t.block,
             "LANES": lanes,
             "ROUNDS": -(-power_of_two(p.batch) // lanes),
             "SPLITS": t.splits or 0,
-            "OPENING": 0 if t.splits else t.opening,
+            "SETUP_TILES": 0 if t.splits else t.setup_tiles,
             "PTX": instructions(target),
         }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What kernels over a cache in pages take, in groups.
+"""Groups of the arguments that kernels over a cache take.
 
 Fields in capitals are constants of a compiled kernel, the others operands and sizes of a call.
 The order of fields is that of the launch, see ``flash_attention.groups``.
@@ -8,65 +8,73 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-Given = Any  # an operand or a result of a launch; in a kernel a pointer or a descriptor
+Operand = Any  # an operand or a result of a launch; in a kernel a pointer or a descriptor
 
 
-class Side(NamedTuple):
-    """The keys or the values of a cache: a token's HEADS heads, STEP elements from each other.
+class HeadLayout(NamedTuple):
+    """Layout of the keys or of the values in a token.
 
-    A head has DIM columns, held as one or two powers of two. KIND: the dtype of 8-bit values, else
-    "". ONCE: their dtype where they are converted once for both matmuls; KIND is "" then. NUMBER:
-    the dtype of matmuls.
+    Attributes:
+        HEADS, STEP: heads of a token, and elements from one to the next.
+        DIM: columns of a head.
+        MAIN, TAIL: powers of two that cover DIM; TAIL is 0 if one is enough.
+        KIND: dtype of 8-bit values, else "".
+        CONVERT_ONCE: dtype of 8-bit values that are converted once for both matmuls, else None.
+            KIND is "" then.
+        DTYPE: dtype of matmuls.
     """
 
     HEADS: int
     STEP: int
     DIM: int
     MAIN: int
-    REST: int
+    TAIL: int
     KIND: str
-    ONCE: str | None
-    NUMBER: Any
+    CONVERT_ONCE: str | None
+    DTYPE: Any
 
 
 class Cache(NamedTuple):
     """Keys and values in pages of PAGE tokens.
 
-    ``k_rest``: keys by descriptor, the columns behind those that are values too. ``v`` None: a key
-    holds its value. V_FIRST: where values begin, in elements as they are read.
+    Attributes:
+        k, v: arrays, or descriptors of cache rows. ``v`` is None where a key holds its value.
+        k_tail: descriptor of the columns of a key that are not its value, else None.
+        V_OFFSET: first element of the values, in elements as they are read.
+        K, V: layout of keys and of values.
     """
 
-    k: Given
-    k_rest: Given
-    v: Given
+    k: Operand
+    k_tail: Operand
+    v: Operand
     PAGE: int
-    V_FIRST: int
-    K: Side
-    V: Side
+    V_OFFSET: int
+    K: HeadLayout
+    V: HeadLayout
 
 
-class Sequences(NamedTuple):
-    """Lengths of sequences, their pages, first visible key, first query row and how many rows."""
+class SequenceTables(NamedTuple):
+    """Lengths of sequences, their pages, first visible keys, first query rows, numbers of rows."""
 
-    lens: Given
-    tables: Given
-    begins: Given
-    rows: Given
-    counts: Given
+    lens: Operand
+    tables: Operand
+    begins: Operand
+    rows: Operand
+    counts: Operand
 
 
 class Scale(NamedTuple):
-    """A factor of a cache, if ``array`` is given; from sequence to sequence, head to head."""
+    """Factors of a cache, if it has any, and their strides over sequences and over heads."""
 
-    array: Given
+    array: Operand
     row: int
     head: int
 
 
 class Sinks(NamedTuple):
-    """``count`` more logits for each head if ``array`` is given, PADDED as a power of two."""
+    """Additional logits of each head, ``count`` or none; PADDED: count as a power of two."""
 
-    array: Given
+    array: Operand
     row: int
     count: int
     PADDED: int
@@ -76,7 +84,7 @@ class DecodeSizes(NamedTuple):
     """Sizes of a launch; ``left``: keys seen before a row, with WINDOW."""
 
     batch: int
-    shares: int
+    ranges: int
     max_pages: int
     pages: int
     left: int
@@ -84,7 +92,7 @@ class DecodeSizes(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Factors from dot products to logits, see ``queries.opened``."""
+    """Factors from dot products to logits, see ``queries.prepare_queries``."""
 
     scale: float
     cap_in: float
@@ -96,13 +104,19 @@ class Logits(NamedTuple):
 class Partial(NamedTuple):
     """Partial results of rows: unnormalised output, largest logit, sum of exponentials."""
 
-    acc: Given
-    m: Given
-    l: Given  # noqa: E741
+    acc: Operand
+    m: Operand
+    l: Operand  # noqa: E741
 
 
-class Heads(NamedTuple):
-    """ALL query heads and KV heads; the rows of a kv head in CHUNKS of BLOCK; TOKENS a sequence."""
+class RowLayout(NamedTuple):
+    """Query rows of a sequence.
+
+    Attributes:
+        ALL, KV: query heads and kv heads.
+        CHUNKS, BLOCK: programs for the rows of a kv head, and rows of each.
+        TOKENS: query tokens of a sequence.
+    """
 
     ALL: int
     KV: int
@@ -111,28 +125,39 @@ class Heads(NamedTuple):
     TOKENS: int
 
 
-class Dots(NamedTuple):
-    """Options of matmuls, with the PRECISION of float32; see ``attend_block``.
+class DotOptions(NamedTuple):
+    """Options of matmuls, see ``attend_block``.
 
-    FUSED: see ``fused_softmax``. FORM: of scores with 8-bit keys that hold their values, see
-    ``eight_bit_scores``; "": even and odd columns apart. BIASED: their int8 values are
-    multiplied as ``convert_biased_pairs``.
+    Attributes:
+        FORM: form of scores with 8-bit keys that hold their values, see ``eight_bit_scores``. "":
+            even and odd columns are separate matmuls.
+        BIASED: whether int8 values are converted by ``convert_biased_pairs``.
+        NORMALISE: whether queries are scaled to the range of float16.
+        RAW_QUERIES: whether queries are multiplied as they are loaded.
+        OPAQUE: whether warps are distributed along keys behind an opaque flag.
+        FUSED: whether the softmax is ``fused_softmax``.
+        PRECISION: precision of float32 matmuls.
     """
 
     FORM: str
     BIASED: bool
     NORMALISE: bool
-    RAW: bool
-    APART: bool
+    RAW_QUERIES: bool
+    OPAQUE: bool
     FUSED: bool
     PRECISION: str
 
 
 class PrefillSizes(NamedTuple):
-    """``n`` sequences, ``rows`` of all; programs of a launch; a table's and a cache's pages.
+    """Sizes of a prefill launch.
 
-    ``left``: keys seen before a row, with WINDOW. LANES sequences are looked at together, LINES
-    rows set to 0 by a program.
+    Attributes:
+        n, rows: sequences, and rows of all.
+        programs: programs that compute.
+        max_pages, pages: pages of a row of the block table, and of the cache.
+        left, WINDOW: keys seen before a row, where there is a window.
+        LANES: sequences that a program looks at together.
+        CLEARED_ROWS: rows that a program sets to 0.
     """
 
     n: int
@@ -143,7 +168,7 @@ class PrefillSizes(NamedTuple):
     left: int
     WINDOW: bool
     LANES: int
-    LINES: int
+    CLEARED_ROWS: int
 
 
 class TileLayout(NamedTuple):

@@ -47,7 +47,7 @@ class PageAttention(DecodeKernel):
         arguments.PAGES
         | arguments.DECODE_OPTIONS
         | arguments.CACHE_SCALES
-        | {"query", "key_cache", "value_cache", "num_splits"}
+        | {"query", "key_cache", "value_cache", "num_splits", "return_lse"}
     )
     choose = staticmethod(decode_tiles.choose)
     neighbours = staticmethod(decode_tiles.neighbours)
@@ -72,7 +72,9 @@ class RaggedDecodeAttention(DecodeKernel):
     """
 
     call = calls.RaggedDecodeAttention
-    reads = arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end"}
+    reads = (
+        arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end", "return_lse"}
+    )
     choose = staticmethod(decode_tiles.choose)
 
     def unsupported_reason(self, problem: PagedProblem, target: Target) -> str | None:
@@ -88,7 +90,7 @@ class RaggedDecodeAttention(DecodeKernel):
             for block in (chosen.block, chosen.block // 2, chosen.block * 2)
             for stages in (chosen.num_stages, 2, 3, 4, 5)
             if block >= 16
-            and decode_tiles.held_bytes(problem, block, stages) <= target.shared_limit
+            and decode_tiles.shared_bytes(problem, block, stages) <= target.shared_limit
         )
 
     def apply_config(
@@ -107,8 +109,8 @@ class MLADecode(DecodeKernel):
 
         o = k_scale * sum_j softmax_j(scale * k_scale * q . c_j) * c_j[:latent]
 
-    Paged decoding whose keys hold their values: what is read is read once for both. The heads of
-    all new tokens of a sequence are its query rows, 64 to a program.
+    Paged decoding whose keys hold their values: a row is read once for both. The heads of all new
+    tokens of a sequence are its query rows, 64 to a program.
 
     The query is float16, bfloat16 or float32; the cache is of those dtypes, int8, float8_e4m3fn or
     float8_e5m2. ``latent_dim`` is a power of two up to 512, the rotary part a multiple of 8 up to
@@ -188,7 +190,7 @@ class RaggedPageAttention(RaggedKernel):
     """
 
     call = calls.RaggedPageAttention
-    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES
+    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"return_lse"}
     cache = "kv_pages"
     stages: ClassVar[Mapping[str, Stage]] = {
         "schedule": stages.build_schedule,
@@ -209,7 +211,10 @@ class RaggedPageAttentionv3(RaggedKernel):
 
     call = calls.RaggedPageAttentionv3
     reads = (
-        arguments.RAGGED_UPDATE | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"q_scale"}
+        arguments.RAGGED_UPDATE
+        | arguments.DECODE_OPTIONS
+        | arguments.CACHE_SCALES
+        | {"q_scale", "return_lse"}
     )
     cache = "kv_cache"
     stages: ClassVar[Mapping[str, Stage]] = {

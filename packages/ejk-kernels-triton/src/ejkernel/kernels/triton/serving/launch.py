@@ -14,11 +14,11 @@ from ejkernel.kernels.triton.launch import SEQUENTIAL, Launch, power_of_two
 from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles
 from ejkernel.kernels.triton.serving.groups import (
     Cache,
-    Dots,
-    Given,
+    DotOptions,
+    HeadLayout,
     Logits,
+    Operand,
     Scale,
-    Side,
     Sinks,
     TileLayout,
 )
@@ -28,7 +28,7 @@ from ejkernel.kernels.triton.serving.params import (
     layout_params,
     logit_params,
 )
-from ejkernel.kernels.triton.serving.ragged_tiles import RaggedTiles, decode_shares, fair_parts
+from ejkernel.kernels.triton.serving.ragged_tiles import RaggedTiles, decode_ranges, max_split_units
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.serving.problem import ITEMSIZE, PagedProblem, RaggedProblem
 
@@ -58,26 +58,31 @@ class CacheLaunch(Launch):
 
 
 def cache_group(
-    problem: PagedProblem, k: Given, k_rest: Given, v: Given, once: bool = False
+    problem: PagedProblem, k: Operand, k_tail: Operand, v: Operand, convert_once: bool = False
 ) -> Cache:
-    """Returns a cache of keys and values; ``once``: keys are converted once for both matmuls."""
+    """Returns a cache of keys and values.
+
+    ``convert_once``: keys that hold their values are converted once for both matmuls.
+    """
     p, layout = problem, layout_params(problem)
 
-    def side(name: str, cache: str, dim: int, parts: tuple[int, int], dtype: str | None) -> Side:
-        kind = cache if ITEMSIZE[cache] == 1 and not once else ""
-        number = getattr(tl, p.query_dtype if once else compute_dtype(p, cache))
+    def head_layout(
+        name: str, cache: str, dim: int, parts: tuple[int, int], once: str | None
+    ) -> HeadLayout:
+        kind = cache if ITEMSIZE[cache] == 1 and not convert_once else ""
+        dtype = getattr(tl, p.query_dtype if convert_once else compute_dtype(p, cache))
         heads, step = layout[f"{name}_HEADS"], layout[f"{name}_STEP"]
-        return Side(heads, step, dim, *parts, kind, dtype, number)
+        return HeadLayout(heads, step, dim, *parts, kind, once, dtype)
 
     keys, values = column_parts(p)
     return Cache(
         k=k,
-        k_rest=k_rest,
+        k_tail=k_tail,
         v=v,
         PAGE=p.page_size,
-        V_FIRST=layout["V_FIRST"],
-        K=side("K", p.key_dtype, p.dim, keys, p.key_dtype if once else None),
-        V=side("V", p.value_dtype, p.value_dim, values, None),
+        V_OFFSET=layout["V_OFFSET"],
+        K=head_layout("K", p.key_dtype, p.dim, keys, p.key_dtype if convert_once else None),
+        V=head_layout("V", p.value_dtype, p.value_dim, values, None),
     )
 
 
@@ -87,12 +92,12 @@ def logits_group(problem: PagedProblem) -> Logits:
     return Logits(**logit_params(p), CAPPED=p.soft_cap is not None, POSITIVE=p.scale > 0)
 
 
-def dots_group(problem: PagedProblem, target: Target, **options: Any) -> Dots:
+def dot_options(problem: PagedProblem, target: Target, **options: Any) -> DotOptions:
     """Returns how matmuls are computed, with other ``options`` than the plain ones."""
     p = problem
-    plain = {"FORM": "", "BIASED": False, "RAW": False, "APART": False, "FUSED": False}
+    plain = {"FORM": "", "BIASED": False, "RAW_QUERIES": False, "OPAQUE": False, "FUSED": False}
     normalise = p.query_dtype == "bfloat16" and compute_dtype(p, p.key_dtype) == "float16"
-    return Dots(**(plain | options), NORMALISE=normalise, PRECISION=precision(p, target))
+    return DotOptions(**(plain | options), NORMALISE=normalise, PRECISION=precision(p, target))
 
 
 def precision(problem: PagedProblem, target: Target) -> str:
@@ -106,12 +111,12 @@ def precision(problem: PagedProblem, target: Target) -> str:
     return "tf32x3" if max(problem.dim, problem.value_dim) <= 128 else "tf32"
 
 
-def expected_parts(shares: int, batch: int) -> int:
+def expected_partials(ranges: int, batch: int) -> int:
     """Returns the partial results of a sequence of mean length."""
-    return -(-shares // batch) + 2
+    return -(-ranges // batch) + 2
 
 
-def parts_at_once(columns: int, expected: int, width: int = 4) -> tuple[int, int]:
+def partials_at_once(columns: int, expected: int, width: int = 4) -> tuple[int, int]:
     """Returns the partial results that a program of the merge loads at once, and its warps.
 
     ``expected``: of a sequence; ``width``: bytes of an element.
@@ -131,7 +136,7 @@ class PagedLaunch(CacheLaunch):
 
     problem: PagedProblem
     tiles: DecodeTiles
-    shares: int
+    ranges: int
 
     @property
     def direct(self) -> bool:
@@ -144,7 +149,7 @@ class PagedLaunch(CacheLaunch):
         return self.problem.tokens * self.problem.heads
 
     @property
-    def part_dtype(self) -> str:
+    def partial_dtype(self) -> str:
         """Dtype of partial results.
 
         Averages of 8-bit values fit float16; rounding them errs by 2^-12 of a partial result, less
@@ -158,8 +163,8 @@ class PagedLaunch(CacheLaunch):
         """Partial results: consecutive shares of a sequence are consecutive slots."""
         p = self.problem
         if self.tiles.splits is None:
-            return self.shares + p.batch - 1
-        return 0 if self.direct else self.shares
+            return self.ranges + p.batch - 1
+        return 0 if self.direct else self.ranges
 
 
 @dataclass(frozen=True)
@@ -175,14 +180,14 @@ class RaggedLaunch(CacheLaunch):
     target: Target
 
     @property
-    def fair(self) -> int:
+    def max_split_units(self) -> int:
         """Most partial results of tiles whose keys are split."""
-        return fair_parts(self.problem, self.tiles, self.target)
+        return max_split_units(self.problem, self.tiles, self.target)
 
     @property
-    def decode_shares(self) -> int:
+    def decode_ranges(self) -> int:
         """Equal parts of the keys of decoded sequences."""
-        return decode_shares(self.problem, self.tiles, self.target)
+        return decode_ranges(self.problem, self.tiles, self.target)
 
     @property
     def lanes(self) -> int:

@@ -1,18 +1,18 @@
-"""Paged decoding, second of two kernels: partial results of a sequence become its output.
+"""Paged decoding, second of two kernels: merges the partial results of a sequence.
 
-Math, over the parts i of one row, in float32 (base 2 logits):
+Math, over the partial results i of one row, in float32 (base 2 logits):
 
     M = max(m_i, sinks);  L = sum_i l_i 2^(m_i - M) + sum_s 2^(sink_s - M)
     o = v_scale / L * sum_i acc_i 2^(m_i - M)
 
-(acc_i l_i for acc_i where parts are kept as averages.)
+(acc_i l_i for acc_i where partial results are averages, in float16.)
 
 Work split: one program per (batch row, query token, query head), or several with some columns each
-where a row has many parts; parts in their fixed order, so that the same lengths and launch give the
-same bits. The sinks enter here, once.
+where a row has many partial results. Their order is fixed, so that the same lengths and launch give
+the same bits. The sinks enter here, once.
 
-Bound: reading the parts, at most (shares + batch) * heads * dv floats: 3 MB against 2.15 GB of
-cache at the shape named in ``decode``.
+Bound: reading the partial results, at most (ranges + batch) * heads * dv floats: 3 MB against
+2.15 GB of cache at the shape named in ``decode``.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from ejkernel.kernels.triton.launch import power_of_two, struct
 from ejkernel.kernels.triton.serving.groups import Partial
 from ejkernel.kernels.triton.serving.launch import (
     PagedLaunch,
-    expected_parts,
-    parts_at_once,
+    expected_partials,
+    partials_at_once,
     sequential,
 )
 from ejkernel.types.serving.problem import ITEMSIZE
 
-FEW = tl.constexpr(8)  # parts that a thread holds, one after the other
+FEW = tl.constexpr(8)  # partial results that a thread holds, one after the other
 
 
 @triton.jit
-def whole_sums(m, l, sinks, b, heads, inside):  # noqa: E741
-    """(alive, weight, top, total), float32, of rows with state (m, l) and the sinks of their heads.
+def add_sinks(m, l, sinks, b, heads, inside):  # noqa: E741
+    """Returns (alive, weight, top, total), float32, of rows with state (m, l) and their sinks.
 
-    Sums relative to m count ``weight`` of those relative to ``top``, the larger of m and the sinks;
-    ``total`` is relative to top. Rows that saw nothing are not ``alive``: 0 and 1 for them.
+    ``top`` is the larger of m and the sinks, ``weight`` the factor from sums relative to m to sums
+    relative to top, ``total`` the sum of exponentials relative to top. Rows that saw nothing are
+    not ``alive``; they have m 0 and l 1.
     """
     alive = l > 0.0
     base = tl.where(alive, m, 0.0)
@@ -60,37 +61,41 @@ def whole_sums(m, l, sinks, b, heads, inside):  # noqa: E741
 
 
 @triton.jit
-def number_of(scale, b, hk):
-    """float32 factor of a head of a sequence, 1 if there is none."""
+def row_lse(m, l, sinks, b, heads, inside):  # noqa: E741
+    """Natural log-sum-exp, float32, of rows with state (m, l); -inf for empty rows."""
+    alive, _, top, total = add_sinks(m, l, sinks, b, heads, inside)
+    return tl.where(alive, (top + tl.log2(total)) * LN2, float("-inf"))
+
+
+@triton.jit
+def load_head_scale(scale, b, hk):
+    """Loads the float32 factor of a head of a sequence, 1 if there is none."""
     if scale.array is not None:
-        number = tl.load(scale.array + (b * scale.row + hk * scale.head)).to(tl.float32)
+        factor = tl.load(scale.array + (b * scale.row + hk * scale.head)).to(tl.float32)
     else:
-        number = 1.0
-    return number
+        factor = 1.0
+    return factor
 
 
 @triton.jit
-def finish(m, l, sinks, b, heads, inside, number):  # noqa: E741
-    """float32 factor of the unnormalised outputs of rows with state (m, l); 0 for empty rows.
-
-    ``number``: that of their values.
-    """
-    alive, factor, _, total = whole_sums(m, l, sinks, b, heads, inside)
-    return tl.where(alive, factor / total * number, 0.0)
+def compute_output_factor(m, l, sinks, b, heads, inside, value_scale):  # noqa: E741
+    """Returns the float32 factor of accumulators of rows with state (m, l); 0 for empty rows."""
+    alive, factor, _, total = add_sinks(m, l, sinks, b, heads, inside)
+    return tl.where(alive, factor / total * value_scale, 0.0)
 
 
 @triton.jit
-def _share_of(t, each, extra):
-    """The share that holds tile t when the first ``extra`` shares have ``each + 1`` tiles."""
-    cut = extra * (each + 1)
-    return tl.where(t < cut, t // (each + 1), extra + (t - cut) // tl.maximum(each, 1))
+def _find_range(t, tiles, extra):
+    """Returns the range of tile t; the first ``extra`` ranges have ``tiles + 1`` tiles."""
+    longer = extra * (tiles + 1)  # tiles of these
+    return tl.where(t < longer, t // (tiles + 1), extra + (t - longer) // tl.maximum(tiles, 1))
 
 
 @triton.jit
-def parts_of(
-    b, starts, batch, shares, SPLITS: tl.constexpr, OPENING: tl.constexpr,
+def find_slots(
+    b, starts, batch, ranges, SPLITS: tl.constexpr, SETUP_TILES: tl.constexpr,
 ):  # fmt: skip
-    """(first slot, number of parts) of a sequence."""
+    """Returns (first slot, number of partial results) of a sequence."""
     if SPLITS > 0:
         slot = b * SPLITS
         count = SPLITS
@@ -98,33 +103,33 @@ def parts_of(
         start = tl.load(starts + b)
         stop = tl.load(starts + b + 1)
         total = tl.load(starts + batch)
-        each = total // shares
-        extra = total % shares
-        first = _share_of(start + OPENING, each, extra)
+        tiles = total // ranges
+        extra = total % ranges
+        first = _find_range(start + SETUP_TILES, tiles, extra)
         slot = first + b
-        count = tl.where(stop > start, _share_of(stop - 1, each, extra) - first + 1, 0)
+        count = tl.where(stop > start, _find_range(stop - 1, tiles, extra) - first + 1, 0)
     return slot, count
 
 
 @triton.jit
-def part_logit(m, slopes, l):  # noqa: E741
-    """The largest logit of a part; -inf where nothing was seen, be the slope no number."""
+def partial_logit(m, slopes, l):  # noqa: E741
+    """Returns the largest logit of a partial result; -inf where no key was seen, for any slope."""
     return tl.where(l != 0.0, m * slopes, float("-inf"))
 
 
 @triton.jit
-def average(l):  # noqa: E741
-    """Returns the factor that makes the accumulators of a part averages, which fit float16."""
+def average_factor(l):  # noqa: E741
+    """Returns the factor that makes accumulators averages, which fit float16."""
     seen = l != 0.0
     return tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
 
 
 @triton.jit
-def _product(a, b):
-    """a * b, rounded before it is added to anything.
+def _multiply_rounded(a, b):
+    """Returns a * b, rounded before it is added to anything.
 
-    In a sum across lanes the compiler would fuse it with the first addition: each lane adds its own
-    exact product to its neighbour's rounded one, and lanes that hold the same sum differ.
+    In a sum across lanes the compiler would fuse it with the first addition: each lane would add
+    its exact value to its neighbour's rounded one, and lanes that hold the same sum would differ.
     """
     a, b = tl.broadcast(a, b)
     return tl.fma(a, b, tl.zeros(a.shape, tl.float32))
@@ -135,23 +140,23 @@ def _merge_few(
     acc_in, m_in, l_in, first, count, step, column, DV: tl.constexpr, PARTS: tl.constexpr,
     AVERAGES: tl.constexpr,
 ):  # fmt: skip
-    """No sum crosses lanes, and all loads are under way together."""
+    """Merges PARTS at a time. No sum crosses lanes, and all loads are in flight together."""
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)  # noqa: E741
     acc = tl.zeros(column.shape, tl.float32)
-    one = tl.arange(0, 1)
+    lane = tl.arange(0, 1)
     for i in range(0, count, PARTS):
         accs = ()
         ms = ()
         ls = ()
         top = m
         for n in tl.static_range(PARTS):
-            inside = one < count - i - n
+            inside = lane < count - i - n
             at = first + (i + n) * step
             mask = (column < DV) & inside
             accs += (tl.load(acc_in + at * DV + column, mask=mask, other=0.0).to(tl.float32),)
-            ms += (tl.load(m_in + at + one, mask=inside, other=float("-inf")),)
-            ls += (tl.load(l_in + at + one, mask=inside, other=0.0),)
+            ms += (tl.load(m_in + at + lane, mask=inside, other=float("-inf")),)
+            ls += (tl.load(l_in + at + lane, mask=inside, other=0.0),)
         for n in tl.static_range(PARTS):
             top = tl.maximum(top, ms[n])
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -193,10 +198,10 @@ def _merge_many(
         weight = tl.exp2(m_i - base)
         alpha = tl.exp2(m - base)
         m = top
-        total = _product(l_i, weight)
+        total = _multiply_rounded(l_i, weight)
         l = l * alpha + tl.sum(total, 0)  # noqa: E741
         factor = total if AVERAGES else weight
-        acc_i = _product(acc_i.to(tl.float32), factor[:, None])
+        acc_i = _multiply_rounded(acc_i.to(tl.float32), factor[:, None])
         acc = acc * tl.sum(alpha, 0) + tl.sum(acc_i, 0)
     return m, l, acc
 
@@ -205,9 +210,9 @@ def _merge_many(
 def merge_row(
     acc_in, m_in, l_in, first, count, step, column, DV: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """(m ``[1]``, l ``[1]``, acc of ``column``) of ``count`` parts: rows ``first + i * step``.
+    """Returns (m ``[1]``, l ``[1]``, acc) of ``count`` partial results, rows ``first + i * step``.
 
-    float16 ones are averages, the others sums.
+    acc has the columns ``column``. float16 results are averages, the others sums.
     """
     AVERAGES: tl.constexpr = acc_in.dtype.element_ty == tl.float16
     if PARTS <= FEW:
@@ -230,7 +235,7 @@ def paged_merge(
     o,
     lse_out,
     batch,
-    shares,
+    ranges,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -239,7 +244,7 @@ def paged_merge(
     CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
-    OPENING: tl.constexpr,
+    SETUP_TILES: tl.constexpr,
 ):
     """Writes the output of some columns of one row."""
     ROWS: tl.constexpr = TOKENS * HEADS
@@ -247,21 +252,20 @@ def paged_merge(
     b = tl.program_id(0) // (CHUNKS * ROWS)
     row = tl.program_id(0) // CHUNKS % ROWS
     h = row % HEADS
-    slot, count = parts_of(b, starts, batch, shares, SPLITS, OPENING)
+    slot, count = find_slots(b, starts, batch, ranges, SPLITS, SETUP_TILES)
     column = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    # asked for here: behind the parts it would be one more wait for the memory
-    number = number_of(v_scale, b, h // GROUP)
+    # loaded here: after the partial results it would be one more wait for memory
+    value_scale = load_head_scale(v_scale, b, h // GROUP)
     m, l, acc = merge_row(  # noqa: E741
         partial.acc, partial.m, partial.l, slot.to(tl.int64) * ROWS + row, count, ROWS, column, DV,
         PARTS,
     )  # fmt: skip
-    one = tl.arange(0, 1)
-    factor = finish(m, l, sinks, b, h + one, one < 1, number)
+    lane = tl.arange(0, 1)
+    factor = compute_output_factor(m, l, sinks, b, h + lane, lane < 1, value_scale)
     row += b.to(tl.int64) * ROWS
     if lse_out is not None:
-        alive, _, top, total = whole_sums(m, l, sinks, b, h + one, one < 1)
-        lse = tl.where(alive, (top + tl.log2(total)) * LN2, float("-inf"))
-        tl.store(lse_out + row + one, lse, mask=one + chunk < 1)
+        lse = row_lse(m, l, sinks, b, h + lane, lane < 1)
+        tl.store(lse_out + row + lane, lse, mask=lane + chunk < 1)
     tl.store(
         o + row * DV + column, (acc * tl.sum(factor, 0)).to(o.dtype.element_ty), mask=column < DV
     )
@@ -289,18 +293,18 @@ class PagedMerge(PagedLaunch):
         Where a sequence has many partial results a program has few columns, and loads them at once.
         """
         columns = max(16, power_of_two(self.problem.value_dim))
-        each = max(min(columns, 4096 // power_of_two(self.expected)), min(columns, 32))
-        return each, columns // each
+        block = max(min(columns, 4096 // power_of_two(self.expected)), min(columns, 32))
+        return block, columns // block
 
     @property
     def expected(self) -> int:
         """Partial results of a sequence."""
-        return self.tiles.splits or expected_parts(self.shares, self.problem.batch)
+        return self.tiles.splits or expected_partials(self.ranges, self.problem.batch)
 
     @property
     def parts(self) -> tuple[int, int]:
         """Partial results that a program loads at once, and its warps."""
-        return parts_at_once(self.columns[0], self.expected, ITEMSIZE[self.part_dtype])
+        return partials_at_once(self.columns[0], self.expected, ITEMSIZE[self.partial_dtype])
 
     def grid(self, target):
         return (self.problem.batch * self.rows * self.columns[1],)
@@ -315,7 +319,7 @@ class PagedMerge(PagedLaunch):
             "v_scale": self.scale("v_scale"),
             "sinks": self.sinks(),
             "batch": p.batch,
-            "shares": self.shares,
+            "ranges": self.ranges,
             "HEADS": p.heads,
             "TOKENS": p.tokens,
             "GROUP": p.group,
@@ -324,5 +328,5 @@ class PagedMerge(PagedLaunch):
             "CHUNKS": chunks,
             "PARTS": self.parts[0],
             "SPLITS": t.splits or 0,
-            "OPENING": 0 if t.splits else t.opening,
+            "SETUP_TILES": 0 if t.splits else t.setup_tiles,
         }

@@ -11,7 +11,7 @@ from ejkernel.kernels.triton.language import tl, triton
 
 
 @triton.jit
-def block_pages(table, first, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def load_block_pages(table, first, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Loads the page of the tokens first .. first + BLOCK: a scalar, or ``[BLOCK]`` for several.
 
     ``first`` is a multiple of BLOCK. Table entries of tokens at or after ``stop`` are not read.
@@ -26,18 +26,18 @@ def block_pages(table, first, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def token_places(page, first, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns int64 ``[BLOCK]``: page * PAGE + place, with ``page`` from ``block_pages``.
+def compute_cache_rows(page, first, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns int64 ``[BLOCK]``: page * PAGE + place, with ``page`` from ``load_block_pages``.
 
     Pages are clipped to the cache of ``pages`` pages.
     """
     offsets = tl.arange(0, BLOCK)
     page = tl.minimum(tl.maximum(page, 0), pages - 1)
     if PAGE % BLOCK == 0:
-        places = page.to(tl.int64) * PAGE + first % PAGE + offsets
+        cache_rows = page.to(tl.int64) * PAGE + first % PAGE + offsets
     else:
-        places = page.to(tl.int64) * PAGE + (first + offsets) % PAGE
-    return places
+        cache_rows = page.to(tl.int64) * PAGE + (first + offsets) % PAGE
+    return cache_rows
 
 
 @triton.constexpr_function
@@ -63,8 +63,8 @@ def _lookup_tokens(first, low, last, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pages_between(table, first, low, last, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads pages of the tokens first .. first + BLOCK for ``places_between``.
+def load_clamped_pages(table, first, low, last, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Loads pages of the tokens first .. first + BLOCK for ``compute_clamped_rows``.
 
     Entries of tokens before ``low`` (None: there are none) and after ``last`` are not read.
     """
@@ -75,7 +75,7 @@ def pages_between(table, first, low, last, PAGE: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def places_between(page, first, low, last, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def compute_clamped_rows(page, first, low, last, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Returns the places of the tokens first .. first + BLOCK, int32 ``[BLOCK]``.
 
     Tokens before ``low`` get the place of ``low``, tokens after ``last`` the place of ``last``:
@@ -88,19 +88,19 @@ def places_between(page, first, low, last, pages, PAGE: tl.constexpr, BLOCK: tl.
         inner = tl.minimum(tl.arange(0, BLOCK), last - first)
         if low is not None:
             inner = tl.maximum(inner, low - first)
-        places = page + first % PAGE + inner
+        cache_rows = page + first % PAGE + inner
     elif spans_full_pages(PAGE, BLOCK):
         inner = tl.minimum(tl.arange(0, PAGE)[None, :], (last - j)[:, None])
         if low is not None:
             inner = tl.maximum(inner, (low - j)[:, None])
-        places = tl.reshape(page[:, None] + inner, [BLOCK])
+        cache_rows = tl.reshape(page[:, None] + inner, [BLOCK])
     else:
-        places = page + j % PAGE
-    return places
+        cache_rows = page + j % PAGE
+    return cache_rows
 
 
 @triton.jit
-def run_between(page, first, last, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def clamp_run(page, first, last, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Returns (place of token ``first``, number of the BLOCK tokens up to ``last``).
 
     A block lies inside one page.
@@ -110,9 +110,9 @@ def run_between(page, first, last, pages, PAGE: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def load_places(
+def load_cache_rows(
     cache,
-    places,
+    cache_rows,
     seen,
     head,
     HEADS: tl.constexpr,
@@ -121,7 +121,7 @@ def load_places(
     COLUMN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Loads columns COLUMN .. COLUMN + COLUMNS of one head at ``places``.
+    """Loads columns COLUMN .. COLUMN + COLUMNS of one head at ``cache_rows``.
 
     cache ``[pages, PAGE, HEADS, STEP]``; a head uses the first DIM of STEP columns. Tokens not
     ``seen`` are not read but 0; None: all are read.
@@ -129,7 +129,7 @@ def load_places(
     column = COLUMN + tl.arange(0, COLUMNS)
     # the loop-invariant part first: a place is then one multiply-add
     first = cache + head * STEP + column
-    pointers = first[None, :] + (places.to(tl.int64) * (HEADS * STEP))[:, None]
+    pointers = first[None, :] + (cache_rows.to(tl.int64) * (HEADS * STEP))[:, None]
     if seen is not None:
         mask = seen[:, None]
         if COLUMN + COLUMNS > DIM:

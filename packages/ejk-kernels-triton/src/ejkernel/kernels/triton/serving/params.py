@@ -19,7 +19,7 @@ def compute_dtype(problem: PagedProblem, cache_dtype: str) -> str:
     return cache_dtype if cache_dtype == problem.query_dtype else "float32"
 
 
-def is_wide(problem: PagedProblem) -> bool:
+def needs_float32(problem: PagedProblem) -> bool:
     """Returns whether a matmul is in float32."""
     dtypes = (problem.key_dtype, problem.value_dtype)
     return "float32" in (compute_dtype(problem, dtype) for dtype in dtypes)
@@ -58,7 +58,7 @@ def _split(dim: int, cache_dtype: str) -> tuple[int, int]:
 def layout_params(problem: PagedProblem) -> dict[str, int]:
     """Returns where heads of keys and values lie in a token.
 
-    V_FIRST counts elements as they are read: pairs of 8-bit values.
+    V_OFFSET counts elements as they are read: pairs of 8-bit values.
     """
     layout = problem.layout
     first = (layout.value_offset or 0) // (2 if ITEMSIZE[problem.value_dtype] == 1 else 1)
@@ -67,7 +67,7 @@ def layout_params(problem: PagedProblem) -> dict[str, int]:
         "K_STEP": layout.key_stride,
         "V_HEADS": layout.heads,
         "V_STEP": layout.value_stride,
-        "V_FIRST": first,
+        "V_OFFSET": first,
     }
 
 

@@ -7,13 +7,13 @@ Math, per row at position i of its sequence and query head, over the keys j <= i
 
 Work split: the rows of a sequence are cut into tiles of TILE tokens, and all query heads of a kv
 head are rows of the tile: ROWS = TILE * heads, so keys are read once for them. One program per
-(sequence, kv head, tile, part of its keys), found from ``schedule``'s table. Programs follow
-each other by sequence, then kv head, then tile, the longest first: those that run together read the
-same keys, which stay in the L2 cache. A tile of one part goes to the output, the parts of others to
-slots for ``ragged_merge``. A program walks its blocks in one loop, which keeps loads in flight to
-the end, and masks those that some of its rows do not see. The last programs of the grid set rows of
-no sequence to 0. Where another kernel has the long sequences (LOOPED), whose rows ``o`` holds, few
-programs take the remaining pieces one after another.
+(sequence, kv head, tile, split of its keys), found from the tables of ``schedule``. Programs follow
+each other by sequence, then kv head, then tile, the longest first: programs that run together read
+the same keys, which stay in the L2 cache. A tile of one split goes to the output, the splits of
+others to slots for ``ragged_merge``. A program iterates over its blocks in one loop, which keeps
+loads in flight to the end, and masks those that some of its rows do not see. The last programs of
+the grid set rows of no sequence to 0. Where another kernel has the long sequences (PERSISTENT),
+whose rows ``o`` holds, few programs take the remaining units one after another.
 
 Bound: 4 * d FLOPs a row and key that it sees. With 32:8 heads, D128 in bfloat16, 8 rows of 2k over
 contexts of 2k to 16k are 2.2 TFLOP; tiles of 128 rows read 17 GB of keys and values from L2.
@@ -34,28 +34,46 @@ from ejkernel.kernels.triton.launch import struct
 from ejkernel.kernels.triton.serving.attend_block import (
     Keys,
     attend_block,
-    empty,
-    joined,
+    init_state,
+    join_columns,
     store_rows,
 )
 from ejkernel.kernels.triton.serving.groups import Partial, PrefillSizes
 from ejkernel.kernels.triton.serving.launch import (
     RaggedLaunch,
     cache_group,
-    dots_group,
+    dot_options,
     logits_group,
     sequential,
 )
-from ejkernel.kernels.triton.serving.merge import finish, number_of
-from ejkernel.kernels.triton.serving.pages import pages_between, places_between, run_between
+from ejkernel.kernels.triton.serving.merge import (
+    compute_output_factor,
+    load_head_scale,
+    row_lse,
+)
+from ejkernel.kernels.triton.serving.pages import (
+    clamp_run,
+    compute_clamped_rows,
+    load_clamped_pages,
+)
 from ejkernel.kernels.triton.serving.params import compute_dtype
-from ejkernel.kernels.triton.serving.queries import opened
-from ejkernel.kernels.triton.serving.ragged_tiles import maps_pages, most_pieces
-from ejkernel.kernels.triton.serving.schedule import find_sequence
+from ejkernel.kernels.triton.serving.queries import prepare_queries
+from ejkernel.kernels.triton.serving.ragged_tiles import can_use_tma, max_units
+from ejkernel.kernels.triton.serving.schedule import (
+    END_ROW,
+    FIRST_ROW,
+    KV_LEN,
+    ROW_END,
+    SLOTS_END,
+    SPLITS,
+    UNITS,
+    UNITS_END,
+    find_sequence,
+)
 from ejkernel.kernels.triton.targets import Target, instructions
 from ejkernel.types.serving.problem import ITEMSIZE
 
-LINES = 32  # rows that a program sets to zero
+CLEARED_ROWS = 32  # rows that a program sets to zero
 
 
 @triton.jit
@@ -63,7 +81,7 @@ def tile_rows(
     m, tile, chunk, first, count, hk,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Returns token of the sequence, query head, int64 output row of rows ``m``, whether they are.
+    """Returns token, query head, int64 output row and validity of rows ``m`` of a tile.
 
     MEMBERS query heads of a kv head are in a tile; a larger group takes several.
     """
@@ -75,26 +93,30 @@ def tile_rows(
 
 
 @triton.jit
-def _clear(o, block, first, last, rows, WIDTH: tl.constexpr, LINES: tl.constexpr):
-    """Zeroes rows of a block of ``o [rows, WIDTH]`` outside ``first`` to ``last``."""
-    line = block * LINES + tl.arange(0, LINES)
-    lost = (line < rows) & ((line < first) | (line >= last))
-    if tl.max(lost.to(tl.int32), 0) > 0:
+def _clear_rows(
+    o, block, first, last, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, VALUE: tl.constexpr
+):
+    """Sets rows of a block of ``o [rows, WIDTH]`` outside ``first`` to ``last`` to VALUE."""
+    row = block * ROWS + tl.arange(0, ROWS)
+    is_unused = (row < rows) & ((row < first) | (row >= last))
+    if tl.max(is_unused.to(tl.int32), 0) > 0:
         for start in range(0, WIDTH, 256):
             column = start + tl.arange(0, 256)
-            where = o + line.to(tl.int64)[:, None] * WIDTH + column[None, :]
-            zero = tl.zeros([LINES, 256], o.dtype.element_ty)
-            tl.store(where, zero, mask=lost[:, None] & (column < WIDTH)[None, :])
+            target = o + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            value = tl.full([ROWS, 256], VALUE, o.dtype.element_ty)
+            tl.store(target, value, mask=is_unused[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit
 def ragged_prefill(
-    q, cache, tables, first_rows, work, facts, k_scale, v_scale, sinks, o_in, o, partial, sizes,
-    logits, layout, dots, BLOCK: tl.constexpr, LOOPED: tl.constexpr, PTX: tl.constexpr,
+    q, cache, tables, first_rows, sequences, header, k_scale, v_scale, sinks, o_in, o, lse,
+    partial, sizes, logits, layout, dots, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """Writes the rows of tiles with one part, and partial results of the others.
+    """Writes the rows of tiles with one split, and partial results of the others.
 
-    ``o_in``: the output of another kernel, in whose memory ``o`` is.
+    ``o_in``: the output of another kernel, in whose memory ``o`` is. ``lse [T, h]``: None if the
+    call does not return it.
     """
     HEADS: tl.constexpr = layout.HEADS
     ROWS: tl.constexpr = layout.ROWS
@@ -102,40 +124,47 @@ def ragged_prefill(
     PAGE: tl.constexpr = cache.PAGE
     WINDOW: tl.constexpr = sizes.WINDOW
     GROUP: tl.constexpr = HEADS // layout.KV_HEADS
-    UNITS: tl.constexpr = layout.KV_HEADS * layout.CHUNKS
+    HEAD_CHUNKS: tl.constexpr = layout.KV_HEADS * layout.CHUNKS  # programs of a unit
     n, left, v = sizes.n, sizes.left, cache.v
     pid = tl.program_id(0)
     if pid >= sizes.programs:
-        _clear(
-            o, pid - sizes.programs, tl.load(facts + 1), tl.load(facts + 2), sizes.rows,
-            HEADS * cache.V.DIM, sizes.LINES,
+        _clear_rows(
+            o, pid - sizes.programs, tl.load(header + FIRST_ROW), tl.load(header + END_ROW),
+            sizes.rows, HEADS * cache.V.DIM, sizes.CLEARED_ROWS, 0.0,
         )  # fmt: skip
+        if lse is not None:
+            _clear_rows(
+                lse, pid - sizes.programs, tl.load(header + FIRST_ROW), tl.load(header + END_ROW),
+                sizes.rows, HEADS, sizes.CLEARED_ROWS, float("-inf"),
+            )  # fmt: skip
     else:
         turns = 0
-        if LOOPED:
-            turns = tl.cdiv(tl.load(facts) * UNITS - pid, sizes.programs)
-        for turn in (tl.range if LOOPED else tl.static_range)(0, turns if LOOPED else 1):
-            number = pid + turn * sizes.programs
-            # behind the last piece there is no sequence; the number of pieces would be one more
+        if PERSISTENT:
+            turns = tl.cdiv(tl.load(header + UNITS) * HEAD_CHUNKS - pid, sizes.programs)
+        for turn in (tl.range if PERSISTENT else tl.static_range)(0, turns if PERSISTENT else 1):
+            item = pid + turn * sizes.programs
+            # behind the last unit there is no sequence; the number of units would be one more
             # load to wait for
-            r, before = find_sequence(number // UNITS, work + 2 * n, n, sizes.LANES)
+            r, before = find_sequence(
+                item // HEAD_CHUNKS, sequences + UNITS_END * n, n, sizes.LANES
+            )
             if r < n:
-                mine = tl.load(work + 2 * n + r) - before
-                parts = tl.load(work + 3 * n + r)
+                units = tl.load(sequences + UNITS_END * n + r) - before
+                splits = tl.load(sequences + SPLITS * n + r)
                 first = tl.load(first_rows + r)
-                count = tl.load(work + r) - first
-                length = tl.load(work + n + r)
-                unit = (number - before * UNITS) // mine
-                piece = (number - before * UNITS) % mine
-                tile = mine - 1 - piece
-                part = 0
-                if parts > 1:
-                    tile = mine // parts - 1 - piece // parts
-                    part = piece % parts
-                hk = unit // layout.CHUNKS
+                count = tl.load(sequences + ROW_END * n + r) - first
+                length = tl.load(sequences + KV_LEN * n + r)
+                head_chunk = (item - before * HEAD_CHUNKS) // units
+                unit = (item - before * HEAD_CHUNKS) % units
+                tile = units - 1 - unit
+                split = 0
+                if splits > 1:
+                    tile = units // splits - 1 - unit // splits
+                    split = unit % splits
+                hk = head_chunk // layout.CHUNKS
 
                 token, heads, row, inside = tile_rows(
-                    tl.arange(0, ROWS), tile, unit % layout.CHUNKS, first, count, hk,
+                    tl.arange(0, ROWS), tile, head_chunk % layout.CHUNKS, first, count, hk,
                     HEADS, GROUP, TILE, layout.MEMBERS,
                 )  # fmt: skip
                 position = length - count + token
@@ -144,10 +173,10 @@ def ragged_prefill(
                 start, full_start, full_stop, stop = band_blocks(
                     i0, i1, length, -left if WINDOW else None, 0, BLOCK
                 )
-                if parts > 1:
+                if splits > 1:
                     blocks = (stop - start).to(tl.int64)
-                    stop = start + (blocks * (part + 1) // parts).to(tl.int32)
-                    start = start + (blocks * part // parts).to(tl.int32)
+                    stop = start + (blocks * (split + 1) // splits).to(tl.int32)
+                    start = start + (blocks * split // splits).to(tl.int32)
                 full_start = tl.minimum(tl.maximum(full_start, start), stop)
                 full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
 
@@ -155,76 +184,87 @@ def ragged_prefill(
                 table = tables + r.to(tl.int64) * sizes.max_pages
                 last = tl.maximum(i1, 0)
                 low = tl.maximum(i0 - left, 0) if WINDOW else None
-                page = pages_between(table, start * BLOCK, low, last, PAGE, BLOCK)
+                page = load_clamped_pages(table, start * BLOCK, low, last, PAGE, BLOCK)
 
                 factor = logits.scale
                 if k_scale.array is not None:
                     factor *= tl.load(k_scale.array + hk * k_scale.head).to(tl.float32)
-                queries = opened(
+                queries = prepare_queries(
                     q, row, inside, factor, logits, cache.K, dots,
                     logits.POSITIVE and k_scale.array is None,
                 )  # fmt: skip
-                m, l, sums = empty(cache.V, ROWS)  # noqa: E741
+                m, l, sums = init_state(cache.V, ROWS)  # noqa: E741
                 e = tl.zeros([ROWS], tl.float32)
                 for block in tl.range(start, stop):
-                    places = None
+                    cache_rows = None
                     run = None
                     if v is None:
-                        places = places_between(
+                        cache_rows = compute_clamped_rows(
                             page, block * BLOCK, low, last, sizes.pages, PAGE, BLOCK
                         )
                     else:
-                        run = run_between(page, block * BLOCK, last, sizes.pages, PAGE, BLOCK)
-                    # a step ahead, as in the split kernel
-                    page = pages_between(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
+                        run = clamp_run(page, block * BLOCK, last, sizes.pages, PAGE, BLOCK)
+                    # a step ahead, as in ``decode``
+                    page = load_clamped_pages(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
                     j = block * BLOCK + tl.arange(0, BLOCK)
                     partly = (block < full_start) | (block >= full_stop)
-                    keys = Keys(j, places, None, run, position, left if WINDOW else None, partly)
+                    keys = Keys(
+                        j, cache_rows, None, run, position, left if WINDOW else None, partly
+                    )
                     m, l, e, sums = attend_block(  # noqa: E741
-                        queries, m, l, e, sums, cache, cache.k + cache.V_FIRST if v is None else v,
+                        queries, m, l, e, sums, cache, cache.k + cache.V_OFFSET if v is None else v,
                         hk, keys, logits, dots, PTX,
                     )  # fmt: skip
 
                 m = m * queries.slopes
-                acc, acc_more = joined(sums, cache.V)
+                acc, acc_tail = join_columns(sums, cache.V)
                 if dots.FUSED:
                     shrink = tl.exp2(-e)
                     l = l * shrink  # noqa: E741
                     acc = acc * shrink[:, None]
-                    if cache.V.REST > 0:
-                        acc_more = acc_more * shrink[:, None]
-                if parts == 1:
-                    share = finish(m, l, sinks, 0, heads, inside, number_of(v_scale, 0, hk))
-                    o_more = acc_more
-                    if cache.V.REST > 0:
-                        o_more = acc_more * share[:, None]
-                    store_rows(o, row, acc * share[:, None], o_more, inside, cache.V)
+                    if cache.V.TAIL > 0:
+                        acc_tail = acc_tail * shrink[:, None]
+                if splits == 1:
+                    value_scale = load_head_scale(v_scale, 0, hk)
+                    weight = compute_output_factor(m, l, sinks, 0, heads, inside, value_scale)
+                    o_tail = acc_tail
+                    if cache.V.TAIL > 0:
+                        o_tail = acc_tail * weight[:, None]
+                    store_rows(o, row, acc * weight[:, None], o_tail, inside, cache.V)
+                    if lse is not None:
+                        logit = row_lse(m, l, sinks, 0, heads, inside)
+                        tl.store(lse + row, logit, mask=inside)
                 else:
-                    slot = tl.load(work + 4 * n + r) - mine + tile * parts + part
+                    slots_end = tl.load(sequences + SLOTS_END * n + r)
+                    slot = slots_end - units + tile * splits + split
                     member = tl.arange(0, ROWS)
-                    kept = (slot.to(tl.int64) * UNITS + unit) * ROWS + member
-                    tl.store(partial.m + kept, m)
-                    tl.store(partial.l + kept, l)
-                    store_rows(partial.acc, kept, acc, acc_more, member >= 0, cache.V)
+                    partial_row = (slot.to(tl.int64) * HEAD_CHUNKS + head_chunk) * ROWS + member
+                    tl.store(partial.m + partial_row, m)
+                    tl.store(partial.l + partial_row, l)
+                    store_rows(partial.acc, partial_row, acc, acc_tail, member >= 0, cache.V)
 
 
 @dataclass(frozen=True)
 class RaggedPrefill(RaggedLaunch):
     """Launch of ``ragged_prefill``.
 
-    Results: o ``[T, h, d]`` without the rows of decoded sequences, and acc, m, l of partial
-    results. An ``o_in`` has the rows of another kernel's sequences.
+    Results: o ``[T, h, d]`` and, if the call returns it, lse ``[T, h]``, without the rows of
+    decoded sequences, and acc, m, l of partial results. An ``o_in`` has the rows of another
+    kernel's sequences.
     """
 
     kernel = ragged_prefill
-    batching: ClassVar = sequential("q k tables first_rows work facts k_scale v_scale sink o_in")
+    batching: ClassVar = sequential(
+        "q k tables first_rows sequences header k_scale v_scale sink o_in"
+    )
 
     def outputs(self):
         p = self.problem.paged
-        slots = (self.fair, p.kv_heads * self.chunks, self.tiles.rows)
+        slots = (self.max_split_units, p.kv_heads * self.chunks, self.tiles.rows)
         row = struct("float32", *slots)
         o = struct(p.query_dtype, self.problem.rows, p.heads, p.dim)
-        return {"o": o, "acc": struct("float32", *slots, p.dim), "m": row, "l": row}
+        lse = struct("float32", self.problem.rows, p.heads) if p.return_lse else None
+        return {"o": o, "lse": lse, "acc": struct("float32", *slots, p.dim), "m": row, "l": row}
 
     def in_place(self):
         return {"o": "o_in"} if self.has("o_in") else {}
@@ -232,20 +272,20 @@ class RaggedPrefill(RaggedLaunch):
     def programs(self, target: Target) -> int:
         """Returns the programs that compute tiles."""
         p, t = self.problem, self.tiles
-        programs = most_pieces(p, t, self.fair) * p.paged.kv_heads * self.chunks
+        programs = max_units(p, t, self.max_split_units) * p.paged.kv_heads * self.chunks
         if not self.has("o_in"):
             return programs
-        # most calls leave few pieces to this kernel
+        # most calls leave few units to this kernel
         return min(programs, target.cores * max(1, 8 // t.num_warps))
 
     def grid(self, target):
-        return (self.programs(target) + -(-self.problem.rows // LINES),)
+        return (self.programs(target) + -(-self.problem.rows // CLEARED_ROWS),)
 
     def cache_operands(self, target: Target) -> tuple[In | TensorMap | None, TensorMap | None]:
         """Returns the cache by a pointer, or by descriptors of keys and of values."""
         p, t = self.problem.paged, self.tiles
         k = self.operand("k", "int16" if ITEMSIZE[p.key_dtype] == 1 else None)
-        if k is None or not maps_pages(p, t.block, target):
+        if k is None or not can_use_tma(p, t.block, target):
             return k, None
         heads, step = p.layout.heads, p.layout.key_stride
         keys = TensorMap(k.index, (p.pages * p.page_size, heads * step), (t.block, p.dim))
@@ -271,12 +311,12 @@ class RaggedPrefill(RaggedLaunch):
                 left=p.window_left or 0,
                 WINDOW=p.window_left is not None,
                 LANES=self.lanes,
-                LINES=LINES,
+                CLEARED_ROWS=CLEARED_ROWS,
             ),
             "logits": logits_group(p),
             "layout": self.layout(),
-            "dots": dots_group(p, target, FUSED=fused),
+            "dots": dot_options(p, target, FUSED=fused),
             "BLOCK": t.block,
-            "LOOPED": self.has("o_in"),
+            "PERSISTENT": self.has("o_in"),
             "PTX": instructions(target),
         }

@@ -8,20 +8,28 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ejkernel.kernels.triton.language import tl, triton
-from ejkernel.kernels.triton.serving.eight_bit_scores import LARGEST, digits, quads
+from ejkernel.kernels.triton.serving.eight_bit_scores import (
+    MAX_QUERY,
+    split_column_pairs,
+    split_digits,
+)
 
 
 class Queries(NamedTuple):
-    """Rows of queries: both parts of their columns, for even and for odd columns of keys.
+    """Rows of queries.
 
-    ``slopes``: of their logits, ``inner`` inside the soft cap. ``sign``: of the scale, None if the
-    queries include it. ``power``, ``large``: of ``fused_softmax``.
+    Attributes:
+        main, main_odd: main columns, for even and for odd columns of keys.
+        tail, tail_odd: tail columns, likewise.
+        slopes, inner: slopes of their logits, and inside the soft cap.
+        sign: sign of the scale, None if the queries include it.
+        power, large: as for ``fused_softmax``.
     """
 
     main: Any
     main_odd: Any
-    more: Any
-    more_odd: Any
+    tail: Any
+    tail_odd: Any
     slopes: Any
     inner: Any
     sign: Any
@@ -44,7 +52,7 @@ def _sign(x):
 
 
 @triton.jit
-def _capped(slopes, logits):
+def _apply_cap(slopes, logits):
     """Returns (slopes, inner): outer slopes and slopes inside the soft cap; NaN stays NaN."""
     inner = slopes * logits.cap_in
     if logits.CAPPED:
@@ -53,140 +61,145 @@ def _capped(slopes, logits):
 
 
 @triton.jit
-def row_factors(one, size, factor, logits, POSITIVE: tl.constexpr):
+def compute_row_factors(ones, size, factor, logits, POSITIVE: tl.constexpr):
     """Returns (weight, slopes, inner) for logits scaled by ``factor`` and queries by ``weight``.
 
-    ``one``: a 1.0 for each row. ``size``: the largest magnitude of each row, which weight brings
+    ``ones``: a 1.0 for each row. ``size``: the largest magnitude of each row, which weight brings
     near 1; None: weight is only a sign. inner: slopes inside the soft cap. POSITIVE: the factor is
     greater than 0.
     """
-    slopes = one * tl.abs(factor)
-    weight = one
+    slopes = ones * tl.abs(factor)
+    weight = ones
     if not POSITIVE:
-        weight = one * _sign(factor)
+        weight = ones * _sign(factor)
     if size is not None:
         power, inverse = power_of_two(size)
         weight = weight * inverse
         slopes = slopes * power
-    slopes, inner = _capped(tl.maximum(slopes, 2.0**-120), logits)
+    slopes, inner = _apply_cap(tl.maximum(slopes, 2.0**-120), logits)
     return weight, slopes, inner
 
 
 @triton.jit
-def _prepared(q, q_more, factor, logits, layout, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr):
+def _scale_queries(
+    q, q_tail, factor, logits, layout, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr
+):
     """Returns (q, q_more, slopes, inner): queries in the dtype of the matmul.
 
     NORMALISE: scale the largest entry of a row near 1, so that any query fits float16; slopes undo
     it. Without it and with a positive factor queries stay as they are loaded, and MMAs read them in
-    place. The other arguments and results are those of ``row_factors``.
+    place. The other arguments and results are as for ``compute_row_factors``.
     """
-    one = tl.full([q.shape[0]], 1.0, tl.float32)
+    ones = tl.full([q.shape[0]], 1.0, tl.float32)
     size = None
     if NORMALISE:
         q = q.to(tl.float32)
         size = tl.max(tl.abs(q), 1)
-        if layout.REST > 0:
-            q_more = q_more.to(tl.float32)
-            size = tl.maximum(size, tl.max(tl.abs(q_more), 1))
-    weight, slopes, inner = row_factors(one, size, factor, logits, POSITIVE)
+        if layout.TAIL > 0:
+            q_tail = q_tail.to(tl.float32)
+            size = tl.maximum(size, tl.max(tl.abs(q_tail), 1))
+    weight, slopes, inner = compute_row_factors(ones, size, factor, logits, POSITIVE)
     if NORMALISE or not POSITIVE:
         q = q.to(tl.float32) * weight[:, None]
-        if layout.REST > 0:
-            q_more = q_more.to(tl.float32) * weight[:, None]
-    if layout.REST > 0:
-        q_more = q_more.to(layout.NUMBER)
-    return q.to(layout.NUMBER), q_more, slopes, inner
+        if layout.TAIL > 0:
+            q_tail = q_tail.to(tl.float32) * weight[:, None]
+    if layout.TAIL > 0:
+        q_tail = q_tail.to(layout.DTYPE)
+    return q.to(layout.DTYPE), q_tail, slopes, inner
 
 
 @triton.jit
-def _even_odd(q, KIND: tl.constexpr, FORM: tl.constexpr):
+def _split_columns(q, KIND: tl.constexpr, FORM: tl.constexpr):
     """Splits columns as an 8-bit cache does, in even and odd ones; otherwise returns all twice."""
     if KIND == "":
         even, odd = q, q
-    elif FORM == "quads":
-        even, odd = quads(q)
+    elif FORM == "column_pairs":
+        even, odd = split_column_pairs(q)
     else:
         even, odd = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
     return even, odd
 
 
 @triton.jit
-def opened(q, rows, inside, factor, logits, layout, dots, POSITIVE: tl.constexpr):
+def prepare_queries(q, rows, inside, factor, logits, layout, dots, POSITIVE: tl.constexpr):
     """Loads int64 ``rows`` of q, 0 where not inside, as ``Queries`` for keys of ``layout``."""
     main = _load_queries(q, rows, inside, layout.DIM, 0, layout.MAIN)
-    more = main
-    if layout.REST > 0:
-        more = _load_queries(q, rows, inside, layout.DIM, layout.MAIN, layout.REST)
-    if dots.FORM == "digits":
-        main, main_odd, more, more_odd, slopes, inner = _as_digits(
-            main, more, factor, logits, layout
+    tail = main
+    if layout.TAIL > 0:
+        tail = _load_queries(q, rows, inside, layout.DIM, layout.MAIN, layout.TAIL)
+    if dots.FORM == "int8_split":
+        main, main_odd, tail, tail_odd, slopes, inner = _split_both_parts(
+            main, tail, factor, logits, layout
         )
     else:
-        main, more, slopes, inner = _prepared(
-            main, more, factor, logits, layout, dots.NORMALISE, POSITIVE
+        main, tail, slopes, inner = _scale_queries(
+            main, tail, factor, logits, layout, dots.NORMALISE, POSITIVE
         )
-        main, main_odd = _even_odd(main, layout.KIND, dots.FORM)
-        more_odd = main_odd
-        if layout.REST > 0:
-            more, more_odd = _even_odd(more, layout.KIND, dots.FORM)
+        main, main_odd = _split_columns(main, layout.KIND, dots.FORM)
+        tail_odd = main_odd
+        if layout.TAIL > 0:
+            tail, tail_odd = _split_columns(tail, layout.KIND, dots.FORM)
     power, _ = power_of_two(slopes)
     large = 1073741824.0 / slopes
-    return Queries(main, main_odd, more, more_odd, slopes, inner, None, power, large)
+    return Queries(main, main_odd, tail, tail_odd, slopes, inner, None, power, large)
 
 
 @triton.jit
-def largest_bits(q):
+def max_magnitude_bits(q):
     """Returns int32 bits of the largest magnitude of each row of float32 ``q``; NaN is largest."""
     return tl.max(q.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
 
 
 @triton.jit
-def digit_factors(bits, factor, logits):
-    """Returns (scale, slopes, inner) for queries as digits; ``bits``: see ``largest_bits``."""
+def compute_digit_factors(bits, factor, logits):
+    """Returns (scale, slopes, inner) for queries as digits.
+
+    ``bits``: see ``max_magnitude_bits``.
+    """
     size = bits.to(tl.float32, bitcast=True)
     # digits are finite: a NaN or infinite query makes all logits of its row NaN
     wrong = tl.where(bits < 0x7F800000, 0.0, float("nan"))
     power, inverse = power_of_two(size)
     near_one = tl.maximum(size * inverse, 2.0**-100)
-    scale = inverse * (LARGEST / near_one)
-    slopes = tl.maximum(tl.abs(factor) * (power * near_one * (1.0 / LARGEST)), 2.0**-120) + wrong
-    slopes, inner = _capped(slopes, logits)
+    scale = inverse * (MAX_QUERY / near_one)
+    slopes = tl.maximum(tl.abs(factor) * (power * near_one * (1.0 / MAX_QUERY)), 2.0**-120) + wrong
+    slopes, inner = _apply_cap(slopes, logits)
     return scale * _sign(factor), slopes, inner
 
 
 @triton.jit
-def _as_digits(q, q_more, factor, logits, layout):
-    """Returns both digits of both parts of the queries, and (slopes, inner) as ``_prepared``."""
+def _split_both_parts(q, q_tail, factor, logits, layout):
+    """Returns both digits of main and tail columns, and (slopes, inner) as ``_scale_queries``."""
     q = q.to(tl.float32)
-    bits = largest_bits(q)
-    if layout.REST > 0:
-        q_more = q_more.to(tl.float32)
-        bits = tl.maximum(bits, largest_bits(q_more))
-    scale, slopes, inner = digit_factors(bits, factor, logits)
-    high, low = digits(q, scale)
-    high_more, low_more = high, low
-    if layout.REST > 0:
-        high_more, low_more = digits(q_more, scale)
-    return high, low, high_more, low_more, slopes, inner
+    bits = max_magnitude_bits(q)
+    if layout.TAIL > 0:
+        q_tail = q_tail.to(tl.float32)
+        bits = tl.maximum(bits, max_magnitude_bits(q_tail))
+    scale, slopes, inner = compute_digit_factors(bits, factor, logits)
+    high, low = split_digits(q, scale)
+    high_tail, low_tail = high, low
+    if layout.TAIL > 0:
+        high_tail, low_tail = split_digits(q_tail, scale)
+    return high, low, high_tail, low_tail, slopes, inner
 
 
 @triton.jit
-def opened_as_loaded(q, rows, inside, factor, logits, layout, POSITIVE: tl.constexpr):
+def load_raw_queries(q, rows, inside, factor, logits, layout, POSITIVE: tl.constexpr):
     """Loads ``rows`` of q unchanged; the sign of the factor is applied to the scores.
 
     Asynchronous MMAs read such queries from shared memory; any arithmetic would move them to
     registers.
     """
     main = _load_queries(q, rows, inside, layout.DIM, 0, layout.MAIN)
-    more = main
-    if layout.REST > 0:
-        more = _load_queries(q, rows, inside, layout.DIM, layout.MAIN, layout.REST)
-    one = tl.full([main.shape[0]], 1.0, tl.float32)
+    tail = main
+    if layout.TAIL > 0:
+        tail = _load_queries(q, rows, inside, layout.DIM, layout.MAIN, layout.TAIL)
+    ones = tl.full([main.shape[0]], 1.0, tl.float32)
     sign = None
     if not POSITIVE:
-        sign = one * _sign(factor)
-    slopes, inner = _capped(tl.maximum(one * tl.abs(factor), 2.0**-120), logits)
-    return Queries(main, main, more, more, slopes, inner, sign, None, None)
+        sign = ones * _sign(factor)
+    slopes, inner = _apply_cap(tl.maximum(ones * tl.abs(factor), 2.0**-120), logits)
+    return Queries(main, main, tail, tail, slopes, inner, sign, None, None)
 
 
 @triton.jit

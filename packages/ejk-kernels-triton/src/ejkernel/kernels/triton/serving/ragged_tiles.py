@@ -1,4 +1,4 @@
-"""How a ragged call is launched: arithmetic with a reason at each line."""
+"""Tiles of a ragged call: arithmetic, with a reason next to each line."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.serving import decode_tiles
 from ejkernel.kernels.triton.serving.decode_tiles import LAUNCHED, query_rows
-from ejkernel.kernels.triton.serving.params import column_parts, is_wide
+from ejkernel.kernels.triton.serving.params import column_parts, needs_float32
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import config_field
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 from ejkernel.types.serving.schedule import LongPrefill
 
-LEAST = 1024  # keys of a part: what it writes and reads again is a quarter of their bytes
+MIN_SPLIT_KEYS = 1024  # keys of a split: its partial results are a quarter of their bytes
 MAX_DECODE_TOKENS = 8  # rows of a sequence in one decoding step: keys are read once for all of them
 
 
 @dataclass(frozen=True)
 class RaggedTiles:
-    """The launch of the tiles of prefilled sequences, and that of decoded ones.
+    """Tiles of prefill, and of the decoding of other sequences.
 
     Attributes:
         rows: query rows of a tile, tokens times heads.
         block: keys read at a time.
         num_warps, num_stages: of the program that reads them.
-        decode: the launch of decoded sequences.
-        least: keys of a part, where a tile's keys are cut into parts.
-        splits: parts of a decoded sequence on average; None: as many as fill the chip.
+        decode: tiles of decoded sequences.
+        min_split_keys: least keys of a split of a tile.
+        splits: splits of a decoded sequence on average; None: as many as fill the chip.
         group: query heads of a kv head, a property of the call.
         decode_tokens: most new tokens of a sequence that is decoded.
-        long: the sequences that a long-prefill kernel attends to, None where there is none.
+        long_prefill: the sequences that a long-prefill kernel attends to, None without one.
     """
 
     rows: int
@@ -41,20 +41,20 @@ class RaggedTiles:
     num_warps: int
     num_stages: int
     decode: decode_tiles.DecodeTiles
-    least: int
+    min_split_keys: int
     splits: int | None = None
     group: int = 1
     decode_tokens: int = 1
-    long: LongPrefill | None = None
+    long_prefill: LongPrefill | None = None
 
     def apply_config(self, cfg: Any, problem: RaggedProblem, target: Target) -> RaggedTiles:
-        """These tiles with what a config says instead."""
+        """Returns the tiles with the values of a config."""
         p, tiles = problem.paged, overridden(self, cfg, LAUNCHED | {"splits": "num_splits"})
         queries = config_field(cfg, "num_queries_per_block")
         pages = config_field(cfg, "num_kv_pages_per_block")
         if queries is not None:
-            most = min(256, power_of_two(problem.rows * p.group))
-            rows = min(most, power_of_two(int(queries) * self.members))
+            max_rows = min(256, power_of_two(problem.rows * p.group))
+            rows = min(max_rows, power_of_two(int(queries) * self.members))
             tiles = replace(tiles, rows=max(16, rows))
         if pages is not None:
             block = decode_tiles.block_of_pages(int(pages), p, target)
@@ -82,7 +82,7 @@ class RaggedTiles:
 
 
 def choose(problem: RaggedProblem, target: Target) -> RaggedTiles:
-    """The heuristic launch."""
+    """Returns the heuristic tiles."""
     p, tokens = problem.paged, decode_tokens(problem)
     decode = decode_tiles.choose(replace(p, tokens=tokens), target)
     columns = power_of_two(sum(column_parts(p)[0]))
@@ -93,7 +93,7 @@ def choose(problem: RaggedProblem, target: Target) -> RaggedTiles:
     if rows < 64:
         warps = min(warps, 4)
     tiles = RaggedTiles(
-        rows, block, warps, stages, decode, LEAST, group=p.group, decode_tokens=tokens
+        rows, block, warps, stages, decode, MIN_SPLIT_KEYS, group=p.group, decode_tokens=tokens
     )
     return _fit(tiles, problem, target)
 
@@ -113,8 +113,8 @@ def decode_problem(problem: RaggedProblem, tiles: RaggedTiles) -> PagedProblem:
 
 def _sizes(problem: RaggedProblem, target: Target, columns: int) -> tuple[int, int, int, int]:
     p = problem.paged
-    if is_wide(p):
-        # products of float32 in three, operands in registers
+    if needs_float32(p):
+        # float32 matmuls in three, operands in registers
         return 16, 32 if columns <= 128 else 16, 4, 1
     if target.platform == "rocm":
         # 64 KiB of shared memory, no asynchronous copies
@@ -126,7 +126,7 @@ def _sizes(problem: RaggedProblem, target: Target, columns: int) -> tuple[int, i
     if target.hopper and not p.is_eight_bit:
         # one warp group of 64 rows, three stages: two programs share a multiprocessor, and one
         # computes while the other looks up its tile, waits for its first keys or stores. Of 64
-        # columns as many bytes a step: the assembler makes products of square tiles wait for each
+        # columns as many bytes a step: the assembler makes matmuls of square tiles wait for each
         # other
         return (64, 128, 4, 2) if columns == 64 else (64, 64, 4, 3)
     # operands from registers leave room for half the keys
@@ -134,17 +134,17 @@ def _sizes(problem: RaggedProblem, target: Target, columns: int) -> tuple[int, i
 
 
 def shared_bytes(problem: RaggedProblem, rows: int, block: int, stages: int) -> int:
-    """Shared memory of a program: steps in flight, queries, probabilities."""
+    """Returns the shared memory of a program: steps in flight, queries, probabilities."""
     p = problem.paged
-    width = 4 if is_wide(p) else 2
-    held = block * p.token_bytes * stages
+    width = 4 if needs_float32(p) else 2
+    step_bytes = block * p.token_bytes * stages
     if p.is_eight_bit:
-        held += block * p.dim * 2 * width  # converted, for matmuls that read shared memory
-    return held + rows * (p.dim + block) * width
+        step_bytes += block * p.dim * 2 * width  # converted, for matmuls that read shared memory
+    return step_bytes + rows * (p.dim + block) * width
 
 
 def _fit(tiles: RaggedTiles, problem: RaggedProblem, target: Target) -> RaggedTiles:
-    """``tiles`` made smaller until their shared memory fits, or as small as they get."""
+    """Returns tiles made smaller until their shared memory fits, or as small as they get."""
     limit = target.shared_limit
     while shared_bytes(problem, tiles.rows, tiles.block, tiles.num_stages) > limit:
         if tiles.num_stages > 2:
@@ -158,8 +158,8 @@ def _fit(tiles: RaggedTiles, problem: RaggedProblem, target: Target) -> RaggedTi
     return tiles
 
 
-def maps_pages(p: PagedProblem, block: int, target: Target) -> bool:
-    """True where keys and values are read by TMA: a block is in one page, and a head is one box.
+def can_use_tma(p: PagedProblem, block: int, target: Target) -> bool:
+    """Returns whether keys and values are read by TMA: a block in one page, a head in one box.
 
     Keys behind the last are cut off by the descriptor, those before a window are not.
     """
@@ -174,19 +174,19 @@ def maps_pages(p: PagedProblem, block: int, target: Target) -> bool:
     )
 
 
-def decode_shares(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:
-    """Equal shares of all decoded keys."""
+def decode_ranges(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:
+    """Returns the number of equal work ranges of all decoded keys."""
     p = problem.paged
     if tiles.splits is None:
-        return decode_tiles.share_count(decode_problem(problem, tiles), tiles.decode, target)
+        return decode_tiles.count_work_ranges(decode_problem(problem, tiles), tiles.decode, target)
     longest = -(-p.capacity // tiles.decode.block)
     return max(1, p.batch * min(tiles.splits, longest))
 
 
-def fair_parts(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:
-    """Parts of tiles in all, for each kv head: what runs at once.
+def max_split_units(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:
+    """Returns the most work units of tiles with several splits, for each kv head: one round.
 
-    Few tiles of one length then are one round of programs, and what is kept of them is small. A
+    Few tiles of one length then are one round of programs, and their partial results are small. A
     program of eight warps has a multiprocessor to itself, of four half of it.
     """
     chunks = -(-tiles.group // tiles.members)
@@ -194,16 +194,16 @@ def fair_parts(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> in
     return max(1, programs // (problem.paged.kv_heads * chunks))
 
 
-def most_pieces(problem: RaggedProblem, tiles: RaggedTiles, fair: int) -> int:
-    """Pieces of any mix of sequences: full tiles, one more a sequence, parts of cut ones."""
+def max_units(problem: RaggedProblem, tiles: RaggedTiles, max_split_units: int) -> int:
+    """Returns the most work units of any mix: full tiles, one more a sequence, and splits."""
     t = problem.rows
     prefilled = min(problem.sequences, t // (tiles.decode_tokens + 1))
-    return t // tiles.tile + prefilled + fair
+    return t // tiles.tile + prefilled + max_split_units
 
 
 def neighbours(problem: RaggedProblem, target: Target, chosen: RaggedTiles) -> list[RaggedTiles]:
     """Returns tiles worth timing: half or twice the rows and warps, a stage more or less."""
-    found = [
+    candidates = [
         replace(chosen, rows=rows, num_warps=warps, num_stages=stages)
         for rows, warps in (
             (chosen.rows, chosen.num_warps),
@@ -215,6 +215,6 @@ def neighbours(problem: RaggedProblem, target: Target, chosen: RaggedTiles) -> l
     ]
     return [
         t
-        for t in found
+        for t in candidates
         if shared_bytes(problem, t.rows, t.block, t.num_stages) <= target.shared_limit
     ]

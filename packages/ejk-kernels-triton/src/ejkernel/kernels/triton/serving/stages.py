@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import jax
 
 from ejkernel.kernels.triton.bridge import call
-from ejkernel.kernels.triton.serving.decode_tiles import share_count
-from ejkernel.kernels.triton.serving.ragged_tiles import RaggedTiles, decode_problem, decode_shares
+from ejkernel.kernels.triton.serving.decode_tiles import count_work_ranges
+from ejkernel.kernels.triton.serving.ragged_tiles import RaggedTiles, decode_problem, decode_ranges
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types.serving.problem import RaggedProblem
@@ -27,7 +27,7 @@ def decode_sequences(work: Work, arrays: Arrays) -> Arrays:
     """Returns partial results of every split, or the output where each sequence has one split."""
     from ejkernel.kernels.triton.serving.decode import PagedSplit
 
-    launch = PagedSplit(work.problem, work.tiles, _share_count(work))
+    launch = PagedSplit(work.problem, work.tiles, _count_ranges(work))
     if launch.direct:
         return call(launch, **arrays)
     return call(launch, **{name: x for name, x in arrays.items() if name not in ONLY_MERGED})
@@ -39,14 +39,14 @@ def merge_sequences(work: Work, arrays: Arrays) -> Arrays:
 
     if "o" in arrays:
         return {}
-    launch = PagedMerge(work.problem, work.tiles, _share_count(work))
+    launch = PagedMerge(work.problem, work.tiles, _count_ranges(work))
     merged = call(launch, **select_arrays(arrays, *launch.batching))
     return {"o": merged["o"], **({"lse": merged["lse_out"]} if "lse_out" in merged else {})}
 
 
-def _share_count(work: Work) -> int:
+def _count_ranges(work: Work) -> int:
     p, t = work.problem, work.tiles
-    return t.splits * p.batch if t.splits else share_count(p, t, work.target)
+    return t.splits * p.batch if t.splits else count_work_ranges(p, t, work.target)
 
 
 def build_schedule(work: Work, arrays: Arrays) -> Arrays:
@@ -61,7 +61,7 @@ def write_cache(work: Work, arrays: Arrays) -> Arrays:
     """Returns the cache with the new keys and values, and the scale of the logits after that."""
     from ejkernel.kernels.triton.serving.write import RaggedWrite
 
-    names = ("keys", "values", "tables", "work", "facts", "k_scale", "v_scale")
+    names = ("keys", "values", "tables", "sequences", "header", "k_scale", "v_scale")
     written = call(
         RaggedWrite(work.problem, work.tiles, work.target),
         **select_arrays(arrays, *names),
@@ -91,8 +91,8 @@ def decode_launch(problem: RaggedProblem, tiles: RaggedTiles, target: Target) ->
     """Returns the split kernel over decoded sequences; the other sequences have length 0."""
     from ejkernel.kernels.triton.serving.decode import PagedSplit
 
-    shares = decode_shares(problem, tiles, target)
-    return PagedSplit(decode_problem(problem, tiles), tiles.decode, shares)
+    ranges = decode_ranges(problem, tiles, target)
+    return PagedSplit(decode_problem(problem, tiles), tiles.decode, ranges)
 
 
 def skip_long_prefill(work: Work, arrays: Arrays) -> Arrays:
@@ -108,37 +108,40 @@ def prefill_rows(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output with the rows of short prefill, and partial results of split tiles."""
     from ejkernel.kernels.triton.serving.prefill import RaggedPrefill
 
-    names = ("q", "k", "tables", "work", "facts", "k_scale", "v_scale", "sink")
+    names = ("q", "k", "tables", "sequences", "header", "k_scale", "v_scale", "sink")
     results = call(
         RaggedPrefill(work.problem, work.tiles, work.target),
         **select_arrays(arrays, *names),
         first_rows=arrays["d_rows"],
         o_in=arrays.get("o"),
     )
-    return {name if name == "o" else f"p_{name}": x for name, x in results.items()}
+    outputs = ("o", "lse")
+    return {name if name in outputs else f"p_{name}": x for name, x in results.items()}
 
 
 def merge_rows(work: Work, arrays: Arrays) -> Arrays:
-    """Returns the output with the rows of partial results."""
-    return {"o": _merge(work, arrays, None)["o"]}
+    """Returns the output, and the log-sum-exp, with the rows of partial results."""
+    return _merge_partials(work, arrays, None)
 
 
 def merge_rows_and_cache(work: Work, arrays: Arrays) -> Arrays:
-    """Returns the output, and the cache of a call that wrote it."""
-    merged = _merge(work, arrays, arrays["k"])
-    return {"o": merged["o"], "k": merged["cache"]}
+    """Returns the output, the log-sum-exp, and the cache of a call that wrote it."""
+    merged = _merge_partials(work, arrays, arrays["k"])
+    return {"k": merged.pop("cache"), **merged}
 
 
-def _merge(work: Work, arrays: Arrays, cache: jax.Array | None) -> Arrays:
+def _merge_partials(work: Work, arrays: Arrays, cache: jax.Array | None) -> Arrays:
     from ejkernel.kernels.triton.serving.ragged_merge import RaggedMerge
 
-    names = ("d_acc", "d_m", "d_l", "d_starts", "d_counts", "work", "facts", "p_acc", "p_m", "p_l")
+    decoded = ("d_acc", "d_m", "d_l", "d_starts", "d_counts")
+    prefilled = ("sequences", "header", "p_acc", "p_m", "p_l")
     return call(
         RaggedMerge(work.problem, work.tiles, work.target),
-        **select_arrays(arrays, *names, "v_scale", "sink"),
+        **select_arrays(arrays, *decoded, *prefilled, "v_scale", "sink"),
         first_rows=arrays["d_rows"],
         o_in=arrays["o"],
         cache_in=cache,
+        lse_in=arrays.get("lse"),
     )
 
 

@@ -1,6 +1,6 @@
-"""Ragged attention that writes: new keys and values to their places in the cache, in place.
+"""Ragged attention that writes: new keys and values to their rows of the cache, in place.
 
-Row m of sequence r goes to position ``length - count + m``; a number of another dtype than the
+Row m of sequence r goes to position ``length - count + m``; a value of another dtype than the
 cache's is divided by its head's scale, cut to what the cache can hold and rounded to nearest even.
 
 Work split: one program per (BLOCK packed rows, kv head); a row finds its sequence by counting the
@@ -23,6 +23,7 @@ from ejkernel.kernels.triton.serving.in_place import is_elsewhere
 from ejkernel.kernels.triton.serving.launch import RaggedLaunch, sequential
 from ejkernel.kernels.triton.serving.params import layout_params
 from ejkernel.kernels.triton.serving.quantize import eight_bit_quotients, eight_bits
+from ejkernel.kernels.triton.serving.schedule import END_ROW, FIRST_ROW, KV_LEN, ROW_END
 from ejkernel.kernels.triton.targets import instructions
 from ejkernel.types.serving.problem import ITEMSIZE
 
@@ -84,39 +85,39 @@ class WriteTile(NamedTuple):
 
 @triton.jit
 def _write_rows(
-    block, head, keys, values, tables, first_rows, work, facts, k_scale, v_scale, cache, sizes,
-    tile, PTX: tl.constexpr,
+    block, head, keys, values, tables, first_rows, sequences, header, k_scale, v_scale, cache,
+    sizes, tile, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes the keys and values of one head in one block of packed rows."""
     n = sizes.n
     row = block * tile.BLOCK + tl.arange(0, tile.BLOCK)
-    here = (row >= tl.load(facts + 1)) & (row < tl.load(facts + 2))
+    is_valid = (row >= tl.load(header + FIRST_ROW)) & (row < tl.load(header + END_ROW))
     column = tl.arange(0, tile.COLUMNS)
-    # read before their places are known: whoever waits for one look-up after the other has them
+    # loaded before the rows of the cache are known, while one look-up waits for the other
     source = (row.to(tl.int64) * tile.KV_HEADS + head)[:, None] * tile.D + column[None, :]
-    mask = here[:, None] & (column < tile.D)[None, :]
+    mask = is_valid[:, None] & (column < tile.D)[None, :]
     new_keys = tl.load(keys + source, mask=mask, other=0)
     new_values = tl.load(values + source, mask=mask, other=0)
 
     r = tl.zeros([tile.BLOCK], tl.int32)
     for base in range(0, n, tile.LANES):
         i = base + tl.arange(0, tile.LANES)
-        end = tl.load(work + i, mask=i < n, other=2147483647)
+        end = tl.load(sequences + ROW_END * n + i, mask=i < n, other=2147483647)
         r += tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
     r = tl.minimum(r, n - 1)
-    last = tl.load(work + r)
-    length = tl.load(work + n + r)
+    last = tl.load(sequences + ROW_END * n + r)
+    length = tl.load(sequences + KV_LEN * n + r)
     first = tl.load(first_rows + r)
     position = length - last + row
-    here = here & (position >= 0) & (row >= first)
+    is_valid = is_valid & (position >= 0) & (row >= first)
     page = tl.load(
-        tables + r.to(tl.int64) * sizes.max_pages + position // tile.PAGE, mask=here, other=-1
+        tables + r.to(tl.int64) * sizes.max_pages + position // tile.PAGE, mask=is_valid, other=-1
     )
-    here = here & (page >= 0) & (page < sizes.pages)
-    place = page.to(tl.int64) * tile.PAGE + position % tile.PAGE
+    is_valid = is_valid & (page >= 0) & (page < sizes.pages)
+    cache_row = page.to(tl.int64) * tile.PAGE + position % tile.PAGE
 
-    mask = here[:, None] & (column < tile.D)[None, :]
-    target = cache + ((place * tile.K_HEADS + head) * tile.K_STEP)[:, None] + column[None, :]
+    mask = is_valid[:, None] & (column < tile.D)[None, :]
+    target = cache + ((cache_row * tile.K_HEADS + head) * tile.K_STEP)[:, None] + column[None, :]
     kind: tl.constexpr = cache.dtype.element_ty
     x = _stored(new_keys, k_scale, head, kind, tile.KIND, tile.VERBATIM_K, tile.LARGEST, PTX)
     tl.store(target, x, mask=mask)
@@ -125,22 +126,22 @@ def _write_rows(
 
 
 @triton.jit
-def _copy_head(source, cache, places, head, K_HEADS: tl.constexpr, K_STEP: tl.constexpr):
-    """Copies one combined head of every place of the cache."""
+def _copy_head(source, cache, cache_rows, head, K_HEADS: tl.constexpr, K_STEP: tl.constexpr):
+    """Copies one combined head of every row of the cache."""
     WIDTH: tl.constexpr = triton.next_power_of_2(K_STEP)
     ROWS: tl.constexpr = 8192 // WIDTH
     column = tl.arange(0, WIDTH)[None, :]
-    for begin in range(0, places, ROWS):
-        place = (begin + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        at = (place * K_HEADS + head) * K_STEP + column
-        mask = (place < places) & (column < K_STEP)
+    for begin in range(0, cache_rows, ROWS):
+        cache_row = (begin + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        at = (cache_row * K_HEADS + head) * K_STEP + column
+        mask = (cache_row < cache_rows) & (column < K_STEP)
         tl.store(cache + at, tl.load(source + at, mask=mask), mask=mask)
 
 
 @triton.jit
 def ragged_write(
-    keys, values, tables, first_rows, work, facts, k_scale, v_scale, cache_in, cache, sizes, tile,
-    PTX: tl.constexpr,
+    keys, values, tables, first_rows, sequences, header, k_scale, v_scale, cache_in, cache, sizes,
+    tile, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes keys and values into the cache, which is in the memory of ``cache_in``."""
     block = tl.program_id(0)
@@ -158,8 +159,8 @@ def ragged_write(
             tl.debug_barrier()
     for b in range(block, stop):
         _write_rows(
-            b, head, keys, values, tables, first_rows, work, facts, k_scale, v_scale, cache, sizes,
-            tile, PTX,
+            b, head, keys, values, tables, first_rows, sequences, header, k_scale, v_scale, cache,
+            sizes, tile, PTX,
         )  # fmt: skip
 
 
@@ -169,7 +170,7 @@ class RaggedWrite(RaggedLaunch):
 
     kernel = ragged_write
     batching: ClassVar = sequential(
-        "keys values tables first_rows work facts k_scale v_scale cache_in"
+        "keys values tables first_rows sequences header k_scale v_scale cache_in"
     )
 
     def outputs(self):

@@ -38,7 +38,7 @@ def folding(problem: Problem, run: Callable, tensors: dict[str, jax.Array]) -> t
 
 
 def _folded(problem: Problem, run: Callable, tensors: dict[str, jax.Array]) -> tuple:
-    """Runs ``run``; the results of a mapped call vary as those of a single one, for branches."""
+    """Runs ``run``; mapped and single calls have results that vary alike, as branches need."""
     names = tuple(tensors)
 
     @jax.custom_batching.custom_vmap
