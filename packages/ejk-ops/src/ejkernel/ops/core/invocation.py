@@ -243,8 +243,10 @@ def bind_by_name(
     What the call of a shard has besides is kept.
     """
     signature = kernel.signature
-    of_shard = {name: x for name, x in kwargs.items() if name == SEQUENCE_AXES}
-    kwargs = {name: x for name, x in kwargs.items() if name not in of_shard}
+    of_shard: dict[str, Any] = {}
+    if SEQUENCE_AXES in kwargs:
+        kwargs = dict(kwargs)
+        of_shard = {SEQUENCE_AXES: kwargs.pop(SEQUENCE_AXES)}
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -183,7 +183,8 @@ class Call:
     def shares_sequence(cls, a: Mapping[str, Any]) -> bool:
         """Returns whether devices may share the sequence of a call."""
         # functions of indices would have to count over all devices
-        return bool(cls.sequence_axes) and all(a.get(name) is None for name in MODS)
+        score_mod, mask_mod = MODS
+        return bool(cls.sequence_axes) and a.get(score_mod) is a.get(mask_mod) is None
 
     @classmethod
     def sharding_rule(cls, a: Mapping[str, Any], *, sequence: bool = False) -> ShardingRule:
