@@ -83,7 +83,7 @@ def sharding_table() -> str:
     """Returns the role of each axis of each operation, by the words of its signature."""
     from ejkernel.modules._table import operation_class
 
-    heads = ("function", "sharded freely", "key heads", "summed", "whole")
+    heads = ("function", "sharded freely", "key heads", "sequence", "summed", "whole")
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for function, *_ in operations():
         rows.append(f"| `{function}` | {' | '.join(_axes_by_role(operation_class(function)))} |")
@@ -95,12 +95,14 @@ def _axes_by_role(operation: Any) -> list[str]:
     from ejkernel.types.calls.axes import Kind, bare, meaning
 
     forms = (axes for p in operation.spec.boundary.parameters for _, axes in p.forms)
-    roles: dict[str, dict[str, None]] = {"free": {}, "keys": {}, "summed": {}, "whole": {}}
+    names = ("free", "keys", "sequence", "summed", "whole")
+    roles: dict[str, dict[str, None]] = {name: {} for name in names}
     for word in (bare(word) for axes in forms for word in axes.split()):
         axis = meaning(word)
         if word.isidentifier() and word != "_":
             role = "keys" if axis.kind is Kind.KEY_HEADS else "summed" if axis.is_summed else "free"
-            roles[role if axis.free else "whole"][word] = None
+            role = role if axis.free else "whole"
+            roles["sequence" if word in operation.spec.sequence_axes else role][word] = None
     return [", ".join(f"`{word}`" for word in words) or "-" for words in roles.values()]
 
 

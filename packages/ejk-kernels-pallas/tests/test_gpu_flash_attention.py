@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from ejkernel.kernels.pallas import compat
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
@@ -369,3 +369,19 @@ def test_backward_tiles_that_cannot_be_are_refused(doubles):
         with pytest.raises(ConfigError, match=f"bwd_params: {name}={bad[name]}"):
             flash_attention(x, x, x, cfg={"bwd_params": bad})
     flash_attention(x, x, x, cfg={"bwd_params": {"num_stages": 3, "q_blocksize": 64}})
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_attention_over_a_sharded_sequence_is_lowered(strategy):
+    """Under vmap and differentiated; the first keys are sent before the first kernel runs."""
+    mesh = AbstractMesh((4,), ("sp",), abstract_device=H200)
+    options = {"layout": "zigzag", "causal": True, "cfg": {"context_parallel": strategy}}
+    attend = functools.partial(implementation.ring_attention, axis_name="sp", **options)
+    spec = PartitionSpec(None, None, "sp")
+    sharded = jax.shard_map(jax.vmap(attend), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    q, k = struct(2, 1, 2048, 8, 128), struct(2, 1, 2048, 2, 128)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(gradient(sharded)).trace(q, k, k)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    sent = {"ring": "collective_permute", "all_gather": "all_gather", "ulysses": "all_to_all"}
+    assert 0 < text.index(f"stablehlo.{sent[strategy]}") < text.index("@mosaic_gpu")

@@ -143,3 +143,16 @@ def test_notes_name_the_collectives_of_a_call():
         "backward: all-reduce of the gradient of lhs, 512 bytes, over tp",
         "backward: all-reduce of the gradient of rhs, 256 bytes, over dp",
     )
+
+
+def test_keys_follow_queries_where_devices_share_a_sequence():
+    sizes = {"batch": 2, "q_len": 16, "heads": 4, "kv_len": 32, "kv_heads": 4}
+    rule = ShardingRule("flash_attention", sizes, sequence=("q_len", "kv_len"))
+    query, key = ("batch", "q_len", "heads"), ("batch", "kv_len", "kv_heads")
+    mesh = {"dp": 2, "sp": 4}
+    layout = rule.layout(mesh, [(query, [(), ("sp",), ()]), (key, [(), (), ()])])
+    assert layout.spread == {"q_len": ("sp",), "kv_len": ("sp",)}
+    # keys alone are gathered, and lengths have to divide
+    assert rule.layout(mesh, [(query, [()] * 3), (key, [(), ("sp",), ()])]).spread == {}
+    odd = ShardingRule("flash_attention", {**sizes, "kv_len": 30}, sequence=("q_len", "kv_len"))
+    assert odd.layout(mesh, [(query, [(), ("sp",), ()])]).spread == {}

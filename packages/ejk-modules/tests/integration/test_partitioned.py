@@ -399,9 +399,75 @@ def test_settings_of_jax_hold_while_the_compiler_partitions(xla):
         assert collectives(compiled) == {}
 
 
-def test_a_sharded_sequence_is_gathered(xla):
-    compiled = partitioned_program(attend, qkv(), (P(None, "tp"),) * 3)
-    assert set(collectives(compiled)) == {"all-gather"}
+@pytest.mark.parametrize(
+    ("strategy", "sent", "returned"),
+    [
+        ("ring", {"collective-permute": 4}, {"collective-permute": 12}),
+        ("all_gather", {"all-gather": 2}, {"all-gather": 4, "reduce-scatter": 2}),
+        ("ulysses", {"all-to-all": 4}, {"all-to-all": 16}),
+    ],
+)
+def test_devices_share_a_sequence(xla, strategy, sent, returned):
+    """Queries, keys and values sharded along their sequence; a mesh axis of batch rows besides."""
+    mesh = jax.make_mesh((4, 2), ("sp", "dp"), axis_types=(AxisType.Auto,) * 2)
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(k, (2, 32, n, 8)) for k, n in zip(keys, (4, 2, 2, 4), strict=True)]
+    placed = [jax.device_put(x, NamedSharding(mesh, P("dp", "sp"))) for x in arrays]
+    ids = jnp.repeat(jnp.asarray([[0] * 9 + [1] * 15 + [-1] * 8], jnp.int32), 2, 0)
+    options = {"mask_info": MaskInfo.from_segments(ids), "causal": True, "sliding_window": (25, 0)}
+
+    def attend(q, k, v, **cfg):
+        return modules.flash_attention(q, k, v, **options, **cfg)
+
+    cfg = {"cfg": {"context_parallel": strategy}}
+    shared = partial(attend, **cfg)
+    compiled = jax.jit(shared).lower(*placed[:3]).compile()
+    found = collectives(compiled)
+    # ids travel too, or are gathered: the counts are those of keys and values at least
+    assert set(sent) <= set(found) <= {*sent, "all-gather"}
+    assert all(found[kind] >= n for kind, n in sent.items())
+    assert_same(compiled(*placed[:3]), attend(*arrays[:3]))
+    assert compiled(*placed[:3]).sharding.is_equivalent_to(placed[0].sharding, 4)
+
+    def pull(f):
+        return lambda q, k, v, w: jax.vjp(f, q, k, v)[1](w)
+
+    compiled = jax.jit(pull(shared)).lower(*placed).compile()
+    found = collectives(compiled)
+    assert set(returned) <= set(found) <= {*returned, "all-gather"}
+    assert all(found[kind] >= n for kind, n in returned.items())
+    gradients = compiled(*placed)
+    assert_same(gradients, pull(attend)(*arrays))
+    for x, like in zip(gradients, placed, strict=False):
+        assert x.sharding.is_equivalent_to(like.sharding, 4)
+    meshed = partial(shared, mesh=mesh, in_specs=(P("dp", "sp"),) * 3)
+    assert_same(jax.jit(pull(meshed))(*arrays), gradients)
+    explicit = jax.make_mesh((4, 2), ("sp", "dp"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(explicit):
+        typed = [jax.device_put(x, NamedSharding(explicit, P("dp", "sp"))) for x in arrays]
+        assert_same(jax.jit(pull(shared))(*typed), gradients)
+
+
+def test_devices_share_a_latent_sequence(xla):
+    """Packed, with heads over another mesh axis, in plain jit and by mesh and specs."""
+    mesh = jax.make_mesh((4, 2), ("sp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((1, 32, 4, 24), (1, 32, 16), (16, 2, 16), (16, 2, 8), (1, 32, 8))
+    arrays = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+    specs = (P(None, "sp", "tp"), P(None, "sp"), P(None, "tp"), P(None, "tp"), P(None, "sp"))
+    starts = jnp.asarray([0, 10, 10, 25, 30])
+
+    def loss(*arrays, **where):
+        *latent, b_k = arrays
+        out = modules.mla_attention(*latent, b_k=b_k, cu_seqlens=starts, causal=True, **where)
+        return jnp.sin(out).sum()
+
+    gradients = jax.jit(jax.grad(loss, range(5)))
+    expected = gradients(*arrays)
+    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+    assert_same(gradients(*placed), expected)
+    meshed = partial(loss, mesh=mesh, in_specs=specs[:4])
+    assert_same(jax.jit(jax.grad(meshed, range(5)))(*arrays), expected)
 
 
 def test_a_donated_cache_is_written_in_place(xla):

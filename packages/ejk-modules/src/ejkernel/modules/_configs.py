@@ -29,15 +29,21 @@ class _ForwardBackwardConfig(OpConfig):
 
 
 @dataclass(frozen=True)
-class FlashAttentionConfig(_ForwardBackwardConfig):
-    """Tiles of flash_attention; fields as FwdParams and BwdParams, mappings are converted."""
+class _SharedSequenceConfig(_ForwardBackwardConfig):
+    context_parallel: str = strategy_field()
 
 
 @dataclass(frozen=True)
-class RingAttentionConfig(_ForwardBackwardConfig):
-    """Tiles of ring_attention on each device, and how devices share keys: ``context_parallel``."""
+class FlashAttentionConfig(_SharedSequenceConfig):
+    """Tiles of flash_attention; fields as FwdParams and BwdParams, mappings are converted.
 
-    context_parallel: str = strategy_field()
+    ``context_parallel``: how devices share a sequence.
+    """
+
+
+@dataclass(frozen=True)
+class RingAttentionConfig(_SharedSequenceConfig):
+    """Tiles of ring_attention on each device, and how devices share the sequence."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,8 @@ class RaggedDecodeAttentionConfig(_ForwardBackwardConfig):
 
 
 @dataclass(frozen=True)
-class FlashMLAConfig(_ForwardBackwardConfig):
-    """Tiles of mla_attention."""
+class FlashMLAConfig(_SharedSequenceConfig):
+    """Tiles of mla_attention, and how devices share a sequence."""
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,15 @@ from ejkernel.modules._specs import (
     read_specs,
     read_types,
     spread_key_heads,
+    spread_sequence,
     typed_spec,
 )
 from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
-from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
+from ejkernel.ops.core.distribution import SEQUENCE_AXES, LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types.calls.axes import bare, meaning
 from ejkernel.types.calls.layout import Layout, Shard
+from ejkernel.types.calls.shared_sequence import without_packing
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Call, leaf_axes
 
@@ -66,7 +68,10 @@ def distribute(
     if typed:
         mesh = explicit_mesh(a)
     axis_names = explicit_axes(mesh) if typed else tuple(mesh.axis_names)
-    override = op.spec.argument_axes(a)
+    shares = ring_axis is None and op.spec.shares_sequence(a)
+    if shares:
+        a = without_packing(a)
+    override = op.spec.distributed_axes(a)
     arguments = [_argument(p, a[p.name], override, in_specs or (), i) for i, p in _arrays(op)]
     sizes = {
         word.lstrip("#"): size
@@ -78,7 +83,11 @@ def distribute(
     layout = Layout(
         op.spec.name,
         {axis: mesh.shape[axis] for axis in axis_names},
-        _spreadable(arguments, pages=op.spec.shards_pages and not typed),
+        _spreadable(
+            arguments,
+            sequence=op.spec.sequence_axes if shares else (),
+            pages=op.spec.shards_pages and not typed,
+        ),
         source="arguments" if typed else "in_specs",
         sequence_hint=op.spec.sequence_hint,
     )
@@ -87,6 +96,7 @@ def distribute(
     typed_layout = read_types(layout, _typed_arrays(a, arguments)) if typed else None
     if typed_layout is None:
         read_specs(layout, arguments, in_specs)
+    shared = spread_sequence(layout, op.spec.sequence_axes) if shares else ()
     pick = spread_key_heads(layout, sizes, whole_groups=op.spec.whole_groups)
     check_divisible(layout, arguments)
     shard = Shard(layout, sizes)
@@ -106,6 +116,8 @@ def distribute(
         if key_heads:
             shard.pick_key_heads(local, key_heads)
         op.to_shard(local, shard)
+        if shared:
+            local[SEQUENCE_AXES] = shared
         if shard.parts("pages") > 1:
             return op.spec.attend_to_shard(local, shard, lambda part: call((), part))
         result, summed = call((), local), tuple(sorted(layout.summed_axes))
@@ -141,10 +153,13 @@ def _argument(p: Any, value: Any, override: Any, in_specs: Sequence[Any], index:
     return Argument(p.name, tuple(axes_of(p, rank, override)), None)
 
 
-def _spreadable(arguments: Sequence[Argument], *, pages: bool) -> frozenset[str]:
-    """The words in use that may be spread, ``pages`` among them."""
+def _spreadable(
+    arguments: Sequence[Argument], *, sequence: Sequence[str], pages: bool
+) -> frozenset[str]:
+    """The words in use that may be spread: ``sequence``, ``pages`` and those that are free."""
     words = {w.lstrip("#") for argument in arguments for w in argument.words}
-    return frozenset(word for word in words if meaning(word).free or (pages and word == "pages"))
+    others = {*sequence, *(("pages",) if pages else ())}
+    return frozenset(word for word in words if meaning(word).free or word in others)
 
 
 def _output_words(axes: str, arguments: Mapping[str, Argument]) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def spread(layout: Layout, where: str, word: str, axes: MeshAxes) -> None:
     if unknown:
         names = ", ".join(layout.mesh_sizes)
         raise ValueError(f"{where}: mesh axis {unknown[0]!r} is unknown, the mesh has: {names}")
-    in_order = meaning(word).in_order
+    in_order = meaning(word).in_order and word not in layout.legal
     if in_order and layout.spread.get(word) == axes:
         return
     if in_order:
@@ -100,13 +100,36 @@ def spread(layout: Layout, where: str, word: str, axes: MeshAxes) -> None:
             f"{where}: axis {word} is sharded over {axes}, but over {before} in an earlier one"
         )
     for other, taken in layout.spread.items():
-        same_heads = _of_heads(word) and _of_heads(other)
-        if other != word and not same_heads and set(taken) & set(axes):
+        together = all(map(_of_heads, (word, other))) or all(map(_of_tokens, (word, other)))
+        if other != word and not together and set(taken) & set(axes):
             raise ValueError(f"{where}: {axes} already shards axis {other}, cannot shard {word}")
+
+
+def _of_tokens(word: str) -> bool:
+    return meaning(word).in_order
 
 
 def _of_heads(word: str) -> bool:
     return meaning(word).kind in (Kind.HEADS, Kind.KEY_HEADS)
+
+
+def spread_sequence(layout: Layout, words: Sequence[str]) -> MeshAxes:
+    """Returns the mesh axes of the sequence, after spreading keys as queries are; () for none.
+
+    Raises:
+        ValueError: keys are spread and queries are not, or otherwise.
+    """
+    if not any(layout.axes(word) for word in words):
+        return ()
+    queries, keys = words
+    axes = layout.axes(queries)
+    if not axes or layout.axes(keys) not in ((), axes):
+        raise ValueError(
+            f"{layout.source}: axis {keys} is sharded over {layout.axes(keys)} and axis {queries} "
+            f"over {axes}; devices share a sequence if both are sharded over the same mesh axes"
+        )
+    layout.spread[keys] = axes
+    return axes if layout.parts(queries) > 1 else ()
 
 
 def spread_key_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool) -> bool:

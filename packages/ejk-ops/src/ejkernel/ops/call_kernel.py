@@ -12,6 +12,7 @@ import numpy as np
 
 from ejkernel.ops import env
 from ejkernel.ops.config.choice import is_config_from_file
+from ejkernel.ops.core.distribution import SEQUENCE_AXES
 from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.errors import ConfigError, warn_caution
@@ -59,6 +60,10 @@ class CallKernel:
     """Whether no config names tiles: they are the kernel's own choice."""
     partitioned: ClassVar[bool] = True
     """Whether a compiler that partitions programs has to be told how to shard the kernel."""
+    context: Any = None
+    """The ring kernel that runs a call on a shard of its sequence; None: sequences stay whole."""
+    sharded_call: Any = None
+    """Makes the call on a shard: ``ShardedCall`` of ejk-types."""
     saved_axes: ClassVar[str] = ""
     """Words of the axes of each array that ``forward`` keeps for ``backward``."""
 
@@ -215,6 +220,10 @@ class CallKernel:
     def run_canonical(self, *, cfg: Any = None, **arguments: Any) -> Any:
         """Runs a call of canonical arguments by name; those left out have their defaults."""
         a = {**self.call.boundary.defaults, **arguments}
+        shared = a.pop(SEQUENCE_AXES, ())
+        if shared:
+            ring, a = self._on_shard(a, shared)
+            return ring.run_canonical(cfg=cfg, **a)
         unread = self.unread_argument(a)
         if unread is not None:
             raise self.unsupported_error(_not_supported(unread))
@@ -223,7 +232,9 @@ class CallKernel:
         if reason is not None:
             raise self.unsupported_error(reason)
         outputs = self.empty_outputs(a, problem)
-        sharded = self.partitioned and may_be_sharded(self.call.array_arguments(a))
+        shares = self.context is not None and self.call.shares_sequence(a)
+        partitioned = self.partitioned or shares
+        sharded = partitioned and may_be_sharded(self.call.array_arguments(a))
         if sharded:
             kernel, same = self.on_shards(a)
             if kernel is not self:
@@ -235,7 +246,7 @@ class CallKernel:
             options, name = self.call.options(a), operation(self.call.name)
             work = Work(self, problem, options, tiles, target, name, fallback)
             if sharded:
-                outputs = run_partitioned(work, a)
+                outputs = run_partitioned(work, a, cfg)
             else:
                 operands = self.operands(a, problem)
                 arrays = {name: x for name, x in operands.items() if x is not None}
@@ -253,8 +264,26 @@ class CallKernel:
 
     # ---- what the registry asks -------------------------------------------------------------
 
+    def _on_shard(self, a: Mapping[str, Any], axes: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+        """Returns the kernel and the arguments of a call on a shard of its sequence."""
+        if self.context is None:
+            raise self.unsupported_error(f"{self.call.boundary.names[0]}: a sharded sequence")
+        return self.context, self.sharded_call.arguments(a, axes)
+
     def examine(self, call: BoundCall) -> tuple[Any, str | None]:
         """Returns the problem of a call, and the reason why it is not supported."""
+        shared = call.arguments.get(SEQUENCE_AXES, ())
+        if shared:
+            a = {name: x for name, x in call.arguments.items() if name != SEQUENCE_AXES}
+            unread = self.unread_argument(a)
+            if unread is not None:
+                return None, _not_supported(unread)
+            try:
+                ring, a = self._on_shard(a, shared)
+                problem = ring.problem(a)
+                return problem, ring.unsupported_reason(problem, ring.target())
+            except self.call.Unsupported as error:
+                return None, str(error)
         unread = self.unread_argument(call.arguments)
         if unread is not None:
             return None, _not_supported(unread)
@@ -275,13 +304,13 @@ class CallKernel:
 
     def heuristic(self, call: BoundCall) -> dict[str, Any]:
         """Returns the config fields of the chosen tiles."""
-        if self.fixed_tiles:
+        if self.fixed_tiles or SEQUENCE_AXES in call.arguments:
             return {}
         return self.fields(self.choose(self.problem_of(call), self.target()))
 
     def candidates(self, call: BoundCall) -> list[dict[str, Any]]:
         """Returns config fields worth timing, each once; the chosen tiles come first."""
-        if self.fixed_tiles:
+        if self.fixed_tiles or SEQUENCE_AXES in call.arguments:
             return [{}]
         problem, target = self.problem_of(call), self.target()
         chosen = self.choose(problem, target)
@@ -293,7 +322,9 @@ class CallKernel:
 
     def notes(self, call: BoundCall) -> tuple[str, ...]:
         """Returns what ``explain`` adds about a call that this kernel does."""
-        notes = self.notes_on(self.problem_of(call), self.target())
+        notes: tuple[str, ...] = ()
+        if SEQUENCE_AXES not in call.arguments:
+            notes = self.notes_on(self.problem_of(call), self.target())
         mesh, in_specs, _ = call.route.placement
         if mesh is not None:
             arrays = self._caller_arrays(call)
@@ -301,7 +332,9 @@ class CallKernel:
             return (*notes, *placed)
         if device_kind() == "tpu":  # whose compiler does not partition kernels
             return notes
-        return (*notes, *self.call.sharding_notes(call.arguments, self._caller_arrays(call)))
+        sequence = self.context is not None and self.call.shares_sequence(call.arguments)
+        arrays = self._caller_arrays(call)
+        return (*notes, *self.call.sharding_notes(call.arguments, arrays, sequence=sequence))
 
     def _caller_arrays(self, call: BoundCall) -> dict[str, Any]:
         """Returns the arrays of a call as its caller has them, with their shardings."""

@@ -14,9 +14,16 @@ from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.partition import Words, run_region
 
 
-def run_partitioned(work: Work, arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
-    """Returns the outputs of ``work.kernel.forward`` for canonical arguments, with gradients."""
-    kernel = PartitionedKernel(work.kernel, arguments)
+def run_partitioned(
+    work: Work, arguments: Mapping[str, Any], cfg: Any = None
+) -> tuple[jax.Array, ...]:
+    """Returns the outputs of ``work.kernel.forward`` for canonical arguments, with gradients.
+
+    ``cfg``: the config of the call, for devices that share a sequence.
+    """
+    if work.kernel.context is not None and work.kernel.call.shares_sequence(arguments):
+        arguments = work.kernel.sharded_call.without_packing(arguments)
+    kernel = PartitionedKernel(work.kernel, arguments, cfg)
     return differentiable(replace(work, kernel=kernel), same_axes(kernel.arrays_of(arguments)))
 
 
@@ -30,10 +37,12 @@ class PartitionedKernel:
         rule: how the arrays of the call may be sharded.
     """
 
-    def __init__(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
-        self.kernel, self.call = kernel, kernel.call
+    def __init__(self, kernel: Any, arguments: Mapping[str, Any], cfg: Any = None) -> None:
+        self.kernel, self.call, self.cfg = kernel, kernel.call, cfg
         self.forward_again = kernel.forward_again
-        self.rule = self.call.sharding_rule(arguments)
+        shares = kernel.context is not None and self.call.shares_sequence(arguments)
+        sequence = {"sequence": True} if shares else {}
+        self.rule = self.call.sharding_rule(arguments, **sequence)
         self._axes: dict[str, list[tuple[str, ...]]] = self.call.array_axes(arguments)
         leaves, self._tree = jax.tree.flatten([arguments[name] for name in self._axes])
         # types in place of arrays: the compiler asks when the trace of the call is over
@@ -57,19 +66,27 @@ class PartitionedKernel:
 
     def without_gradients(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The forward pass of a call that nobody differentiates."""
-        run = getattr(self.kernel, "without_gradients", self.kernel.forward)
-        return self._run_forward(lambda *call: (run(*call)[0], ()), work, arrays)
+
+        def run(work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+            forward = getattr(work.kernel, "without_gradients", work.kernel.forward)
+            return forward(work, arrays)[0], ()
+
+        return self._run_forward(run, work, arrays)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The outputs, and the arrays that ``backward`` reads besides."""
         if not self.kernel.has_backward:
             return self._run_forward(self._forward_of_gradient, work, arrays)
-        return self._run_forward(self.kernel.forward, work, arrays)
+
+        def run(work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+            return work.kernel.forward(work, arrays)
+
+        return self._run_forward(run, work, arrays)
 
     def _forward_of_gradient(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         """Runs ``forward`` as JAX does where it differentiates it, which JAX can do again."""
         floats, others = _split(arrays)
-        outputs, _ = jax.vjp(lambda floats: self.kernel.forward(work, floats | others)[0], floats)
+        outputs, _ = jax.vjp(lambda floats: work.kernel.forward(work, floats | others)[0], floats)
         return outputs, ()
 
     def _run_forward(
@@ -118,7 +135,7 @@ class PartitionedKernel:
                 return self._operands(local, self._local_arguments(shard, changed))
 
             def outputs(*floats: Any) -> tuple[Any, ...]:
-                return tuple(self.kernel.forward(local, operands(*floats))[0])
+                return tuple(local.kernel.forward(local, operands(*floats))[0])
 
             floats = [leaves[i] for i in smooth]
             if not self.kernel.has_backward:
@@ -127,7 +144,7 @@ class PartitionedKernel:
                 lambda *floats: _split(operands(*floats)), *floats, has_aux=True
             )
             saved = jax.tree.unflatten(structure, inputs[first:last])
-            gradients = self.kernel.backward(local, of_floats | others, *saved, cotangents)
+            gradients = local.kernel.backward(local, of_floats | others, *saved, cotangents)
             return pull({name: _gradient(gradients, name, x) for name, x in of_floats.items()})
 
         words = self._words_of(arrays)
@@ -163,13 +180,20 @@ class PartitionedKernel:
         return dict(zip(self._axes, jax.tree.unflatten(self._tree, leaves), strict=True))
 
     def _local_work(self, work: Work, shard: Any, a: Mapping[str, Any]) -> Work:
-        problem = work.problem if shard is None else self.kernel.problem(a)
-        return replace(work, kernel=self.kernel, problem=problem, fallback=None)
+        if shard is None:
+            return replace(work, kernel=self.kernel, fallback=None)
+        axes = shard.layout.axes(self.rule.sequence[0]) if self.rule.sequence else ()
+        if not axes:
+            return replace(work, kernel=self.kernel, problem=self.kernel.problem(a), fallback=None)
+        kernel = self.kernel.sharded_call(self.kernel, axes, self.cfg)
+        problem = kernel.problem(a)
+        tiles = kernel.tiles(problem, work.target)
+        return replace(work, kernel=kernel, problem=problem, tiles=tiles, fallback=None)
 
     def _operands(self, work: Work, a: Mapping[str, Any]) -> Arrays:
-        operands = self.kernel.operands(a, work.problem)
+        operands = work.kernel.operands(a, work.problem)
         arrays = {name: x for name, x in operands.items() if x is not None}
-        return same_axes(self.kernel.precompute(work, arrays))
+        return same_axes(work.kernel.precompute(work, arrays))
 
     # ---- words ------------------------------------------------------------------------------
 

@@ -53,11 +53,16 @@ PACKAGE = KernelPackage(
     __name__,
     "pallas",
     (
-        _hopper("flash_attention", *_HOPPER),
+        _hopper("flash_attention", *_HOPPER, "context_parallel"),
         _tpu("flash_attention", *_TPU_FLASH),
         _hopper("blocksparse_attention", *_HOPPER),
         _hopper("scaled_dot_product_attention", module="flash_attention.implementation"),
-        _hopper("mla_attention", *_HOPPER, module="flash_attention.implementation"),
+        _hopper(
+            "mla_attention",
+            *_HOPPER,
+            "context_parallel",
+            module="flash_attention.implementation",
+        ),
         _hopper(
             "ring_attention",
             *_HOPPER,

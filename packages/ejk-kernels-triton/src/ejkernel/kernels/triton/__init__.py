@@ -41,10 +41,10 @@ PACKAGE = KernelPackage(
     __name__,
     "triton",
     (
-        Entry("flash_attention", config_fields=_FLASH),
+        Entry("flash_attention", config_fields=(*_FLASH, "context_parallel")),
         Entry("blocksparse_attention", config_fields=_FLASH),
         Entry("scaled_dot_product_attention", config_fields=()),
-        Entry("mla_attention", config_fields=_FLASH),
+        Entry("mla_attention", config_fields=(*_FLASH, "context_parallel")),
         Entry(
             "ring_attention",
             "flash_attention.implementation:ring_attention",

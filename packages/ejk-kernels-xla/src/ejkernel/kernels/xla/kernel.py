@@ -22,6 +22,7 @@ class XlaKernel(CallKernel):
     has_backward: ClassVar[bool] = False
     forward_again: ClassVar[bool] = True
     outputs = staticmethod(compiled)
+    heads_first: ClassVar[bool] = False
     partitioned: ClassVar[bool] = False  # the compiler partitions operations of JAX itself
 
     def target(self) -> Any:

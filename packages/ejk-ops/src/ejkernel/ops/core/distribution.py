@@ -10,6 +10,9 @@ from jax.sharding import PartitionSpec
 
 from ejkernel.ops.core.parts import Parts
 
+SEQUENCE_AXES = "sequence_axes"
+"""Among canonical arguments of a shard: the mesh axes over which its sequence is sharded."""
+
 LocalCall = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """The call of one shard, from its arguments."""
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ejkernel.ops.config.key_distance import SimilarityRules
 from ejkernel.ops.core.binding import Binding, BindingSteps, bind_shapes
+from ejkernel.ops.core.distribution import SEQUENCE_AXES
 from ejkernel.ops.core.keys import key_payload, payload_key
 from ejkernel.ops.core.route import EXECUTOR_KEYWORDS, Route, specs_key
 from ejkernel.ops.implementation import Resolved
@@ -237,8 +238,15 @@ class BoundCall(Invocation):
 def bind_by_name(
     kernel: AnyKernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments by name as ``kernel.run`` would see them, defaults applied."""
+    """Arguments by name as ``kernel.run`` would see them, defaults applied.
+
+    What the call of a shard has besides is kept.
+    """
     signature = kernel.signature
+    of_shard: dict[str, Any] = {}
+    if SEQUENCE_AXES in kwargs:
+        kwargs = dict(kwargs)
+        of_shard = {SEQUENCE_AXES: kwargs.pop(SEQUENCE_AXES)}
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -250,7 +258,7 @@ def bind_by_name(
             arguments.update(value)
         else:
             arguments[name] = value
-    return arguments
+    return arguments | of_shard
 
 
 def call_invocation(

@@ -6,7 +6,7 @@ They know masks, which ejk-ops does not, and belong to no backend: hence their p
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ejkernel.types.attention.latent import (
     gradients,
 )
 from ejkernel.types.attention.problem import Problem
-from ejkernel.types.attention.rows import LOG2E, Rows, RowScales
+from ejkernel.types.attention.rows import DEAD, LOG2E, Rows, RowScales
 from ejkernel.types.attention.softmax import row_delta, sink_gradient
 from ejkernel.types.masks.hidden import cleared_rows, without_dead_rows
 from ejkernel.types.masks.pattern import inside_blocks
@@ -35,6 +35,9 @@ class SoftmaxKernel:
     Rows that see no key are cleared where a kernel would read them: their weights are 0, but
     0 * NaN is NaN.
     """
+
+    heads_first: ClassVar[bool] = True
+    """Whether the axis of heads is before the axis of queries in row values."""
 
     def notes_on(self, problem: Problem, target: Any) -> tuple[str, ...]:
         if problem.pattern_blocks is not None:
@@ -97,13 +100,8 @@ class SoftmaxKernel:
         Without o and dlse, kernels that could find delta from them read it.
         """
         p = work.problem
-        alive, m = scales.alive, scales.m - self.row_shift(p)
-        if p.biased:
-            base, tail = m, [jnp.where(alive, -scales.log2_scale, 0.0)]
-        else:
-            base, tail = m - scales.log2_scale / (self.row_unit(p) * LOG2E), []
-        saved = [x.swapaxes(1, 2) for x in (jnp.where(alive, base, jnp.inf), *tail)]
-        arrays = arrays | {"do": do.astype(p.dtype), "base": self.saved_rows(saved)}
+        base = self.saved_of(p, scales)
+        arrays = arrays | {"do": do.astype(p.dtype), "base": base}
         if o is not None and dlse is not None and self.finds_delta(work):
             rows = {"o": o.astype(p.dtype), "dlse": dlse.swapaxes(1, 2)}
         else:
@@ -111,8 +109,35 @@ class SoftmaxKernel:
         gradients = self.gradients(work, arrays | rows)
         return {QKV.get(name, name): gradient for name, gradient in gradients.items()}
 
+    def saved_of(self, problem: Problem, scales: RowScales) -> Any:
+        """Returns row values ``[b, q, h]`` as the forward pass saves them, ``[b, h, q]``."""
+        alive, m = scales.alive, scales.m - self.row_shift(problem)
+        if problem.biased:
+            base, tail = m, [jnp.where(alive, -scales.log2_scale, 0.0)]
+        else:
+            base, tail = m - scales.log2_scale / (self.row_unit(problem) * LOG2E), []
+        rows = [x.swapaxes(1, 2) for x in (jnp.where(alive, base, jnp.inf), *tail)]
+        return self.saved_rows(rows)
+
+    def scales_of(
+        self, problem: Problem, saved: Any, lse: jax.Array, sinks: jax.Array | None
+    ) -> RowScales:
+        """Returns ``RowScales`` ``[b, q, h]`` from the result of ``saved_of``.
+
+        lse ``[b, q, h]``, sinks ``[h, n]``.
+        """
+        base, *tail = (x.swapaxes(1, 2) for x in jax.tree.leaves(saved))
+        alive = lse > -jnp.inf
+        m = jnp.where(alive, base + self.row_shift(problem), 0.0)
+        log2_scale = jnp.where(alive, -tail[0] if tail else 0.0, DEAD)
+        if sinks is None or sinks.shape[1] == 0:
+            return RowScales(m, log2_scale)
+        top = sinks.astype(jnp.float32).max(-1)
+        shares = jnp.where(alive, (top - jnp.where(alive, lse, 0.0)) * LOG2E, DEAD)
+        return RowScales(m, log2_scale, jnp.maximum(shares, DEAD))
+
     def saved_rows(self, rows: list[jax.Array]) -> Any:
-        """Returns row values as the forward pass saves them."""
+        """Returns row values in the structure that the forward pass saves."""
         return rows[0]
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:

@@ -121,3 +121,16 @@ def mask_axes(x: Any) -> tuple[str, ...]:
     if len(x.shape) == 4:  # its key axis stays full also where a ring splits the keys themselves
         return ("batch", "heads", "q_len", "kv_total")
     return ("batch", *("heads",) * (len(x.shape) - 2), "q_len")
+
+
+def mask_words(mask: Any) -> list[tuple[str, ...]]:
+    """Returns the words of every array of a mask, in the order in which JAX flattens it."""
+    words: list[tuple[str, ...]] = []
+    for part in mask.terms:
+        for name in ("attention_mask", "q_segment_ids", "kv_segment_ids", "q_positions",
+                     "kv_positions"):  # fmt: skip
+            x = getattr(part, name)
+            if x is not None:
+                axes = mask_axes(x)
+                words.append((*axes[:-1], "kv_len") if name.startswith("kv") else axes)
+    return words

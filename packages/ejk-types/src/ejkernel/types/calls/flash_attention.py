@@ -22,6 +22,7 @@ class FlashAttention(SoftmaxCall):
 
     name = "flash_attention"
     seeds = ("dropout_seed",)
+    sequence_axes = ("q_len", "kv_len")
 
     @staticmethod
     def signature(

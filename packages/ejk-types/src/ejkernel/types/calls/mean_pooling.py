@@ -43,9 +43,9 @@ class MeanPooling(Call):
         return (("batch" if a["cu_seqlens"] is None else "sequences") + " channels_0",)
 
     @classmethod
-    def sharding_rule(cls, a: Mapping[str, Any]) -> ShardingRule:
+    def sharding_rule(cls, a: Mapping[str, Any], *, sequence: bool = False) -> ShardingRule:
         """Returns a rule without channel axes but the first: a kernel merges all of them."""
-        rule = super().sharding_rule(a)
+        rule = super().sharding_rule(a, sequence=sequence)
         sizes = {w: n for w, n in rule.sizes.items() if bare(w) != "channels" or w == "channels_0"}
         return replace(rule, sizes=sizes)
 

@@ -27,6 +27,7 @@ class FlashMLA(SoftmaxCall):
 
     name = "mla_attention"
     seeds = ("dropout_seed",)
+    sequence_axes = ("q_len", "kv_len")
     normal_samples = True
 
     @staticmethod

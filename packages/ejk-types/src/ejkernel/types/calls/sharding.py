@@ -35,11 +35,13 @@ class ShardingRule:
         operation: its name.
         sizes: global sizes of the axis words.
         whole_groups: whether a device needs all query heads of its key heads.
+        sequence: words of the axes of queries and keys where devices share a sequence.
     """
 
     operation: str
     sizes: Mapping[str, int]
     whole_groups: bool = False
+    sequence: tuple[str, ...] = ()
 
     def words(self, words: Iterable[str], shape: Sequence[int]) -> Words:
         """Returns the words of an array's axes, "" in place of those that may not be sharded.
@@ -52,7 +54,7 @@ class ShardingRule:
         )
 
     def _is_free(self, word: str) -> bool:
-        if word.startswith(MAPPED):
+        if word.startswith(MAPPED) or word in self.sequence:
             return True
         axis = meaning(word)
         # how a packed cache holds heads decides whether it can be split
@@ -119,7 +121,9 @@ class ShardingRule:
                 if not word or chosen in layout.spread:
                     continue
                 axes = tuple(a for a in axes if a not in used and mesh_sizes[a] > 1)
-                if chosen == "heads":
+                if word in self.sequence:
+                    axes = self._spread_sequence(layout, word, axes)
+                elif chosen == "heads":
                     axes = self._spread_heads(layout, word, axes)
                 else:
                     axes = _dividing(axes, mesh_sizes, (self.sizes[word],))
@@ -127,6 +131,16 @@ class ShardingRule:
                     layout.spread[chosen] = axes
                     used.update(axes)
         return layout
+
+    def _spread_sequence(self, layout: Layout, word: str, axes: MeshAxes) -> MeshAxes:
+        """Returns the mesh axes of queries, after spreading keys over them; keys follow queries."""
+        if word != self.sequence[0]:
+            return ()
+        counts = [self.sizes[w] for w in self.sequence if w in self.sizes]
+        axes = _dividing(axes, layout.mesh_sizes, counts)
+        if axes:
+            layout.spread.update(dict.fromkeys(self.sequence, axes))
+        return axes
 
     def _spread_heads(self, layout: Layout, word: str, axes: MeshAxes) -> MeshAxes:
         """Returns the mesh axes of query heads, after spreading key heads with them."""

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from ejkernel.types.attention.context.masks import index_rules
+from ejkernel.types.attention.context.ring import Plan, Ring
+from ejkernel.types.attention.context.strategy import choose_strategy
 from ejkernel.types.calls.axes import AXES, bare
 from ejkernel.types.calls.layout import Layout, MeshAxes
 from ejkernel.types.calls.sharding import ShardingRule, Words
@@ -21,11 +24,13 @@ def sharding_notes(
     axes: Mapping[str, Sequence[tuple[str, ...]]],
     arrays: Mapping[str, Any],
     output: Sequence[str] = (),
+    a: Mapping[str, Any] | None = None,
 ) -> tuple[str, ...]:
     """Returns the notes on a call under plain ``jit``; none where no array is sharded.
 
     ``axes``: words of the axes of the arrays of each argument; ``arrays``: the arguments that are
-    arrays or masks, abstract or not; ``output``: words of the axes of the first output.
+    arrays or masks, abstract or not; ``output``: words of the axes of the first output; ``a``: the
+    canonical arguments.
     """
     named = [
         (name, rule.words(words, x.shape), words, x)
@@ -43,6 +48,8 @@ def sharding_notes(
     words = sorted(layout.spread, key=lambda word: list(AXES).index(bare(word)))
     spread = ", ".join(f"{word} over {' and '.join(layout.axes(word))}" for word in words)
     notes = [f"sharded: {spread or 'no axis'}"]
+    if a is not None and layout.spread.keys() & set(rule.sequence):
+        notes.append(_sequence_note(layout, rule, a))
     if layout.summed_axes:
         shape = [rule.sizes.get(word, 1) for word in output]
         full = jax.ShapeDtypeStruct(tuple(shape), named[0][3].dtype)
@@ -73,6 +80,24 @@ def sharding_notes(
         words_by_name = [(name, words) for name, words, *_ in named]
         notes += _better_layout(rule, layout, idle, words_by_name, dict(moves))
     return tuple(notes)
+
+
+def _sequence_note(layout: Layout, rule: ShardingRule, a: Mapping[str, Any]) -> str:
+    """Returns how devices share the sequence of a call."""
+    n, axes = layout.parts(rule.sequence[0]), layout.axes(rule.sequence[0])
+    over = f"over {' and '.join(axes)}"
+    if "key" not in a:  # keys of latent rows are expanded on each device
+        return f"context_parallel {over}: auto is chosen from the expanded keys"
+    local = {}
+    for name in ("query", "key", "value"):
+        b, length, heads, dim = a[name].shape
+        word = "heads" if name == "query" else "kv_heads"
+        shape = (b // layout.parts("batch"), length // n, heads // layout.parts(word), dim)
+        local[name] = jax.ShapeDtypeStruct(shape, a[name].dtype)
+    ring, rules = Ring(axes[0], n, False), index_rules(a["mask_info"].terms)
+    plan = Plan.make(ring, rules, local["query"].shape[1], local["key"].shape[1])
+    choice = choose_strategy({**local, "bias": a.get("bias")}, ring, plan, rules)
+    return f"context_parallel {over}: auto is {choice.strategy}: {choice.reason}"
 
 
 def place_arrays(

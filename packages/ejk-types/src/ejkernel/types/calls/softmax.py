@@ -51,6 +51,11 @@ class SoftmaxCall(AttentionCall):
     merged: ClassVar[Mapping[str, str]] = {**canonicalize.MERGED_MASKS, "init_bias": "bias"}
 
     @classmethod
+    def distributed_axes(cls, a: Any) -> Mapping[str, str]:
+        # where devices share a sequence, a bias has the keys of all of them
+        return {"bias": "#batch #heads #q_len kv_total"} if cls.sequence_axes else {}
+
+    @classmethod
     def forward_axes(cls, a: Mapping[str, Any], count: int) -> tuple[str, ...]:
         return ("batch q_len heads v_dim", "batch heads q_len")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
 from ejkernel.types.calls import canonicalize, drawn, values
-from ejkernel.types.calls.axes import bare, mask_axes
+from ejkernel.types.calls.axes import bare, mask_words
 from ejkernel.types.calls.layout import Layout
 from ejkernel.types.calls.sharding import ShardingRule
 from ejkernel.types.calls.sharding_notes import pages_notes, place_arrays, sharding_notes
@@ -20,7 +20,7 @@ from ejkernel.types.calls.signature import Boundary, axes_of
 from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.structure import Unsupported
-from ejkernel.types.mods import Mod
+from ejkernel.types.mods import MODS, Mod
 
 Arguments = dict[str, Any]
 Step = Callable[[Arguments], None]
@@ -52,6 +52,7 @@ class Call:
         sequence_hint: what a caller does in place of sharding a sequence, for messages.
         shards_pages: whether pages of a cache may be spread over devices (``attend_to_shard``).
         whole_groups: whether a device of a mesh needs all query heads of its key heads.
+        sequence_axes: words of the axes of queries and of keys, if devices may share a sequence.
         boundary: the parameters, read from ``signature``.
         StaticArguments: tuple with a field for every parameter but ``mask_info``.
         Options: tuple with a field for every parameter whose annotation is no array.
@@ -71,6 +72,7 @@ class Call:
     sequence_hint: ClassVar[str] = Layout.sequence_hint
     shards_pages: ClassVar[bool] = False
     whole_groups: ClassVar[bool] = False
+    sequence_axes: ClassVar[tuple[str, ...]] = ()
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
         "pages", "max_blocks", "inner", "columns", "channels",
@@ -142,6 +144,11 @@ class Call:
         return {}
 
     @classmethod
+    def distributed_axes(cls, a: Arguments) -> Mapping[str, str]:
+        """Returns axes of arguments that have another meaning where the call is distributed."""
+        return cls.argument_axes(a)
+
+    @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         """Axes of the outputs of this call."""
         return cls.select_outputs(a, cls.outputs)
@@ -162,7 +169,7 @@ class Call:
     @classmethod
     def array_axes(cls, a: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
         """Returns the words of the axes of every array, by argument; a mask has several arrays."""
-        override, axes = cls.argument_axes(dict(a)), {}
+        override, axes = cls.distributed_axes(dict(a)), {}
         for p in cls.boundary.parameters:
             value = a[p.name]
             leaves = leaf_axes(value)
@@ -173,18 +180,31 @@ class Call:
         return axes
 
     @classmethod
-    def sharding_rule(cls, a: Mapping[str, Any]) -> ShardingRule:
-        """Returns how the arrays of a call may be sharded, from their shapes alone."""
+    def shares_sequence(cls, a: Mapping[str, Any]) -> bool:
+        """Returns whether devices may share the sequence of a call."""
+        # functions of indices would have to count over all devices
+        score_mod, mask_mod = MODS
+        return bool(cls.sequence_axes) and a.get(score_mod) is a.get(mask_mod) is None
+
+    @classmethod
+    def sharding_rule(cls, a: Mapping[str, Any], *, sequence: bool = False) -> ShardingRule:
+        """Returns how the arrays of a call may be sharded, from their shapes alone.
+
+        ``sequence``: whether the kernel runs on a share of the sequence.
+        """
         sizes: dict[str, int] = {}
         for name, words in cls.array_axes(a).items():
             for axes, x in zip(words, jax.tree.leaves(a[name]), strict=True):
                 for word, size in zip(axes, x.shape, strict=True):
                     if not (word.startswith("#") and size == 1):
                         sizes.setdefault(word.lstrip("#"), size)
-        return ShardingRule(cls.name, sizes, cls.whole_groups)
+        words = cls.sequence_axes if sequence else ()
+        return ShardingRule(cls.name, sizes, cls.whole_groups, words)
 
     @classmethod
-    def sharding_notes(cls, a: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    def sharding_notes(
+        cls, a: Mapping[str, Any], arrays: Mapping[str, Any], *, sequence: bool = False
+    ) -> tuple[str, ...]:
         """Returns sentences about the sharding of a call: what stays sharded, which collectives.
 
         ``a``: the canonical arguments; ``arrays``: the caller's, which say how they are sharded.
@@ -199,7 +219,8 @@ class Call:
         }
         first = next(iter(cls.output_axes(dict(a))), "")
         output = () if first.startswith("=") else tuple(first.split())
-        return sharding_notes(cls.sharding_rule(a), axes, alike, output)
+        rule = cls.sharding_rule(a, sequence=sequence)
+        return sharding_notes(rule, axes, alike, output, a)
 
     @classmethod
     def placement_notes(
@@ -217,7 +238,8 @@ class Call:
         axes = {name: words[0] for name, words in cls.array_axes(unsharded).items()}
         arrays = {name: arrays[name] for name in arrays if name in axes}
         placed, over_pages = place_arrays(arrays, axes, specs, mesh)
-        notes = cls.sharding_notes({**unsharded, **placed}, placed)
+        shares = cls.shares_sequence(unsharded)
+        notes = cls.sharding_notes({**unsharded, **placed}, placed, sequence=shares)
         if not over_pages:
             return notes
         rule = cls.sharding_rule(unsharded)
@@ -444,7 +466,7 @@ def leaf_axes(value: Any) -> list[tuple[str, ...]] | None:
     The arrays of a mod are whole on every device: its function indexes them by global indices.
     """
     if isinstance(value, MaskInfo):
-        return [mask_axes(x) for x in jax.tree.leaves(value)]
+        return mask_words(value)
     if isinstance(value, Mod):
         return [("_",) * len(x.shape) for x in jax.tree.leaves(value)]
     return None

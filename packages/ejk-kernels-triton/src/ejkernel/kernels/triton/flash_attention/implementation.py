@@ -37,6 +37,7 @@ from ejkernel.types.attention.mixins import SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.attention.rows import LN2
 from ejkernel.types.calls import arguments
+from ejkernel.types.calls.shared_sequence import ShardedCall
 from ejkernel.types.calls.softmax import QKV
 from ejkernel.types.masks.structure import HULL, LISTED, block_ranges, operands, split_mask
 from ejkernel.types.mod_blocks import known_blocks
@@ -248,3 +249,4 @@ class RingAttention(ContextParallel, TritonKernel):
 
 
 ring_attention = RingAttention()
+flash_attention.context, flash_attention.sharded_call = ring_attention, ShardedCall

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention
+from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention, ring_attention
 from ejkernel.types import calls
 from ejkernel.types.attention.mixins import FromLatent
 from ejkernel.types.calls import arguments
+from ejkernel.types.calls.shared_sequence import ShardedCall
 
 
 class FlashMLA(FromLatent, FlashAttention):
@@ -23,3 +24,4 @@ class FlashMLA(FromLatent, FlashAttention):
 
 
 mla_attention = FlashMLA()
+mla_attention.context, mla_attention.sharded_call = ring_attention, ShardedCall

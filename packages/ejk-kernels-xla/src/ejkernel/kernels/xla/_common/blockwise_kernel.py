@@ -56,6 +56,12 @@ class BlockwiseKernel(XlaKernel):
     ) -> Mapping[str, Any]:
         return self.gradients(work, arrays, row_scales=scales, delta=delta, do=do)
 
+    def saved_of(self, problem: Any, scales: Any) -> Any:
+        return scales
+
+    def scales_of(self, problem: Any, saved: Any, lse: Any, sinks: Any) -> Any:
+        return saved
+
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         o, rows, unit = self.rows(work, arrays)
         o, lse, row_scales = finalize_rows(o, rows, arrays.get("softmax_aux"), unit)

@@ -1,4 +1,4 @@
-"""Flash attention in XLA as one kernel object over the blockwise passes."""
+"""Flash attention in XLA over the blockwise passes, on one device and on a ring."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.blockwise_kernel import BlockwiseKernel
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.mods import ModMask, TileScores
+from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, prepare_mask
+from ejkernel.types.attention.context.kernel import ContextParallel
 from ejkernel.types.calls import arguments
+from ejkernel.types.calls.shared_sequence import ShardedCall
 from ejkernel.types.masks.combine import mask_of
 from ejkernel.types.mods import MODS, leaves_of
 
@@ -80,3 +83,21 @@ def _options(work: Work, spec: Spec, arrays: Arrays) -> dict[str, Any]:
 
 
 flash_attention = FlashAttention()
+
+
+class RingAttention(ContextParallel, XlaKernel):
+    """flash_attention over a sequence spread along a mesh axis.
+
+    Call it inside ``shard_map``. Every array is this device's shard, ``bias`` and a dense mask
+    with the keys of all devices; the result is its rows of flash_attention on the whole arrays.
+    ``cfg``: as for flash_attention, which computes every piece of the visiting keys.
+    Differentiable in reverse mode in query, key, value, bias and softmax_aux, through o and lse.
+    """
+
+    call = calls.RingAttention
+    reads = arguments.RING | arguments.DROPOUT | {"bias", "precision", "logits_dtype"}
+    flash = flash_attention
+
+
+ring_attention = RingAttention()
+flash_attention.context, flash_attention.sharded_call = ring_attention, ShardedCall

@@ -11,12 +11,13 @@ from typing import Any
 
 from ejkernel.kernels.xla._common.tiles import Passes
 from ejkernel.kernels.xla.flash_attention import tiles
-from ejkernel.kernels.xla.flash_attention.implementation import flash_attention
+from ejkernel.kernels.xla.flash_attention.implementation import flash_attention, ring_attention
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.attention.latent import drop_masked_rows, expanded
 from ejkernel.types.calls import arguments
+from ejkernel.types.calls.shared_sequence import ShardedCall
 from ejkernel.types.masks.combine import mask_of
 
 
@@ -57,3 +58,4 @@ class FlashMLA(XlaKernel):
 
 
 mla_attention = FlashMLA()
+mla_attention.context, mla_attention.sharded_call = ring_attention, ShardedCall

@@ -30,6 +30,7 @@ from ejkernel.types.attention.context.kernel import ContextParallel
 from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
+from ejkernel.types.calls.shared_sequence import ShardedCall
 
 DTYPES = ("float16", "bfloat16")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -77,7 +78,11 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
 
     def priority_for(self, call: BoundCall) -> int:
         """Behind the kernels for every GPU where those are faster."""
-        return preference.priority(self.problem_of(call))
+        problem = self.problem_of(call)
+        # a shard of a sequence is computed in pieces
+        pieces = getattr(problem, "calls", ((None, problem),))
+        priorities = [preference.priority(p) for _, p in pieces]
+        return max(priorities, key=priorities.count)
 
     def neighbours(
         self, problem: Problem, target: Chip, chosen: FlashTiles
@@ -187,14 +192,11 @@ class RingAttention(ContextParallel, PallasKernel):
     chip = staticmethod(current_chip)
     reads_warpgroups = True
     flash = flash_attention
-
-    def priority_for(self, call: BoundCall) -> int:
-        """Behind the kernels for every GPU where those are faster in the most pieces."""
-        problem = self.problem_of(call)
-        priorities = [preference.priority(p) for _, p in problem.calls]
-        return max(priorities, key=priorities.count)
+    priority_for = FlashAttention.priority_for
 
 
 ring_attention = RingAttention()
 mla_attention = FlashMLA()
 scaled_dot_product_attention = ScaledDotProductAttention()
+for kernel in (flash_attention, mla_attention):
+    kernel.context, kernel.sharded_call = ring_attention, ShardedCall

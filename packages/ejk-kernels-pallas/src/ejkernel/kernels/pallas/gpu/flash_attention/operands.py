@@ -34,6 +34,11 @@ def folding(problem: Problem, run: Callable, tensors: dict[str, jax.Array]) -> t
     Every tensor and result has a leading batch axis; one of size 1 is shared by all rows. Inside a
     shard_map the results vary over the axes over which q does.
     """
+    return vary(_folded(problem, run, tensors), varying_axes(tensors["q"]))
+
+
+def _folded(problem: Problem, run: Callable, tensors: dict[str, jax.Array]) -> tuple:
+    """Runs ``run``; mapped and single calls have results that vary alike, as branches need."""
     names = tuple(tensors)
 
     @jax.custom_batching.custom_vmap
@@ -52,11 +57,11 @@ def folding(problem: Problem, run: Callable, tensors: dict[str, jax.Array]) -> t
             if x.shape[1] != problem.batch:
                 x = jnp.broadcast_to(x, (size, problem.batch, *x.shape[2:]))
             folded[name] = x.reshape(size * problem.batch, *x.shape[2:])
-        out = folding(problem.folded(size), run, folded)
+        out = _folded(problem.folded(size), run, folded)
         split = lambda y: y.reshape(size, problem.batch, *y.shape[1:])  # noqa: E731
         return jax.tree.map(split, out), jax.tree.map(lambda _: True, out)
 
-    return vary(call(*tensors.values()), varying_axes(tensors["q"]))
+    return call(*tensors.values())
 
 
 def forward_masks(

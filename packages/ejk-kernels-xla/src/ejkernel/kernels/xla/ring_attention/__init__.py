@@ -1,1 +1,0 @@
-"""Ring attention in XLA: the sequence is spread over devices, keys and values travel."""
