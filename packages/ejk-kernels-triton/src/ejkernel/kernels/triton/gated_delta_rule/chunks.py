@@ -1,4 +1,4 @@
-"""How the launches of the gated delta rule lie over chunks, and what they have in common.
+"""Launches of the gated delta rule over chunks: their common sizes, operands and loads.
 
 A chunk is a piece of ``common.sequences``: the tokens of one sequence in a tile of CHUNK rows. Its
 number among all of the call is its slot.
@@ -72,6 +72,16 @@ class ChunkLaunch(Launch):
         return self.problem.batch * self.pieces
 
     @property
+    def factors(self) -> int:
+        """Factors of a token: only beta where keys are decayed already."""
+        return 1 if self.problem.channel_gates else FACTORS
+
+    @property
+    def levels(self) -> int:
+        """Number of halvings of a chunk."""
+        return self.tiles.chunk.bit_length() - 1
+
+    @property
     def columns(self) -> int:
         """Columns of the values that a program has."""
         return min(self.tiles.columns, linear_tiles.width(self.problem.value_dim))
@@ -111,7 +121,8 @@ class ChunkLaunch(Launch):
         if operand is None or shape is None or not maps:
             return operand
         batch, rows, heads, channels = shape
-        width = linear_tiles.width(channels) if name in ("query", "key") else self.columns
+        of_keys = name in ("query", "key", "entering")
+        width = linear_tiles.width(channels) if of_keys else self.columns
         block = (self.tiles.chunk, width)
         if maps == linear_tiles.FULL:
             return TensorMap(operand.index, (batch * rows, heads * channels), block)
@@ -165,6 +176,29 @@ def find_sequence(cu, owner, sizes):
 
 
 @triton.jit
+def load_factors(factors, number, token, sizes, FACTORS: tl.constexpr):
+    """Loads the factors of the tokens of a chunk, see ``FACTORS``; with one, the others are 1."""
+    factor = factors + number * (FACTORS * sizes.CHUNK) + token
+    if FACTORS == 1:
+        ones = tl.full([sizes.CHUNK], 1.0, tl.float32)
+        return ones, ones, ones, tl.load(factor)
+    else:
+        q_since = tl.load(factor)
+        k_since = tl.load(factor + sizes.CHUNK)
+        k_until = tl.load(factor + 2 * sizes.CHUNK)
+        return q_since, k_since, k_until, tl.load(factor + 3 * sizes.CHUNK)
+
+
+@triton.jit
+def load_chunk_decay(decays, number, d, sizes, FACTORS: tl.constexpr):
+    """Loads the decay of a chunk, per channel where keys are decayed already."""
+    if FACTORS == 1:
+        return tl.load(decays + number * sizes.dim + d, mask=d < sizes.dim, other=1.0)[None, :]
+    else:
+        return tl.load(decays + number)
+
+
+@triton.jit
 def load_matrix(
     x, number, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MAPS: tl.constexpr
 ):
@@ -172,11 +206,21 @@ def load_matrix(
     if MAPS == POINTERS:
         row = tl.arange(0, HEIGHT)[:, None]
         column = tl.arange(0, WIDTH)[None, :]
-        place = number * height * width + row * width + column
-        tile = tl.load(x + place, mask=(row < height) & (column < width), other=0.0)
+        offset = number * height * width + row * width + column
+        tile = tl.load(x + offset, mask=(row < height) & (column < width), other=0.0)
     else:
         tile = x.load([(number * height).to(tl.int32), 0])
     return tile
+
+
+@triton.jit
+def store_state(states, x, number, column, sizes):
+    """Stores columns of a state ``[COLUMNS, DIM]``, the rows of ``[count, value_dim, dim]``."""
+    c = tl.arange(0, sizes.COLUMNS)[:, None]
+    d = tl.arange(0, sizes.DIM)[None, :]
+    states += (number * sizes.value_dim + column) * sizes.dim + c * sizes.dim + d
+    inside = (d < sizes.dim) & (c < sizes.value_dim - column)
+    tl.store(states, x.to(states.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -28,8 +28,9 @@ OPERANDS = ("query", "key", "value", "gate", "beta", "initial", "cu")
 
 @triton.jit
 def decode_tokens(
-    query, key, value, gate, beta, initial, cu, out, final, sizes, scale, NORMALIZE: tl.constexpr
-):
+    query, key, value, gate, beta, initial, cu, out, final, sizes, scale,
+    NORMALIZE: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     DIM: tl.constexpr = sizes.DIM
     COLUMNS: tl.constexpr = sizes.COLUMNS
     across = (sizes.value_dim + COLUMNS - 1) // COLUMNS
@@ -43,12 +44,12 @@ def decode_tokens(
     c = tl.arange(0, COLUMNS)
     in_key = (d < sizes.dim) & has_state
     in_value = c < sizes.value_dim - column
-    place = (slot * sizes.heads + head) * sizes.dim * sizes.value_dim + column
-    place += d[:, None] * sizes.value_dim + c[None, :]
+    offset = (slot * sizes.heads + head) * sizes.dim * sizes.value_dim + column
+    offset += d[:, None] * sizes.value_dim + c[None, :]
     in_state = in_key[:, None] & in_value[None, :]
     state = tl.zeros([DIM, COLUMNS], tl.float32)
     if initial is not None:
-        state = tl.load(initial + place, mask=in_state, other=0.0).to(tl.float32)
+        state = tl.load(initial + offset, mask=in_state, other=0.0).to(tl.float32)
     for t in tl.range(0, stop - start):
         if sizes.REVERSED:
             row = batch * sizes.rows + stop - 1 - t
@@ -64,7 +65,11 @@ def decode_tokens(
             q = q / tl.sqrt(tl.sum(q * q, 0) + EPSILON)
             k = k / tl.sqrt(tl.sum(k * k, 0) + EPSILON)
         if gate is not None:
-            state = state * tl.exp(tl.load(gate + at).to(tl.float32))
+            if CHANNELS:
+                g = tl.load(gate + at * sizes.dim + d, mask=in_key, other=0.0).to(tl.float32)
+                state = state * tl.exp(g)[:, None]
+            else:
+                state = state * tl.exp(tl.load(gate + at).to(tl.float32))
         update = v - tl.sum(k[:, None] * state, 0)
         if beta is not None:
             update = update * tl.load(beta + at).to(tl.float32)
@@ -73,7 +78,7 @@ def decode_tokens(
         # rows past the last sequence may have any gate and beta
         o = tl.where(has_state, o, 0.0)
         tl.store(out + at_value, o.to(out.dtype.element_ty), mask=in_value)
-    tl.store(final + place, state, mask=in_state)
+    tl.store(final + offset, state, mask=in_state)
 
 
 @dataclass(frozen=True)
@@ -107,4 +112,5 @@ class DecodeLaunch(ChunkLaunch):
             "sizes": self.sizes(target),
             "scale": float(p.scale),
             "NORMALIZE": p.normalize,
+            "CHANNELS": p.channel_gates,
         }

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.gated_delta_rule import tiles
+from ejkernel.kernels.triton.gated_delta_rule.channel_gradients import ChannelGradientsLaunch
+from ejkernel.kernels.triton.gated_delta_rule.channel_prepare import ChannelPrepareLaunch
 from ejkernel.kernels.triton.gated_delta_rule.decode import DecodeLaunch
 from ejkernel.kernels.triton.gated_delta_rule.prepare import PrepareLaunch
 from ejkernel.kernels.triton.gated_delta_rule.problem import Problem, problem_of
@@ -32,7 +35,7 @@ NAMES = {
 
 
 class GatedDeltaRule(TritonKernel):
-    """The gated delta rule with one gate per head, on a GPU.
+    """The gated delta rule with a gate per head or per key channel, on a GPU.
 
     float16, bfloat16 and float32, states and accumulators in float32; head dims up to 128. Two runs
     give the same bits. Differentiable once, from the inputs alone: everything else is computed
@@ -49,42 +52,65 @@ class GatedDeltaRule(TritonKernel):
         return problem.unsupported or None
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, t, operands = work.problem, work.tiles, _operands(arrays)
+        p, t, operands = work.problem, work.tiles, _operands(work.problem, arrays)
         if tiles.few_tokens(p):
             state = operands["initial"]
             overwrites = state is not None and state.dtype == jnp.float32
-            found = call(DecodeLaunch(p, t, overwrites=overwrites), **operands)
+            results = call(DecodeLaunch(p, t, overwrites=overwrites), **operands)
         else:
-            found = call(ScanLaunch(p, t, for_gradients=False), **_prepared(p, t, operands))
-        return (found["out"], found["final"]), None
+            results = call(ScanLaunch(p, t, for_gradients=False), **_prepared(p, t, operands))
+        return (results["out"], results["final"]), None
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        p, t, operands = work.problem, work.tiles, _operands(arrays)
+        p, t, operands = work.problem, work.tiles, _operands(work.problem, arrays)
         do, dstate = cotangents
         prepared = _prepared(p, t, operands)
-        found = call(ScanLaunch(p, t, for_gradients=True), **prepared)
+        scanned = call(ScanLaunch(p, t, for_gradients=True), **prepared)
         del prepared["value"], prepared["initial"]
-        found |= call(ReverseScanLaunch(p, t), **prepared, dout=do, dfinal=dstate)
+        scanned |= call(ReverseScanLaunch(p, t), **prepared, dout=do, dfinal=dstate)
         del operands["value"], operands["initial"]
-        dinitial = found.pop("dinitial")
-        gradients = call(RowGradientsLaunch(p, t), **operands, **found, dout=do)
-        gradients |= {"dvalue": found["dvalue"], "dinitial": dinitial}
+        dinitial = scanned.pop("dinitial")
+        of_rows = ChannelGradientsLaunch if p.channel_gates else RowGradientsLaunch
+        gradients = call(of_rows(p, t), **operands, **scanned, dout=do)
+        for name in ("query", "key"):
+            gradients[f"d{name}"] = _sum_groups(gradients[f"d{name}"], arrays[name])
+        gradients |= {"dvalue": scanned["dvalue"], "dinitial": dinitial}
         named = {theirs: gradients.get(f"d{ours}") for ours, theirs in NAMES.items()}
         return {name: x for name, x in named.items() if name in arrays}
 
 
-def _operands(arrays: Arrays) -> dict[str, Any]:
-    """Returns the operands of launches by name, None for those not given."""
+def _operands(p: Problem, arrays: Arrays) -> dict[str, Any]:
+    """Returns the operands of launches by name, None for those not given.
+
+    Channels of the value heads decay each in their own way: with gates per channel each of them has
+    its own queries and keys.
+    """
     cu = arrays.get("cu_seqlens")
-    found = {ours: arrays.get(theirs) for ours, theirs in NAMES.items()}
-    return found | {"cu": None if cu is None else cu[None]}
+    operands = {ours: arrays.get(theirs) for ours, theirs in NAMES.items()}
+    repeats = p.kv_heads // operands["key"].shape[2] if operands["key"].shape[2] else 1
+    if repeats > 1:
+        operands |= {name: jnp.repeat(operands[name], repeats, 2) for name in ("query", "key")}
+    return operands | {"cu": None if cu is None else cu[None]}
 
 
 def _prepared(p: Problem, t: tiles.Tiles, operands: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the operands of the scans: arrays of the call, and the results of ``prepare``."""
     of_chunks = {name: operands[name] for name in ("query", "key", "gate", "beta", "cu")}
     of_scan = {name: operands[name] for name in ("query", "key", "value", "initial", "cu")}
-    return call(PrepareLaunch(p, t), **of_chunks) | of_scan
+    if not p.channel_gates:
+        return call(PrepareLaunch(p, t), **of_chunks) | of_scan
+    prepared = call(ChannelPrepareLaunch(p, t), **of_chunks)
+    decayed = {name: prepared.pop(f"read_{name}") for name in ("query", "key")}
+    return prepared | of_scan | decayed
+
+
+def _sum_groups(gradient: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the gradient of x from that of its repeated heads."""
+    if gradient.shape == x.shape:
+        return gradient
+    b, s, heads, channels = x.shape
+    gradient = gradient.reshape(b, s, heads, -1, channels)
+    return jnp.sum(gradient, 3, dtype=jnp.float32)
 
 
 gated_delta_rule = GatedDeltaRule()

@@ -1,4 +1,4 @@
-"""What does not depend on the values of a chunk: its triangular inverse, its scores, its factors.
+"""Terms of a chunk that do not depend on its values: triangular inverse, scores, factors.
 
 With D_t the decay from the chunk start through token t and d(t, s) the decay from s to t,
 
@@ -30,6 +30,7 @@ from ejkernel.kernels.triton.gated_delta_rule.solve import invert
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.rows import load_rows
+from ejkernel.kernels.triton.targets import Target
 
 EPSILON = tl.constexpr(1e-6)
 SMALLEST_BETA = tl.constexpr(2.0**-30)
@@ -55,6 +56,27 @@ def load_beta(beta, at, valid):
         small = valid & (tl.abs(strength) < SMALLEST_BETA)
         strength = tl.where(small, SMALLEST_BETA, strength)
     return strength
+
+
+@triton.jit
+def store_inverse(inverse, number, system, sizes, PRECISION: tl.constexpr):
+    """Stores the inverse of ``I + system``, in which a row's token comes after the column's."""
+    CHUNK: tl.constexpr = sizes.CHUNK
+    row = tl.arange(0, CHUNK)[:, None]
+    column = tl.arange(0, CHUNK)[None, :]
+    if sizes.REVERSED:
+        system = tl.trans(system)
+    solved = invert(system, CHUNK, PRECISION)
+    square = inverse + number * (CHUNK * CHUNK)
+    if sizes.REVERSED:
+        tl.store(square + column * CHUNK + row, solved.to(inverse.dtype.element_ty))
+    else:
+        tl.store(square + row * CHUNK + column, solved.to(inverse.dtype.element_ty))
+
+
+def inverse_precision(target: Target) -> str:
+    """Returns the precision of the matmuls of an inverse."""
+    return "tf32x3" if target.platform == "cuda" else "ieee"
 
 
 @triton.jit
@@ -103,24 +125,17 @@ def prepare_chunks(
         if gate is not None:
             high, low, since, until, total = load_gates(gate, at, valid, sizes.REVERSED)
             decayed = pair_decays(high, low, up_to)
-        place = factors + number * (FACTORS * CHUNK) + token
-        tl.store(place, q_factor * since)
-        tl.store(place + CHUNK, k_factor * since)
-        tl.store(place + 2 * CHUNK, k_factor * until)
-        tl.store(place + 3 * CHUNK, strength)
+        offset = factors + number * (FACTORS * CHUNK) + token
+        tl.store(offset, q_factor * since)
+        tl.store(offset + CHUNK, k_factor * since)
+        tl.store(offset + 2 * CHUNK, k_factor * until)
+        tl.store(offset + 3 * CHUNK, strength)
         tl.store(decays + number, total)
         square = scores + number * (CHUNK * CHUNK) + row * CHUNK + column
         tl.store(square, (seen * decayed).to(scores.dtype.element_ty))
-        # ``invert`` reads nothing on the diagonal and above
+        # nothing is read on the diagonal and above
         system = strength[:, None] * (gram * decayed)
-        if sizes.REVERSED:
-            system = tl.trans(system)
-        found = invert(system, CHUNK, INVERSE_PRECISION)
-        square = inverse + number * (CHUNK * CHUNK)
-        if sizes.REVERSED:
-            tl.store(square + column * CHUNK + row, found.to(inverse.dtype.element_ty))
-        else:
-            tl.store(square + row * CHUNK + column, found.to(inverse.dtype.element_ty))
+        store_inverse(inverse, number, system, sizes, INVERSE_PRECISION)
 
 
 class PrepareLaunch(ChunkLaunch):
@@ -160,5 +175,5 @@ class PrepareLaunch(ChunkLaunch):
             "scale": float(p.scale),
             "NORMALIZE": p.normalize,
             "FACTORS": FACTORS,
-            "INVERSE_PRECISION": "tf32x3" if target.platform == "cuda" else "ieee",
+            "INVERSE_PRECISION": inverse_precision(target),
         }

@@ -25,6 +25,8 @@ class Problem:
         dim, value_dim: channels of a key and of a value.
         sequences: packed sequences per batch row; 0: a batch row is one sequence.
         scale: factor of the query.
+        channel_gates: whether gates are given per key channel; queries and keys then have as many
+            heads as values.
         normalize: whether queries and keys are divided by their lengths.
         reverse: whether time runs from the last token to the first.
         dtype: of query, key and value together.
@@ -41,6 +43,7 @@ class Problem:
     value_dim: int
     sequences: int
     scale: float
+    channel_gates: bool
     normalize: bool
     reverse: bool
     dtype: str
@@ -83,18 +86,18 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
     for name, dim in (("query", q.shape[3]), ("value", v.shape[3])):
         if dim > MAX_DIM:
             reason = reason or f"{name}: head dim {dim} is more than {MAX_DIM}"
-    if a["g"] is not None and a["g"].ndim == 4:
-        reason = reason or "g: a log decay per key channel is not supported"
+    channel_gates = a["g"] is not None and a["g"].ndim == 4
     wide = [dtypes[name] for name in names[:3]]
     return Problem(
         batch=q.shape[0],
         rows=q.shape[1],
         heads=v.shape[2],
-        kv_heads=q.shape[2],
+        kv_heads=v.shape[2] if channel_gates else q.shape[2],
         dim=q.shape[3],
         value_dim=v.shape[3],
         sequences=0 if cu is None else cu.shape[0] - 1,
         scale=a["softmax_scale"],
+        channel_gates=channel_gates,
         normalize=a["normalize_qk"],
         reverse=a["reverse"],
         dtype=wide[0] if len(set(wide)) == 1 else result_dtype(*wide).name,

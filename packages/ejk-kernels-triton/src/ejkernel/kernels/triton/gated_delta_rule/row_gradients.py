@@ -43,9 +43,9 @@ OPERANDS = (
 
 @triton.jit
 def load_state(states, number, sizes):
-    """Loads a matrix of ``[count, dim, value_dim]``."""
+    """Loads a transposed state, a matrix of ``[count, value_dim, dim]``."""
     return load_matrix(
-        states, number, sizes.dim, sizes.value_dim, sizes.DIM, sizes.COLUMNS, sizes.MAPS
+        states, number, sizes.value_dim, sizes.dim, sizes.COLUMNS, sizes.DIM, sizes.MAPS
     )
 
 
@@ -58,14 +58,14 @@ def load_tile(x, base, tokens, head, heads, columns, WIDTH: tl.constexpr, sizes)
 @triton.jit
 def inner_product(x, y, number, sizes):
     """Returns the sum of the products of two states, a few rows at a time to save registers."""
-    d = tl.arange(0, 16)[:, None]
-    c = tl.arange(0, sizes.COLUMNS)[None, :]
-    total = tl.zeros([16, sizes.COLUMNS], tl.float32)
-    for i in range(0, sizes.dim, 16):
-        place = (number * sizes.dim + i + d) * sizes.value_dim + c
-        inside = (i + d < sizes.dim) & (c < sizes.value_dim)
-        row = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        total += row * tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+    c = tl.arange(0, 16)[:, None]
+    d = tl.arange(0, sizes.DIM)[None, :]
+    total = tl.zeros([16, sizes.DIM], tl.float32)
+    for i in range(0, sizes.value_dim, 16):
+        offset = (number * sizes.value_dim + i + c) * sizes.dim + d
+        inside = (i + c < sizes.value_dim) & (d < sizes.dim)
+        row = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+        total += row * tl.load(y + offset, mask=inside, other=0.0).to(tl.float32)
     return tl.sum(tl.sum(total, 1), 0)
 
 
@@ -130,7 +130,7 @@ def row_gradients(
         pairs = tl.where(row == column, 0.0, pairs).to(DTYPE)
         do = (do.to(tl.float32) * (since * scale)[:, None]).to(DTYPE)
         state = load_state(states, slot * heads + head, sizes)
-        dq = tl.dot(do, tl.trans(state), acc=dq, input_precision=PRECISION)
+        dq = tl.dot(do, state, acc=dq, input_precision=PRECISION)
         dq = tl.dot(pairs, k, acc=dq, input_precision=PRECISION)
         if dgate is not None:
             # loaded again: in registers it would stay there
@@ -163,7 +163,7 @@ def row_gradients(
         read = tl.where(row == column, 0.0, pairs * -decayed).to(DTYPE)
         dv = (dv.to(tl.float32) * -since[:, None]).to(DTYPE)
         state = load_state(states, number, sizes)
-        dk = tl.dot(dv, tl.trans(state), acc=dk, input_precision=PRECISION)
+        dk = tl.dot(dv, state, acc=dk, input_precision=PRECISION)
         dk = tl.dot(read, k, acc=dk, input_precision=PRECISION)
         if dgate is not None:
             x = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
@@ -175,7 +175,7 @@ def row_gradients(
         u = load_tile(updates, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
         u = (u.to(tl.float32) * until[:, None]).to(DTYPE)
         dstate = load_state(dstates, number, sizes)
-        dk = tl.dot(u, tl.trans(dstate), acc=dk, input_precision=PRECISION)
+        dk = tl.dot(u, dstate, acc=dk, input_precision=PRECISION)
         if dgate is not None:
             x = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
             ended = tl.sum((tl.sum(dk * x.to(tl.float32), 1) - along_read) * k_factor, 0)
@@ -223,14 +223,9 @@ class StateRows(NamedTuple):
     after: Any
 
 
-class RowGradientsLaunch(ChunkLaunch):
-    """Launch of ``row_gradients``.
+class GradientsLaunch(ChunkLaunch):
+    """A launch of gradients of queries, keys, gates and beta."""
 
-    Results: dquery and dkey ``[batch, rows, kv_heads, dk]``, and dgate and dbeta ``[batch, rows,
-    heads]`` in float32 where there are gates and beta.
-    """
-
-    kernel = row_gradients
     batching: ClassVar = dict.fromkeys(OPERANDS, BATCHED)
 
     @property
@@ -252,6 +247,25 @@ class RowGradientsLaunch(ChunkLaunch):
     def grid(self, target):
         return (self.slots * self.problem.kv_heads,)
 
+    def arguments(self, target):
+        rows = self.row_tiles(target, "query", "key", "dout", "updates", "dvalue")
+        rows |= self.matrices(target, "states", "dstates")
+        return rows | {
+            "sizes": self.sizes(target),
+            "scale": float(self.problem.scale),
+            "NORMALIZE": self.problem.normalize,
+        }
+
+
+class RowGradientsLaunch(GradientsLaunch):
+    """Launch of ``row_gradients``.
+
+    Results: dquery and dkey ``[batch, rows, kv_heads, dk]``, and dgate and dbeta ``[batch, rows,
+    heads]`` in float32 where there are gates and beta.
+    """
+
+    kernel = row_gradients
+
     def options(self, target):
         # operands of synchronous matmuls lie in registers, of which AMD has more
         narrow = self.problem.compute_dtype == "bfloat16"
@@ -259,11 +273,5 @@ class RowGradientsLaunch(ChunkLaunch):
         return {"num_warps": 4 if few else 8, "num_stages": 1}
 
     def arguments(self, target):
-        rows = self.row_tiles(target, "query", "key", "dout", "updates", "dvalue")
-        rows |= self.matrices(target, "states", "dstates")
-        return rows | {
-            "state_rows": StateRows(self.operand("states"), self.operand("dstates")),
-            "sizes": self.sizes(target),
-            "scale": float(self.problem.scale),
-            "NORMALIZE": self.problem.normalize,
-        }
+        states = StateRows(self.operand("states"), self.operand("dstates"))
+        return super().arguments(target) | {"state_rows": states}

@@ -4,6 +4,8 @@
     o   = (scale D q) S + scores u                                                        [C, dv]
     S  <- decay of the chunk * S + (k decayed to the chunk end)^T u                       [dk, dv]
 
+all transposed: S^T [dv, dk], u^T and o^T [dv, C]. What one matmul returns, rounded, is then the
+left operand of the next, which may lie in registers: the chain stores nothing to shared memory.
 ``prepare`` made inverse, scores and factors. S and the accumulators are float32; matmuls take S, u
 and v - D k S in the dtype of the keys. Keys are never scaled before a matmul: the factors of tokens
 are applied to accumulators and to updates.
@@ -28,22 +30,26 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ejkernel.kernels.triton.gated_delta_rule.chunks import (
-    FACTORS,
     ChunkLaunch,
     find_sequence,
+    load_chunk_decay,
+    load_factors,
     load_square,
+    store_state,
 )
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
 
-OPERANDS = ("query", "key", "value", "inverse", "scores", "factors", "decays", "initial", "cu")
+OPERANDS = (
+    "query", "key", "value", "entering", "inverse", "scores", "factors", "decays", "initial", "cu",
+)  # fmt: skip
 
 
 @triton.jit
 def scan_chunks(
-    query, key, value, inverse, scores, factors, decays, initial, cu, out, final, states, updates,
-    sizes, FACTORS: tl.constexpr,
+    query, key, value, entering, inverse, scores, factors, decays, initial, cu, out, final, states,
+    updates, sizes, FACTORS: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = sizes.CHUNK
     DIM: tl.constexpr = sizes.DIM
@@ -57,17 +63,19 @@ def scan_chunks(
     kv_head = head // (sizes.heads // sizes.kv_heads)
     owner = (program // across // sizes.heads).to(tl.int64)
     batch, slot_of_state, has_state, start, stop, first, last, gap = find_sequence(cu, owner, sizes)
-    d = tl.arange(0, DIM)[:, None]
-    c = tl.arange(0, COLUMNS)[None, :]
+    d = tl.arange(0, DIM)
+    c = tl.arange(0, COLUMNS)
     token = tl.arange(0, CHUNK)
-    place = column + d * sizes.value_dim + c
-    inside = (d < sizes.dim) & (c < sizes.value_dim - column)
+    offset = column + d[:, None] * sizes.value_dim + c[None, :]
+    inside = (d < sizes.dim)[:, None] & (c < sizes.value_dim - column)[None, :]
     state_size = sizes.dim * sizes.value_dim
-    place_of_state = (slot_of_state * sizes.heads + head) * state_size + place
+    state_offset = (slot_of_state * sizes.heads + head) * state_size + offset
     in_state = inside & has_state
-    state = tl.zeros([DIM, COLUMNS], tl.float32)
+    # columns are rows here: what a matmul returns is the left operand of the next one
+    state = tl.zeros([COLUMNS, DIM], tl.float32)
     if initial is not None:
-        state = tl.load(initial + place_of_state, mask=in_state, other=0.0).to(tl.float32)
+        state = tl.trans(tl.load(initial + state_offset, mask=in_state, other=0.0))
+        state = state.to(tl.float32)
     for i in tl.range(0, last - first):
         if sizes.REVERSED:
             piece = last - 1 - i
@@ -78,35 +86,37 @@ def scan_chunks(
         tokens = tl.where(has_state, rows, 0)
         base = batch * sizes.rows + begin
         number = (batch * sizes.pieces + piece) * sizes.heads + head
-        factor = factors + number * (FACTORS * CHUNK) + token
-        q_since = tl.load(factor)
-        k_since = tl.load(factor + CHUNK)
-        k_until = tl.load(factor + 2 * CHUNK)
-        strength = tl.load(factor + 3 * CHUNK)
-        decay = tl.load(decays + number)
+        q_since, k_since, k_until, strength = load_factors(factors, number, token, sizes, FACTORS)
+        decay = load_chunk_decay(decays, number, d, sizes, FACTORS)
         k = load_rows(
             key, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
         ).to(DTYPE)
         v = load_rows(
             value, base, tokens, 0, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
             sizes.MAPS,
-        ).to(tl.float32)  # fmt: skip
+        )  # fmt: skip
         solved = load_square(inverse, number, sizes)
 
         before = state.to(DTYPE)
         if states is not None:
-            target = states + number * state_size + place
-            tl.store(target, before.to(states.dtype.element_ty), mask=inside)
-        read = tl.dot(k, before, input_precision=PRECISION)
-        error = strength[:, None] * (v - k_since[:, None] * read)
-        update = tl.dot(solved, error.to(DTYPE), input_precision=PRECISION)
-        entering = (k_until[:, None] * update).to(DTYPE)
-        state = tl.dot(tl.trans(k), entering, acc=state * decay, input_precision=PRECISION)
+            store_state(states, before, number, column, sizes)
+        read = tl.dot(before, tl.trans(k), input_precision=PRECISION)
+        error = tl.trans(v).to(tl.float32) - k_since[None, :] * read
+        error = (strength[None, :] * error).to(DTYPE)
+        update = tl.dot(error, tl.trans(solved), input_precision=PRECISION)
+        k_entering = k
+        if entering is not None:
+            k_entering = load_rows(
+                entering, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM,
+                sizes.MAPS,
+            ).to(DTYPE)  # fmt: skip
+        added = (k_until[None, :] * update).to(DTYPE)
+        state = tl.dot(added, k_entering, acc=state * decay, input_precision=PRECISION)
         narrow = update.to(DTYPE)
         if updates is not None:
             store_rows(
-                updates, narrow, base, rows, head, sizes.heads, column, sizes.value_dim, CHUNK,
-                COLUMNS, sizes.MAPS,
+                updates, tl.trans(narrow), base, rows, head, sizes.heads, column, sizes.value_dim,
+                CHUNK, COLUMNS, sizes.MAPS,
             )  # fmt: skip
         if out is not None:
             q = load_rows(
@@ -114,14 +124,14 @@ def scan_chunks(
                 sizes.MAPS,
             ).to(DTYPE)  # fmt: skip
             weights = load_square(scores, number, sizes)
-            o = tl.dot(q, before, input_precision=PRECISION) * q_since[:, None]
-            o = tl.dot(weights, narrow, acc=o, input_precision=PRECISION)
+            o = tl.dot(before, tl.trans(q), input_precision=PRECISION) * q_since[None, :]
+            o = tl.dot(narrow, tl.trans(weights), acc=o, input_precision=PRECISION)
             store_rows(
-                out, o, base, rows, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
-                sizes.MAPS,
+                out, tl.trans(o.to(out.dtype.element_ty)), base, rows, head, sizes.heads, column,
+                sizes.value_dim, CHUNK, COLUMNS, sizes.MAPS,
             )  # fmt: skip
     if final is not None:
-        tl.store(final + place_of_state, state, mask=in_state)
+        tl.store(final + state_offset, tl.trans(state), mask=in_state)
 
 
 @dataclass(frozen=True)
@@ -129,8 +139,8 @@ class ScanLaunch(ChunkLaunch):
     """Launch of ``scan_chunks``.
 
     Results: out ``[batch, rows, heads, dv]`` and final ``[states, heads, dk, dv]``; or, with
-    ``for_gradients``, states before every chunk ``[slots, heads, dk, dv]`` and updates
-    ``[batch, rows, heads, dv]`` in the dtype of matmuls.
+    ``for_gradients``, states before every chunk, transposed, ``[slots, heads, dv, dk]`` and
+    updates ``[batch, rows, heads, dv]`` in the dtype of matmuls.
     """
 
     kernel = scan_chunks
@@ -145,7 +155,7 @@ class ScanLaunch(ChunkLaunch):
             return {
                 "out": None,
                 "final": None,
-                "states": struct(p.compute_dtype, self.slots, *size),
+                "states": struct(p.compute_dtype, self.slots, p.heads, p.value_dim, p.dim),
                 "updates": struct(p.compute_dtype, *rows),
             }
         return {
@@ -159,9 +169,9 @@ class ScanLaunch(ChunkLaunch):
         return (scan_programs(self),)
 
     def arguments(self, target):
-        rows = self.row_tiles(target, "query", "key", "value")
+        rows = self.row_tiles(target, "query", "key", "value", "entering")
         squares = self.matrices(target, "inverse", "scores")
-        return rows | squares | {"sizes": self.sizes(target), "FACTORS": FACTORS}
+        return rows | squares | {"sizes": self.sizes(target), "FACTORS": self.factors}
 
 
 def scan_programs(launch: ChunkLaunch) -> int:

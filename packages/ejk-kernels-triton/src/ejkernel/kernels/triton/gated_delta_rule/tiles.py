@@ -1,4 +1,4 @@
-"""How the gated delta rule is launched: the heuristic, and the tiles worth timing."""
+"""Tiles of the gated delta rule: the heuristic, and candidates worth timing."""
 
 from __future__ import annotations
 
@@ -63,24 +63,25 @@ def choose(p: Problem, target: Target) -> Tiles:
     # 64 rows fill one asynchronous matmul of four warps. Operands of synchronous ones lie in
     # registers, where the three parts of float32 operands leave room for smaller tiles only
     narrow = p.compute_dtype == "bfloat16"
-    chunk, columns = 32, min(wide, 32)
+    chunk, columns, stages = 32, min(wide, 32), 2
     if narrow and target.hopper:
-        chunk, columns = MAX_CHUNK, min(wide, 64)
+        chunk, columns, stages = MAX_CHUNK, min(wide, 64), 3
     elif p.dtype == "float32" and target.platform == "cuda":
         chunk, columns = 16, 16
     chunk = min(chunk, max(16, power_of_two(p.rows // p.states)))
     # a scan waits for its own matmuls: more programs of fewer columns, as long as every
-    # multiprocessor has but one
-    while columns > 16 and 2 * p.batch * p.states * p.heads * -(-wide // columns) <= target.cores:
+    # multiprocessor has but one. Asynchronous matmuls have 64 rows, which are columns of the values
+    scans, fewest = p.batch * p.states * p.heads, 64 if narrow and target.hopper else 16
+    while columns > fewest and 2 * scans * -(-wide // columns) <= target.cores:
         columns //= 2
-    return Tiles(chunk, columns, 4, 2)
+    return Tiles(chunk, columns, 4, stages)
 
 
 def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
     """Returns tiles worth timing."""
-    found = [replace(t, columns=n) for n in (16, 32, 64, 128) if n <= width(p.value_dim)]
-    found += [replace(t, num_warps=n) for n in (2, 4, 8)]
+    candidates = [replace(t, columns=n) for n in (16, 32, 64, 128) if n <= width(p.value_dim)]
+    candidates += [replace(t, num_warps=n) for n in (2, 4, 8)]
     if not few_tokens(p):
-        found += [replace(t, chunk=n) for n in (16, 32, 64)]
-        found += [replace(t, num_stages=n) for n in (1, 2, 3)]
-    return [f for f in dict.fromkeys(found) if f != t]
+        candidates += [replace(t, chunk=n) for n in (16, 32, 64)]
+        candidates += [replace(t, num_stages=n) for n in (1, 2, 3)]
+    return [f for f in dict.fromkeys(candidates) if f != t]
