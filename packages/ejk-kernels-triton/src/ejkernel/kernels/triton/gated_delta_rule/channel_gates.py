@@ -16,36 +16,91 @@ zeros and ones that accumulate in float32.
 from __future__ import annotations
 
 from ejkernel.kernels.triton.common.softmax import LOG2E
+from ejkernel.kernels.triton.gated_delta_rule.chunks import ChunkLaunch
+from ejkernel.kernels.triton.gated_delta_rule.prepare import EPSILON
 from ejkernel.kernels.triton.language import tl, triton
-from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows
+from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows, store_rows
+from ejkernel.kernels.triton.linear_attention.tiles import width
+
+MAX_BLOCK = 32
+
+
+class ChannelLaunch(ChunkLaunch):
+    """A launch whose programs hold a block of the key channels at a time."""
+
+    @property
+    def key_width(self) -> int:
+        """Channels of a block: factors, operands and accumulators of more leave the registers."""
+        return min(width(self.problem.dim), MAX_BLOCK)
+
+    def arguments(self, target):
+        p = self.problem
+        return {
+            "sizes": self.sizes(target),
+            "scale": float(p.scale),
+            "NORMALIZE": p.normalize,
+            "LEVELS": self.tiles.chunk.bit_length() - 1,
+            "BLOCK": self.key_width,
+        }
 
 
 @triton.jit
-def load_channel_gates(gate, base, tokens, head, sizes):
-    """Loads log decays ``[CHUNK, DIM]`` in base 2 in three bfloat16 parts, 0 past the tokens."""
-    g = load_rows(
-        gate, base, tokens, 0, head, sizes.heads, 0, sizes.dim, sizes.CHUNK, sizes.DIM, POINTERS
+def load_block(x, base, tokens, head, channel, sizes, BLOCK: tl.constexpr):
+    """Loads a block of the channels of queries or keys."""
+    return load_rows(
+        x, base, tokens, 0, head, sizes.heads, channel, sizes.dim, sizes.CHUNK, BLOCK, sizes.MAPS
     )
-    return split_parts(tl.maximum(g.to(tl.float32), -128.0) * LOG2E)
 
 
 @triton.jit
-def split_parts(x):
-    """Splits float32 values into three bfloat16 parts."""
-    first = x.to(tl.bfloat16)
-    x = x - first.to(tl.float32)
-    second = x.to(tl.bfloat16)
-    third = (x - second.to(tl.float32)).to(tl.bfloat16)
-    return first, second, third
+def store_block(target, x, base, tokens, head, channel, sizes, BLOCK: tl.constexpr):
+    """Stores a block of the channels of decayed queries or keys."""
+    store_rows(
+        target, x, base, tokens, head, sizes.heads, channel, sizes.dim, sizes.CHUNK, BLOCK,
+        sizes.MAPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def reciprocal_length(x, base, tokens, head, sizes, BLOCK: tl.constexpr):
+    """Returns 1 / sqrt(sum of squares + epsilon) of every row, block by block."""
+    squares = tl.zeros([sizes.CHUNK], tl.float32)
+    for channel in tl.range(0, sizes.DIM, BLOCK, num_stages=1):
+        row = load_block(x, base, tokens, head, channel, sizes, BLOCK).to(tl.float32)
+        squares += tl.sum(row * row, 1)
+    return 1.0 / tl.sqrt(squares + EPSILON)
+
+
+@triton.jit
+def load_channel_gates(gate, base, tokens, head, channel, sizes, BLOCK: tl.constexpr):
+    """Loads log decays ``[CHUNK, BLOCK]`` in base 2 in bfloat16 parts, 0 past the tokens."""
+    g = load_rows(
+        gate, base, tokens, 0, head, sizes.heads, channel, sizes.dim, sizes.CHUNK, BLOCK, POINTERS
+    )
+    g = tl.maximum(g.to(tl.float32), -128.0) * LOG2E
+    # two parts err by 2^-17 of a gate: less than operands of matmuls in bfloat16 do
+    return split_parts(g, 2 if sizes.DTYPE == tl.bfloat16 else 3)
+
+
+@triton.jit
+def split_parts(x, COUNT: tl.constexpr):
+    """Splits float32 values into bfloat16 parts, the largest first; three have all bits."""
+    parts = ()
+    for _i in tl.static_range(COUNT):
+        part = x.to(tl.bfloat16)
+        x = x - part.to(tl.float32)
+        parts += (part,)
+    return parts
 
 
 @triton.jit
 def sum_selected(select, parts):
     """Returns, for every row of ``select`` [CHUNK, CHUNK], the sum of the tokens it selects."""
     select = select.to(tl.bfloat16)
-    total = tl.dot(select, parts[2])
-    total = tl.dot(select, parts[1], acc=total)
-    return tl.dot(select, parts[0], acc=total)
+    total = tl.dot(select, parts[len(parts) - 1])
+    for i in tl.static_range(2, len(parts) + 1):
+        total = tl.dot(select, parts[len(parts) - i], acc=total)
+    return total
 
 
 @triton.jit
@@ -92,5 +147,7 @@ def decays_of_chunk(parts, order):
 @triton.jit
 def total_decay(parts):
     """Returns the decay of the chunk per channel."""
-    total = tl.sum(parts[2].to(tl.float32), 0) + tl.sum(parts[1].to(tl.float32), 0)
-    return tl.exp2(total + tl.sum(parts[0].to(tl.float32), 0))
+    total = tl.sum(parts[0].to(tl.float32), 0)
+    for i in tl.static_range(1, len(parts)):
+        total += tl.sum(parts[i].to(tl.float32), 0)
+    return tl.exp2(total)

@@ -12,7 +12,8 @@ With the names of ``row_gradients``, and D_t, d(t, s) and R_t vectors over the c
 channel by channel. The pair of a token with itself does not decay: it is left out of dg, and added
 to dq and dk at the end. Sums over pairs go level by level, see ``channel_gates``.
 
-Work split: one chunk of one head a program.
+Work split: a block of the channels of one chunk and head a program, which all form both matrices of
+pairs. The gradient through the normalization needs whole rows and is left to XLA.
 
 Bound: states and their gradients, updates, do, dv, q, k and gates are read, gradients written: 8192
 tokens of 32 heads of 128, chunks of 64 in bfloat16: 1.2 GB, 0.28 ms at 4.3 TB/s. Seven matmuls a
@@ -21,62 +22,57 @@ level are 0.18 TFLOP, 0.35 ms at 500 TFLOP/s. Not measured.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ejkernel.kernels.triton.gated_delta_rule.channel_gates import (
+    ChannelLaunch,
     decays_of_chunk,
     is_pair,
     level_decays,
+    load_block,
     load_channel_gates,
+    reciprocal_length,
     split_parts,
+    store_block,
     sum_selected,
     time_order,
     total_decay,
 )
 from ejkernel.kernels.triton.gated_delta_rule.chunks import find_chunk
-from ejkernel.kernels.triton.gated_delta_rule.prepare import load_beta, reciprocal_lengths
-from ejkernel.kernels.triton.gated_delta_rule.row_gradients import (
-    GradientsLaunch,
-    load_state,
-    load_tile,
-    store_gradient,
-)
+from ejkernel.kernels.triton.gated_delta_rule.prepare import load_beta
+from ejkernel.kernels.triton.gated_delta_rule.row_gradients import load_tile
 from ejkernel.kernels.triton.language import tl, triton
-from ejkernel.kernels.triton.launch import struct
-from ejkernel.kernels.triton.linear_attention.rows import store_rows
+from ejkernel.kernels.triton.launch import BATCHED, struct
+from ejkernel.kernels.triton.linear_attention.rows import POINTERS
+from ejkernel.kernels.triton.linear_attention.tiles import width
+
+OPERANDS = (
+    "query", "key", "gate", "beta", "dout", "updates", "dvalue", "states", "dstates", "cu",
+)  # fmt: skip
 
 
 @triton.jit
 def channel_gradients(
     query, key, gate, beta, dout, updates, dvalue, states, dstates, cu, dquery, dkey, dgate, dbeta,
-    sizes, scale, NORMALIZE: tl.constexpr, LEVELS: tl.constexpr,
+    sizes, scale, NORMALIZE: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = sizes.CHUNK
     DTYPE: tl.constexpr = sizes.DTYPE
     PRECISION: tl.constexpr = sizes.PRECISION
     heads = sizes.heads
     program = tl.program_id(0)
-    head = program % heads
-    slot = (program // heads).to(tl.int64)
+    blocks = (sizes.dim + BLOCK - 1) // BLOCK
+    channel = program % blocks * BLOCK
+    head = program // blocks % heads
+    slot = (program // blocks // heads).to(tl.int64)
     number = slot * heads + head
     base, tokens, rows = find_chunk(cu, slot, sizes)
     token = tl.arange(0, CHUNK)
     valid = token < tokens
-    in_rows = token < rows
     row = token[:, None]
     column = token[None, :]
     order = time_order(CHUNK, sizes.REVERSED)
     before = order[:, None] > order[None, :]
-    q = load_tile(query, base, tokens, head, heads, sizes.dim, sizes.DIM, sizes)
-    k = load_tile(key, base, tokens, head, heads, sizes.dim, sizes.DIM, sizes)
-    q_factor = tl.zeros([CHUNK], tl.float32) + 1.0
-    k_factor = q_factor
-    if NORMALIZE:
-        q_factor = reciprocal_lengths(q)
-        k_factor = reciprocal_lengths(k)
-        q = (q.to(tl.float32) * q_factor[:, None]).to(DTYPE)
-        k = (k.to(tl.float32) * k_factor[:, None]).to(DTYPE)
-    parts = load_channel_gates(gate, base, tokens, head, sizes)
-    since, until = decays_of_chunk(parts, order)
-
     do = load_tile(dout, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
     u = load_tile(updates, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
     dv = load_tile(dvalue, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
@@ -89,16 +85,25 @@ def channel_gradients(
         at = (base + token) * heads + head
         strength = tl.where(valid, load_beta(beta, at, valid), 1.0)
         gain = tl.sum(tl.where(row == column, read, 0.0), 1)
-        tl.store(dbeta + at, gain / strength / strength, mask=in_rows)
+        tl.store(dbeta + at, gain / strength / strength, mask=(token < rows) & (channel == 0))
     read = tl.where(before, -read, 0.0).to(DTYPE)
 
-    state = load_state(states, number, sizes)
-    dstate = load_state(dstates, number, sizes)
+    parts = load_channel_gates(gate, base, tokens, head, channel, sizes, BLOCK)
+    since, until = decays_of_chunk(parts, order)
+    state = load_state_block(states, number, channel, sizes, BLOCK)
     dq = tl.dot(do, state, input_precision=PRECISION) * (since * scale)
     reading = tl.dot(dv, state, input_precision=PRECISION) * -since
+    dstate = load_state_block(dstates, number, channel, sizes, BLOCK)
     entering = tl.dot(u, dstate, input_precision=PRECISION) * until
-    ended = tl.sum(k.to(tl.float32) * entering, 0)
-    ended += total_decay(parts) * tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
+    ended = total_decay(parts) * tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
+    q = load_block(query, base, tokens, head, channel, sizes, BLOCK)
+    k = load_block(key, base, tokens, head, channel, sizes, BLOCK)
+    if NORMALIZE:
+        q_factor = reciprocal_length(query, base, tokens, head, sizes, BLOCK)
+        k_factor = reciprocal_length(key, base, tokens, head, sizes, BLOCK)
+        q = (q.to(tl.float32) * q_factor[:, None]).to(DTYPE)
+        k = (k.to(tl.float32) * k_factor[:, None]).to(DTYPE)
+    ended += tl.sum(k.to(tl.float32) * entering, 0)
     for level in tl.range(0, LEVELS, num_stages=1):
         decayed = level_decays(parts, order, level)
         pair = is_pair(order, level)
@@ -112,37 +117,64 @@ def channel_gradients(
         entered = tl.dot(tl.trans(pairs), q_level, acc=entered, input_precision=PRECISION)
         entering += decayed * entered
 
-    change = q.to(tl.float32) * dq + k.to(tl.float32) * (reading - entering)
+    q = q.to(tl.float32)
+    k = k.to(tl.float32)
+    change = split_parts(q * dq + k * (reading - entering), 3)
     later = order[None, :] >= order[:, None]
-    dg = sum_selected(later, split_parts(change)) + ended[None, :]
-    dg = tl.where(valid[:, None], dg, 0.0)
-    store_rows(dgate, dg, base, rows, head, heads, 0, sizes.dim, CHUNK, sizes.DIM, sizes.MAPS)
-    store_gradient(
-        dquery, dq, query, key, itself, q_factor, k_factor, base, tokens, rows, head, sizes,
-        NORMALIZE,
-    )  # fmt: skip
-    store_gradient(
-        dkey, reading + entering, key, query, itself, k_factor, q_factor, base, tokens, rows, head,
-        sizes, NORMALIZE,
-    )  # fmt: skip
+    dg = tl.where(valid[:, None], sum_selected(later, change) + ended[None, :], 0.0)
+    store_block(dgate, dg, base, rows, head, channel, sizes, BLOCK)
+    dq += itself[:, None] * k
+    store_block(dquery, dq, base, rows, head, channel, sizes, BLOCK)
+    dk = reading + entering + itself[:, None] * q
+    store_block(dkey, dk, base, rows, head, channel, sizes, BLOCK)
 
 
-class ChannelGradientsLaunch(GradientsLaunch):
+@triton.jit
+def load_state_block(states, number, channel, sizes, BLOCK: tl.constexpr):
+    """Loads channels of a transposed state, columns of ``[count, value_dim, dim]``."""
+    if sizes.MAPS == POINTERS:
+        c = tl.arange(0, sizes.COLUMNS)[:, None]
+        d = channel + tl.arange(0, BLOCK)[None, :]
+        states += number * sizes.value_dim * sizes.dim + c * sizes.dim + d
+        tile = tl.load(states, mask=(c < sizes.value_dim) & (d < sizes.dim), other=0.0)
+    else:
+        tile = states.load([(number * sizes.value_dim).to(tl.int32), channel])
+    return tile
+
+
+class ChannelGradientsLaunch(ChannelLaunch):
     """Launch of ``channel_gradients``.
 
-    Results: dquery and dkey ``[batch, rows, heads, dk]``, dgate of the same shape in float32, and
-    dbeta ``[batch, rows, heads]`` in float32 where there is beta.
+    Results: dquery and dkey ``[batch, rows, heads, dk]``, of the normalized vectors where they are
+    normalized and in float32 then; dgate of the same shape in float32, and dbeta ``[batch, rows,
+    heads]`` in float32 where there is beta.
     """
 
     kernel = channel_gradients
+    batching: ClassVar = dict.fromkeys(OPERANDS, BATCHED)
+
+    @property
+    def columns(self) -> int:
+        """All columns of the values."""
+        return width(self.problem.value_dim)
 
     def outputs(self):
         p = self.problem
-        gates = struct("float32", p.batch, p.rows, p.heads, p.dim)
-        return super().outputs() | {"dgate": gates}
+        size = (p.batch, p.rows, p.heads, p.dim)
+        keys = struct("float32" if p.normalize else p.dtype, *size)
+        return {
+            "dquery": keys,
+            "dkey": keys,
+            "dgate": struct("float32", *size),
+            "dbeta": struct("float32", *size[:3]) if self.has("beta") else None,
+        }
+
+    def grid(self, target):
+        return (self.slots * self.problem.heads * -(-self.problem.dim // self.key_width),)
 
     def options(self, target):
-        return {"num_warps": 8, "num_stages": 1}
+        return {"num_warps": 4, "num_stages": 1}
 
     def arguments(self, target):
-        return super().arguments(target) | {"LEVELS": self.levels}
+        rows = self.row_tiles(target, "query", "key", "dout", "updates", "dvalue")
+        return super().arguments(target) | rows | self.matrices(target, "states", "dstates")

@@ -77,9 +77,9 @@ class ChunkLaunch(Launch):
         return 1 if self.problem.channel_gates else FACTORS
 
     @property
-    def levels(self) -> int:
-        """Number of halvings of a chunk."""
-        return self.tiles.chunk.bit_length() - 1
+    def key_width(self) -> int:
+        """Channels of queries and keys that are loaded together."""
+        return linear_tiles.width(self.problem.dim)
 
     @property
     def columns(self) -> int:
@@ -121,8 +121,7 @@ class ChunkLaunch(Launch):
         if operand is None or shape is None or not maps:
             return operand
         batch, rows, heads, channels = shape
-        of_keys = name in ("query", "key", "entering")
-        width = linear_tiles.width(channels) if of_keys else self.columns
+        width = self.key_width if name in ("query", "key", "entering") else self.columns
         block = (self.tiles.chunk, width)
         if maps == linear_tiles.FULL:
             return TensorMap(operand.index, (batch * rows, heads * channels), block)
@@ -137,7 +136,8 @@ class ChunkLaunch(Launch):
         if operand is None or shape is None or not self.maps(target):
             return operand
         slots, heads, height, width = shape
-        return TensorMap(operand.index, (slots * heads * height, width), (height, width))
+        block = width if height == width == self.tiles.chunk else self.key_width
+        return TensorMap(operand.index, (slots * heads * height, width), (height, block))
 
 
 @triton.jit

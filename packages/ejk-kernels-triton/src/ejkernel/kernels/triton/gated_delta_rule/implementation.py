@@ -14,7 +14,11 @@ from ejkernel.kernels.triton.gated_delta_rule.channel_gradients import ChannelGr
 from ejkernel.kernels.triton.gated_delta_rule.channel_prepare import ChannelPrepareLaunch
 from ejkernel.kernels.triton.gated_delta_rule.decode import DecodeLaunch
 from ejkernel.kernels.triton.gated_delta_rule.prepare import PrepareLaunch
-from ejkernel.kernels.triton.gated_delta_rule.problem import Problem, problem_of
+from ejkernel.kernels.triton.gated_delta_rule.problem import (
+    NORM_EPSILON,
+    Problem,
+    problem_of,
+)
 from ejkernel.kernels.triton.gated_delta_rule.reverse_scan import ReverseScanLaunch
 from ejkernel.kernels.triton.gated_delta_rule.row_gradients import RowGradientsLaunch
 from ejkernel.kernels.triton.gated_delta_rule.scan import ScanLaunch
@@ -72,8 +76,9 @@ class GatedDeltaRule(TritonKernel):
         dinitial = scanned.pop("dinitial")
         of_rows = ChannelGradientsLaunch if p.channel_gates else RowGradientsLaunch
         gradients = call(of_rows(p, t), **operands, **scanned, dout=do)
-        for name in ("query", "key"):
-            gradients[f"d{name}"] = _sum_groups(gradients[f"d{name}"], arrays[name])
+        if p.channel_gates:
+            for name in ("query", "key"):
+                gradients[f"d{name}"] = _key_gradient(p, gradients[f"d{name}"], arrays[name])
         gradients |= {"dvalue": scanned["dvalue"], "dinitial": dinitial}
         named = {theirs: gradients.get(f"d{ours}") for ours, theirs in NAMES.items()}
         return {name: x for name, x in named.items() if name in arrays}
@@ -104,13 +109,21 @@ def _prepared(p: Problem, t: tiles.Tiles, operands: Mapping[str, Any]) -> dict[s
     return prepared | of_scan | decayed
 
 
-def _sum_groups(gradient: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the gradient of x from that of its repeated heads."""
-    if gradient.shape == x.shape:
-        return gradient
+def _key_gradient(p: Problem, gradient: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the gradient of queries or keys from that of their repeated, normalized heads."""
     b, s, heads, channels = x.shape
-    gradient = gradient.reshape(b, s, heads, -1, channels)
-    return jnp.sum(gradient, 3, dtype=jnp.float32)
+    if heads != p.heads:
+        groups = gradient.reshape(b, s, heads, -1, channels)
+        gradient = jnp.sum(groups, 3, dtype=jnp.float32)
+    if p.normalize:
+        # rows past the last sequence, whose gradient is 0, may hold anything
+        wide = jnp.where(jnp.isfinite(x), x.astype(jnp.float32), 0)
+        length = jnp.sqrt(jnp.sum(wide * wide, -1, keepdims=True) + NORM_EPSILON)
+        unit = wide / length
+        # what lies along a vector does not change its direction
+        along = jnp.sum(gradient * unit, -1, keepdims=True)
+        gradient = (gradient - unit * along) / length
+    return gradient
 
 
 gated_delta_rule = GatedDeltaRule()

@@ -26,13 +26,14 @@ from typing import ClassVar
 
 from ejkernel.kernels.triton.gated_delta_rule.chunks import FACTORS, ChunkLaunch, find_chunk
 from ejkernel.kernels.triton.gated_delta_rule.gates import is_up_to, load_gates, pair_decays
+from ejkernel.kernels.triton.gated_delta_rule.problem import NORM_EPSILON
 from ejkernel.kernels.triton.gated_delta_rule.solve import invert
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.rows import load_rows
 from ejkernel.kernels.triton.targets import Target
 
-EPSILON = tl.constexpr(1e-6)
+EPSILON = tl.constexpr(NORM_EPSILON)
 SMALLEST_BETA = tl.constexpr(2.0**-30)
 
 

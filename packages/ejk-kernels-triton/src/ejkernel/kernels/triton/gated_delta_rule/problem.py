@@ -12,6 +12,7 @@ from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.types.arrays import result_dtype
 
 MAX_DIM = 128
+NORM_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)

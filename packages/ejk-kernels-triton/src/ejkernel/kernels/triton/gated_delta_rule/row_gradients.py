@@ -223,9 +223,14 @@ class StateRows(NamedTuple):
     after: Any
 
 
-class GradientsLaunch(ChunkLaunch):
-    """A launch of gradients of queries, keys, gates and beta."""
+class RowGradientsLaunch(ChunkLaunch):
+    """Launch of ``row_gradients``.
 
+    Results: dquery and dkey ``[batch, rows, kv_heads, dk]``, and dgate and dbeta ``[batch, rows,
+    heads]`` in float32 where there are gates and beta.
+    """
+
+    kernel = row_gradients
     batching: ClassVar = dict.fromkeys(OPERANDS, BATCHED)
 
     @property
@@ -247,25 +252,6 @@ class GradientsLaunch(ChunkLaunch):
     def grid(self, target):
         return (self.slots * self.problem.kv_heads,)
 
-    def arguments(self, target):
-        rows = self.row_tiles(target, "query", "key", "dout", "updates", "dvalue")
-        rows |= self.matrices(target, "states", "dstates")
-        return rows | {
-            "sizes": self.sizes(target),
-            "scale": float(self.problem.scale),
-            "NORMALIZE": self.problem.normalize,
-        }
-
-
-class RowGradientsLaunch(GradientsLaunch):
-    """Launch of ``row_gradients``.
-
-    Results: dquery and dkey ``[batch, rows, kv_heads, dk]``, and dgate and dbeta ``[batch, rows,
-    heads]`` in float32 where there are gates and beta.
-    """
-
-    kernel = row_gradients
-
     def options(self, target):
         # operands of synchronous matmuls lie in registers, of which AMD has more
         narrow = self.problem.compute_dtype == "bfloat16"
@@ -273,5 +259,11 @@ class RowGradientsLaunch(GradientsLaunch):
         return {"num_warps": 4 if few else 8, "num_stages": 1}
 
     def arguments(self, target):
-        states = StateRows(self.operand("states"), self.operand("dstates"))
-        return super().arguments(target) | {"state_rows": states}
+        rows = self.row_tiles(target, "query", "key", "dout", "updates", "dvalue")
+        rows |= self.matrices(target, "states", "dstates")
+        return rows | {
+            "state_rows": StateRows(self.operand("states"), self.operand("dstates")),
+            "sizes": self.sizes(target),
+            "scale": float(self.problem.scale),
+            "NORMALIZE": self.problem.normalize,
+        }
