@@ -102,3 +102,10 @@ COMPILED = {
     "delta channels": _delta(kv_heads=32, channel_gates=True),
     "delta step": _delta_step(),
 }
+
+COMPILED_TPU = {
+    "delta": COMPILED["delta"],
+    "delta d64": COMPILED["delta d64"],
+    "delta packed": COMPILED["delta packed"],
+    "delta float32": COMPILED["delta float32"],
+}

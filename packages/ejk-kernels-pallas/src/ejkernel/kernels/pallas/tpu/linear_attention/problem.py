@@ -110,11 +110,11 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
         gated=gated,
         dtype=result_dtype(*dtypes).name,
         out=q.dtype.name,
-        unsupported=_unsupported(a),
+        unsupported=unsupported(a),
     )
 
 
-def _unsupported(a: Mapping[str, Any]) -> str:
+def unsupported(a: Mapping[str, Any]) -> str:
     """Returns the reason why no kernel here takes the call, or ""."""
     q, v = a["query"], a["value"]
     for name in ("query", "key", "value"):
@@ -132,7 +132,7 @@ def _unsupported(a: Mapping[str, Any]) -> str:
     return ""
 
 
-def choose(p: Problem, chip: Chip) -> Tiles:
+def choose(p: Problem, chip: Chip, tiles: type[Tiles] = Tiles) -> Tiles:
     """Returns as many chunks as fill a sequence, at most ``MAX_CHUNKS``.
 
     A block with the border of a sequence is visited twice, so short sequences get short blocks.
@@ -141,6 +141,6 @@ def choose(p: Problem, chip: Chip) -> Tiles:
     chunks = MAX_CHUNKS
     while chunks > 1 and chunks * CHUNK > length:
         chunks //= 2
-    while chunks > 1 and Tiles(chunks).vmem(p, backward=True) > chip.vmem // 4 * 3:
+    while chunks > 1 and tiles(chunks).vmem(p, backward=True) > chip.vmem // 4 * 3:
         chunks //= 2
-    return Tiles(chunks)
+    return tiles(chunks)
