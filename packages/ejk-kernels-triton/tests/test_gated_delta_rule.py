@@ -145,9 +145,11 @@ def test_strong_decay_of_channels(level):
     check({**args, "g": jnp.where(place % 7 < 3, level, args["g"] / 64)}, tile=32)
 
 
-def test_every_token_forgets():
-    args = make("head", **DIMS)
-    check({**args, "g": jnp.full_like(args["g"], -50.0)})
+@pytest.mark.parametrize(("gate", "level"), [("head", -50.0), ("channel", -4.0)])
+def test_every_token_forgets(gate, level):
+    """All at once, or so much that only blocks of 16 tokens decay by less than 2^-112."""
+    args = make(gate, **{**DIMS, "b": 1})
+    check({**args, "g": jnp.full_like(args["g"], level)}, tile=32)
 
 
 def repeated(args, length=1.0):

@@ -7,6 +7,11 @@ half of one block. The decay is the decay from s to the end of the lower half ti
 decay from there to t, both at most 1. A chunk of 64 tokens has six levels; each is one matmul of
 decayed operands, of which the pairs of that level are kept.
 
+Few gates are so strong. Where no half of a block decays by more than 2^-56, the pairs of the whole
+block take one matmul: factors count from its middle, and lower rows and upper columns have inverses
+of decays. A chunk whose gates allow it is one block, or blocks of 16 tokens and the levels above;
+others take all levels. The gates decide while the kernel runs.
+
 A token has one factor per level, whether it is the row or the column of a pair. Exponents are sums
 of the gates between two tokens, never differences of prefix sums: they are as exact as the gates.
 Gates are split into bfloat16 parts, which hold the bits of float32, and summed by matmuls with
@@ -15,6 +20,8 @@ zeros and ones that accumulate in float32.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ejkernel.kernels.triton.common.softmax import LOG2E
 from ejkernel.kernels.triton.gated_delta_rule.chunks import ChunkLaunch
 from ejkernel.kernels.triton.gated_delta_rule.prepare import EPSILON
@@ -22,16 +29,21 @@ from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows, store_rows
 from ejkernel.kernels.triton.linear_attention.tiles import width
 
-MAX_BLOCK = 32
+SMALLEST = tl.constexpr(-56.0)
 
 
 class ChannelLaunch(ChunkLaunch):
-    """A launch whose programs hold a block of the key channels at a time."""
+    """A launch whose programs hold a block of the key channels at a time.
+
+    ``max_block``: channels of a block whose factors, operands and accumulators fit into registers.
+    """
+
+    max_block: ClassVar[int]
 
     @property
     def key_width(self) -> int:
-        """Channels of a block: factors, operands and accumulators of more leave the registers."""
-        return min(width(self.problem.dim), MAX_BLOCK)
+        """Channels of a block."""
+        return min(width(self.problem.dim), self.max_block)
 
     def arguments(self, target):
         p = self.problem
@@ -113,17 +125,56 @@ def time_order(SIZE: tl.constexpr, REVERSED: tl.constexpr):
 
 
 @triton.jit
-def level_decays(parts, order, level):
-    """Returns the factors of all tokens at a level.
+def level_exponents(parts, order, level):
+    """Returns sums of gates at a level, none above 0.
 
-    In an upper half it is the decay from the start of the half through the token, in a lower half
-    from the token to the end of the half.
+    In an upper half from the start of the half through the token, in a lower half from the token
+    to the end of the half, without the token itself.
     """
     row = order[:, None]
     column = order[None, :]
     is_upper = ((row >> level) & 1) == 1
     select = ((row >> level) == (column >> level)) & (is_upper == (column <= row))
-    return tl.exp2(sum_selected(select, parts))
+    return sum_selected(select, parts)
+
+
+@triton.jit
+def direct_level(parts, order, LEVELS: tl.constexpr):
+    """Returns the level whose blocks need no further halving, -1 if all do.
+
+    The inverse of a factor is then in the range of float32, and so is what two of them give.
+    """
+    level = tl.where(reach(parts, order, LEVELS - 1) >= SMALLEST, LEVELS - 1, -1)
+    if LEVELS > 4:
+        level = tl.where((level < 0) & (reach(parts, order, 3) >= SMALLEST), 3, level)
+    return level
+
+
+@triton.jit
+def reach(parts, order, level):
+    """Returns the smallest exponent of all tokens and channels at a level."""
+    return tl.min(tl.min(level_exponents(parts, order, level), 1), 0)
+
+
+@triton.jit
+def direct_decays(parts, order, level):
+    """Returns decays for the rows of pairs in blocks of a level, and decays for the columns.
+
+    They count from the end of the lower half: forwards to the row, backwards to the column, also
+    where that is a growth.
+    """
+    exponent = level_exponents(parts, order, level)
+    is_upper = ((order[:, None] >> level) & 1) == 1
+    exponent = tl.where(is_upper, exponent, -exponent)
+    return tl.exp2(exponent), tl.exp2(-exponent)
+
+
+@triton.jit
+def is_in_block(order, level):
+    """Returns whether a column comes before a row in the same block of a level."""
+    row = order[:, None]
+    column = order[None, :]
+    return (column < row) & ((row >> (level + 1)) == (column >> (level + 1)))
 
 
 @triton.jit

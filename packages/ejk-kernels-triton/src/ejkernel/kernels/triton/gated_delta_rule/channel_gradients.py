@@ -27,8 +27,11 @@ from typing import ClassVar
 from ejkernel.kernels.triton.gated_delta_rule.channel_gates import (
     ChannelLaunch,
     decays_of_chunk,
+    direct_decays,
+    direct_level,
+    is_in_block,
     is_pair,
-    level_decays,
+    level_exponents,
     load_block,
     load_channel_gates,
     reciprocal_length,
@@ -91,11 +94,12 @@ def channel_gradients(
     parts = load_channel_gates(gate, base, tokens, head, channel, sizes, BLOCK)
     since, until = decays_of_chunk(parts, order)
     state = load_state_block(states, number, channel, sizes, BLOCK)
-    dq = tl.dot(do, state, input_precision=PRECISION) * (since * scale)
-    reading = tl.dot(dv, state, input_precision=PRECISION) * -since
+    other = tl.trans(state)
+    dq = tl.dot(do, other, input_precision=PRECISION) * (since * scale)
+    reading = tl.dot(dv, other, input_precision=PRECISION) * -since
     dstate = load_state_block(dstates, number, channel, sizes, BLOCK)
-    entering = tl.dot(u, dstate, input_precision=PRECISION) * until
-    ended = total_decay(parts) * tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
+    entering = tl.dot(u, tl.trans(dstate), input_precision=PRECISION) * until
+    ended = total_decay(parts) * tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
     q = load_block(query, base, tokens, head, channel, sizes, BLOCK)
     k = load_block(key, base, tokens, head, channel, sizes, BLOCK)
     if NORMALIZE:
@@ -104,8 +108,22 @@ def channel_gradients(
         q = (q.to(tl.float32) * q_factor[:, None]).to(DTYPE)
         k = (k.to(tl.float32) * k_factor[:, None]).to(DTYPE)
     ended += tl.sum(k.to(tl.float32) * entering, 0)
-    for level in tl.range(0, LEVELS, num_stages=1):
-        decayed = level_decays(parts, order, level)
+    direct = direct_level(parts, order, LEVELS)
+    if direct >= 0:
+        of_row, of_column = direct_decays(parts, order, direct)
+        pair = is_in_block(order, direct)
+        k_level = (k.to(tl.float32) * of_column).to(DTYPE)
+        pairs = tl.where(pair, seen, 0.0).to(DTYPE)
+        dq += of_row * tl.dot(pairs, k_level, input_precision=PRECISION)
+        q_level = (q.to(tl.float32) * of_row).to(DTYPE)
+        entered = tl.dot(tl.trans(pairs), q_level, input_precision=PRECISION)
+        pairs = tl.where(pair, read, 0.0).to(DTYPE)
+        reading += of_row * tl.dot(pairs, k_level, input_precision=PRECISION)
+        k_level = (k.to(tl.float32) * of_row).to(DTYPE)
+        entered = tl.dot(tl.trans(pairs), k_level, acc=entered, input_precision=PRECISION)
+        entering += of_column * entered
+    for level in tl.range(direct + 1, LEVELS, num_stages=1):
+        decayed = tl.exp2(level_exponents(parts, order, level))
         pair = is_pair(order, level)
         k_level = (k.to(tl.float32) * decayed).to(DTYPE)
         pairs = tl.where(pair, read, 0.0).to(DTYPE)
@@ -131,14 +149,14 @@ def channel_gradients(
 
 @triton.jit
 def load_state_block(states, number, channel, sizes, BLOCK: tl.constexpr):
-    """Loads channels of a transposed state, columns of ``[count, value_dim, dim]``."""
+    """Loads channels of a state, rows of ``[count, dim, value_dim]``."""
     if sizes.MAPS == POINTERS:
-        c = tl.arange(0, sizes.COLUMNS)[:, None]
-        d = channel + tl.arange(0, BLOCK)[None, :]
-        states += number * sizes.value_dim * sizes.dim + c * sizes.dim + d
-        tile = tl.load(states, mask=(c < sizes.value_dim) & (d < sizes.dim), other=0.0)
+        d = channel + tl.arange(0, BLOCK)[:, None]
+        c = tl.arange(0, sizes.COLUMNS)[None, :]
+        states += number * sizes.dim * sizes.value_dim + d * sizes.value_dim + c
+        tile = tl.load(states, mask=(d < sizes.dim) & (c < sizes.value_dim), other=0.0)
     else:
-        tile = states.load([(number * sizes.value_dim).to(tl.int32), channel])
+        tile = states.load([(number * sizes.dim).to(tl.int32) + channel, 0])
     return tile
 
 
@@ -151,6 +169,7 @@ class ChannelGradientsLaunch(ChannelLaunch):
     """
 
     kernel = channel_gradients
+    max_block = 32
     batching: ClassVar = dict.fromkeys(OPERANDS, BATCHED)
 
     @property

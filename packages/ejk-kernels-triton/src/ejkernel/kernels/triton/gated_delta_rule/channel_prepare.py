@@ -28,8 +28,11 @@ from typing import ClassVar
 from ejkernel.kernels.triton.gated_delta_rule.channel_gates import (
     ChannelLaunch,
     decays_of_chunk,
+    direct_decays,
+    direct_level,
+    is_in_block,
     is_pair,
-    level_decays,
+    level_exponents,
     load_block,
     load_channel_gates,
     reciprocal_length,
@@ -88,8 +91,19 @@ def prepare_channels(
         store_block(entering, read, base, tokens, head, channel, sizes, BLOCK)
         itself = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
         seen += tl.where(row == column, itself[:, None], 0.0)
-        for level in tl.range(0, LEVELS, num_stages=1):
-            decayed = level_decays(parts, order, level)
+        direct = direct_level(parts, order, LEVELS)
+        if direct >= 0:
+            of_row, of_column = direct_decays(parts, order, direct)
+            pair = is_in_block(order, direct)
+            other = tl.trans((k.to(tl.float32) * of_column).to(DTYPE))
+            q_level = (q.to(tl.float32) * of_row).to(DTYPE)
+            k_level = (k.to(tl.float32) * of_row).to(DTYPE)
+            at_level = tl.dot(q_level, other, input_precision=sizes.PRECISION)
+            seen += tl.where(pair, at_level, 0.0)
+            at_level = tl.dot(k_level, other, input_precision=sizes.PRECISION)
+            gram += tl.where(pair, at_level, 0.0)
+        for level in tl.range(direct + 1, LEVELS, num_stages=1):
+            decayed = tl.exp2(level_exponents(parts, order, level))
             pair = is_pair(order, level)
             q_level = (q.to(tl.float32) * decayed).to(DTYPE)
             k_level = (k.to(tl.float32) * decayed).to(DTYPE)
@@ -116,6 +130,7 @@ class ChannelPrepareLaunch(ChannelLaunch):
     """
 
     kernel = prepare_channels
+    max_block = 64
     batching: ClassVar = dict.fromkeys(("query", "key", "gate", "beta", "cu"), BATCHED)
 
     def outputs(self):

@@ -136,8 +136,8 @@ class ChunkLaunch(Launch):
         if operand is None or shape is None or not self.maps(target):
             return operand
         slots, heads, height, width = shape
-        block = width if height == width == self.tiles.chunk else self.key_width
-        return TensorMap(operand.index, (slots * heads * height, width), (height, block))
+        rows = self.key_width if height == self.problem.dim else height
+        return TensorMap(operand.index, (slots * heads * height, width), (rows, width))
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def load_factors(factors, number, token, sizes, FACTORS: tl.constexpr):
 def load_chunk_decay(decays, number, d, sizes, FACTORS: tl.constexpr):
     """Loads the decay of a chunk, per channel where keys are decayed already."""
     if FACTORS == 1:
-        return tl.load(decays + number * sizes.dim + d, mask=d < sizes.dim, other=1.0)[None, :]
+        return tl.load(decays + number * sizes.dim + d, mask=d < sizes.dim, other=1.0)
     else:
         return tl.load(decays + number)
 
@@ -211,16 +211,6 @@ def load_matrix(
     else:
         tile = x.load([(number * height).to(tl.int32), 0])
     return tile
-
-
-@triton.jit
-def store_state(states, x, number, column, sizes):
-    """Stores columns of a state ``[COLUMNS, DIM]``, the rows of ``[count, value_dim, dim]``."""
-    c = tl.arange(0, sizes.COLUMNS)[:, None]
-    d = tl.arange(0, sizes.DIM)[None, :]
-    states += (number * sizes.value_dim + column) * sizes.dim + c * sizes.dim + d
-    inside = (d < sizes.dim) & (c < sizes.value_dim - column)
-    tl.store(states, x.to(states.dtype.element_ty), mask=inside)
 
 
 @triton.jit

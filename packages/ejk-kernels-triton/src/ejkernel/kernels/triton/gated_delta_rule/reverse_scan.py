@@ -6,8 +6,8 @@ With dS the gradient of the state after the chunk and do that of the outputs,
     dv  = beta inverse^T du                                                            [C, dv]
     dS <- decay of the chunk * dS + (scale D q)^T do - (D k)^T dv                      [dk, dv]
 
-Work split and bound: as in ``scan``, transposed too, with a chain of three matmuls. The gradient of
-the state after every chunk is stored for ``row_gradients``.
+Work split and bound: as in ``scan``, with a chain of three matmuls too. The gradient of the state
+after every chunk is stored for ``row_gradients``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ejkernel.kernels.triton.gated_delta_rule.chunks import (
     load_chunk_decay,
     load_factors,
     load_square,
-    store_state,
 )
 from ejkernel.kernels.triton.gated_delta_rule.scan import scan_programs
 from ejkernel.kernels.triton.language import tl, triton
@@ -49,18 +48,17 @@ def scan_gradients(
     kv_head = head // (sizes.heads // sizes.kv_heads)
     owner = (program // across // sizes.heads).to(tl.int64)
     batch, slot_of_state, has_state, start, stop, first, last, gap = find_sequence(cu, owner, sizes)
-    d = tl.arange(0, DIM)
-    c = tl.arange(0, COLUMNS)
+    d = tl.arange(0, DIM)[:, None]
+    c = tl.arange(0, COLUMNS)[None, :]
     token = tl.arange(0, CHUNK)
-    offset = column + d[:, None] * sizes.value_dim + c[None, :]
-    inside = (d < sizes.dim)[:, None] & (c < sizes.value_dim - column)[None, :]
+    offset = column + d * sizes.value_dim + c
+    inside = (d < sizes.dim) & (c < sizes.value_dim - column)
     state_size = sizes.dim * sizes.value_dim
     state_offset = (slot_of_state * sizes.heads + head) * state_size + offset
     in_state = inside & has_state
-    dstate = tl.zeros([COLUMNS, DIM], tl.float32)
+    dstate = tl.zeros([DIM, COLUMNS], tl.float32)
     if dfinal is not None:
-        dstate = tl.trans(tl.load(dfinal + state_offset, mask=in_state, other=0.0))
-        dstate = dstate.to(tl.float32)
+        dstate = tl.load(dfinal + state_offset, mask=in_state, other=0.0).to(tl.float32)
     for i in tl.range(0, last - first):
         if sizes.REVERSED:
             piece = first + i
@@ -83,40 +81,39 @@ def scan_gradients(
             dout, base, tokens, 0, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
             sizes.MAPS,
         )  # fmt: skip
-        do = tl.trans(do)
         solved = load_square(inverse, number, sizes)
         weights = load_square(scores, number, sizes)
 
         after = dstate.to(DTYPE)
-        store_state(dstates, after, number, column, sizes)
+        target = dstates + number * state_size + offset
+        tl.store(target, after.to(dstates.dtype.element_ty), mask=inside)
         k_entering = k
         if entering is not None:
             k_entering = load_rows(
                 entering, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM,
                 sizes.MAPS,
             ).to(DTYPE)  # fmt: skip
-        du = tl.dot(after, tl.trans(k_entering), input_precision=PRECISION) * k_until[None, :]
-        du = tl.dot(do.to(DTYPE), weights, acc=du, input_precision=PRECISION)
-        dv = tl.dot(du.to(DTYPE), solved, input_precision=PRECISION)
-        dv = dv * strength[None, :]
-        reading = (do.to(tl.float32) * q_since[None, :]).to(DTYPE)
-        dstate = tl.dot(reading, q, acc=dstate * decay, input_precision=PRECISION)
-        reading = (dv * -k_since[None, :]).to(DTYPE)
-        dstate = tl.dot(reading, k, acc=dstate, input_precision=PRECISION)
+        du = tl.dot(k_entering, after, input_precision=PRECISION) * k_until[:, None]
+        du = tl.dot(tl.trans(weights), do.to(DTYPE), acc=du, input_precision=PRECISION)
+        dv = tl.dot(tl.trans(solved), du.to(DTYPE), input_precision=PRECISION)
+        dv = dv * strength[:, None]
+        reading = (do.to(tl.float32) * q_since[:, None]).to(DTYPE)
+        dstate = tl.dot(tl.trans(q), reading, acc=dstate * decay, input_precision=PRECISION)
+        reading = (dv * -k_since[:, None]).to(DTYPE)
+        dstate = tl.dot(tl.trans(k), reading, acc=dstate, input_precision=PRECISION)
         store_rows(
-            dvalue, tl.trans(dv.to(dvalue.dtype.element_ty)), base, rows, head, sizes.heads, column,
-            sizes.value_dim, CHUNK, COLUMNS, sizes.MAPS,
+            dvalue, dv, base, rows, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
+            sizes.MAPS,
         )  # fmt: skip
     if dinitial is not None:
-        tl.store(dinitial + state_offset, tl.trans(dstate), mask=in_state)
+        tl.store(dinitial + state_offset, dstate, mask=in_state)
 
 
 class ReverseScanLaunch(ChunkLaunch):
     """Launch of ``scan_gradients``.
 
-    Results: dvalue ``[batch, rows, heads, dv]`` and the gradients of the states after every chunk,
-    transposed, ``[slots, heads, dv, dk]`` in the dtype of matmuls, dinitial ``[states, heads, dk,
-    dv]``.
+    Results: dvalue ``[batch, rows, heads, dv]`` and the gradients of the states after every chunk
+    ``[slots, heads, dk, dv]`` in the dtype of matmuls, dinitial ``[states, heads, dk, dv]``.
     """
 
     kernel = scan_gradients
@@ -127,7 +124,7 @@ class ReverseScanLaunch(ChunkLaunch):
         size = (p.heads, p.dim, p.value_dim)
         return {
             "dvalue": struct(p.compute_dtype, p.batch, p.rows, p.heads, p.value_dim),
-            "dstates": struct(p.compute_dtype, self.slots, p.heads, p.value_dim, p.dim),
+            "dstates": struct(p.compute_dtype, self.slots, *size),
             "dinitial": struct("float32", p.batch * p.states, *size),
         }
 

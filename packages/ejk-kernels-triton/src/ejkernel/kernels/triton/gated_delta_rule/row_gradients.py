@@ -43,9 +43,9 @@ OPERANDS = (
 
 @triton.jit
 def load_state(states, number, sizes):
-    """Loads a transposed state, a matrix of ``[count, value_dim, dim]``."""
+    """Loads a matrix of ``[count, dim, value_dim]``."""
     return load_matrix(
-        states, number, sizes.value_dim, sizes.dim, sizes.COLUMNS, sizes.DIM, sizes.MAPS
+        states, number, sizes.dim, sizes.value_dim, sizes.DIM, sizes.COLUMNS, sizes.MAPS
     )
 
 
@@ -58,12 +58,12 @@ def load_tile(x, base, tokens, head, heads, columns, WIDTH: tl.constexpr, sizes)
 @triton.jit
 def inner_product(x, y, number, sizes):
     """Returns the sum of the products of two states, a few rows at a time to save registers."""
-    c = tl.arange(0, 16)[:, None]
-    d = tl.arange(0, sizes.DIM)[None, :]
-    total = tl.zeros([16, sizes.DIM], tl.float32)
-    for i in range(0, sizes.value_dim, 16):
-        offset = (number * sizes.value_dim + i + c) * sizes.dim + d
-        inside = (i + c < sizes.value_dim) & (d < sizes.dim)
+    d = tl.arange(0, 16)[:, None]
+    c = tl.arange(0, sizes.COLUMNS)[None, :]
+    total = tl.zeros([16, sizes.COLUMNS], tl.float32)
+    for i in range(0, sizes.dim, 16):
+        offset = (number * sizes.dim + i + d) * sizes.value_dim + c
+        inside = (i + d < sizes.dim) & (c < sizes.value_dim)
         row = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
         total += row * tl.load(y + offset, mask=inside, other=0.0).to(tl.float32)
     return tl.sum(tl.sum(total, 1), 0)
@@ -130,7 +130,7 @@ def row_gradients(
         pairs = tl.where(row == column, 0.0, pairs).to(DTYPE)
         do = (do.to(tl.float32) * (since * scale)[:, None]).to(DTYPE)
         state = load_state(states, slot * heads + head, sizes)
-        dq = tl.dot(do, state, acc=dq, input_precision=PRECISION)
+        dq = tl.dot(do, tl.trans(state), acc=dq, input_precision=PRECISION)
         dq = tl.dot(pairs, k, acc=dq, input_precision=PRECISION)
         if dgate is not None:
             # loaded again: in registers it would stay there
@@ -163,7 +163,7 @@ def row_gradients(
         read = tl.where(row == column, 0.0, pairs * -decayed).to(DTYPE)
         dv = (dv.to(tl.float32) * -since[:, None]).to(DTYPE)
         state = load_state(states, number, sizes)
-        dk = tl.dot(dv, state, acc=dk, input_precision=PRECISION)
+        dk = tl.dot(dv, tl.trans(state), acc=dk, input_precision=PRECISION)
         dk = tl.dot(read, k, acc=dk, input_precision=PRECISION)
         if dgate is not None:
             x = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
@@ -175,7 +175,7 @@ def row_gradients(
         u = load_tile(updates, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
         u = (u.to(tl.float32) * until[:, None]).to(DTYPE)
         dstate = load_state(dstates, number, sizes)
-        dk = tl.dot(u, dstate, acc=dk, input_precision=PRECISION)
+        dk = tl.dot(u, tl.trans(dstate), acc=dk, input_precision=PRECISION)
         if dgate is not None:
             x = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
             ended = tl.sum((tl.sum(dk * x.to(tl.float32), 1) - along_read) * k_factor, 0)

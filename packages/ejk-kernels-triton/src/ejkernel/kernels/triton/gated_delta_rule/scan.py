@@ -4,8 +4,6 @@
     o   = (scale D q) S + scores u                                                        [C, dv]
     S  <- decay of the chunk * S + (k decayed to the chunk end)^T u                       [dk, dv]
 
-all transposed: S^T [dv, dk], u^T and o^T [dv, C]. What one matmul returns, rounded, is then the
-left operand of the next, which may lie in registers: the chain stores nothing to shared memory.
 ``prepare`` made inverse, scores and factors. S and the accumulators are float32; matmuls take S, u
 and v - D k S in the dtype of the keys. Keys are never scaled before a matmul: the factors of tokens
 are applied to accumulators and to updates.
@@ -35,7 +33,6 @@ from ejkernel.kernels.triton.gated_delta_rule.chunks import (
     load_chunk_decay,
     load_factors,
     load_square,
-    store_state,
 )
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
@@ -63,19 +60,17 @@ def scan_chunks(
     kv_head = head // (sizes.heads // sizes.kv_heads)
     owner = (program // across // sizes.heads).to(tl.int64)
     batch, slot_of_state, has_state, start, stop, first, last, gap = find_sequence(cu, owner, sizes)
-    d = tl.arange(0, DIM)
-    c = tl.arange(0, COLUMNS)
+    d = tl.arange(0, DIM)[:, None]
+    c = tl.arange(0, COLUMNS)[None, :]
     token = tl.arange(0, CHUNK)
-    offset = column + d[:, None] * sizes.value_dim + c[None, :]
-    inside = (d < sizes.dim)[:, None] & (c < sizes.value_dim - column)[None, :]
+    offset = column + d * sizes.value_dim + c
+    inside = (d < sizes.dim) & (c < sizes.value_dim - column)
     state_size = sizes.dim * sizes.value_dim
     state_offset = (slot_of_state * sizes.heads + head) * state_size + offset
     in_state = inside & has_state
-    # columns are rows here: what a matmul returns is the left operand of the next one
-    state = tl.zeros([COLUMNS, DIM], tl.float32)
+    state = tl.zeros([DIM, COLUMNS], tl.float32)
     if initial is not None:
-        state = tl.trans(tl.load(initial + state_offset, mask=in_state, other=0.0))
-        state = state.to(tl.float32)
+        state = tl.load(initial + state_offset, mask=in_state, other=0.0).to(tl.float32)
     for i in tl.range(0, last - first):
         if sizes.REVERSED:
             piece = last - 1 - i
@@ -94,29 +89,29 @@ def scan_chunks(
         v = load_rows(
             value, base, tokens, 0, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
             sizes.MAPS,
-        )  # fmt: skip
+        ).to(tl.float32)  # fmt: skip
         solved = load_square(inverse, number, sizes)
 
         before = state.to(DTYPE)
         if states is not None:
-            store_state(states, before, number, column, sizes)
-        read = tl.dot(before, tl.trans(k), input_precision=PRECISION)
-        error = tl.trans(v).to(tl.float32) - k_since[None, :] * read
-        error = (strength[None, :] * error).to(DTYPE)
-        update = tl.dot(error, tl.trans(solved), input_precision=PRECISION)
+            target = states + number * state_size + offset
+            tl.store(target, before.to(states.dtype.element_ty), mask=inside)
+        read = tl.dot(k, before, input_precision=PRECISION)
+        error = strength[:, None] * (v - k_since[:, None] * read)
+        update = tl.dot(solved, error.to(DTYPE), input_precision=PRECISION)
         k_entering = k
         if entering is not None:
             k_entering = load_rows(
                 entering, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM,
                 sizes.MAPS,
             ).to(DTYPE)  # fmt: skip
-        added = (k_until[None, :] * update).to(DTYPE)
-        state = tl.dot(added, k_entering, acc=state * decay, input_precision=PRECISION)
+        added = (k_until[:, None] * update).to(DTYPE)
+        state = tl.dot(tl.trans(k_entering), added, acc=state * decay, input_precision=PRECISION)
         narrow = update.to(DTYPE)
         if updates is not None:
             store_rows(
-                updates, tl.trans(narrow), base, rows, head, sizes.heads, column, sizes.value_dim,
-                CHUNK, COLUMNS, sizes.MAPS,
+                updates, narrow, base, rows, head, sizes.heads, column, sizes.value_dim, CHUNK,
+                COLUMNS, sizes.MAPS,
             )  # fmt: skip
         if out is not None:
             q = load_rows(
@@ -124,14 +119,14 @@ def scan_chunks(
                 sizes.MAPS,
             ).to(DTYPE)  # fmt: skip
             weights = load_square(scores, number, sizes)
-            o = tl.dot(before, tl.trans(q), input_precision=PRECISION) * q_since[None, :]
-            o = tl.dot(narrow, tl.trans(weights), acc=o, input_precision=PRECISION)
+            o = tl.dot(q, before, input_precision=PRECISION) * q_since[:, None]
+            o = tl.dot(weights, narrow, acc=o, input_precision=PRECISION)
             store_rows(
-                out, tl.trans(o.to(out.dtype.element_ty)), base, rows, head, sizes.heads, column,
-                sizes.value_dim, CHUNK, COLUMNS, sizes.MAPS,
+                out, o, base, rows, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
+                sizes.MAPS,
             )  # fmt: skip
     if final is not None:
-        tl.store(final + state_offset, tl.trans(state), mask=in_state)
+        tl.store(final + state_offset, state, mask=in_state)
 
 
 @dataclass(frozen=True)
@@ -139,8 +134,8 @@ class ScanLaunch(ChunkLaunch):
     """Launch of ``scan_chunks``.
 
     Results: out ``[batch, rows, heads, dv]`` and final ``[states, heads, dk, dv]``; or, with
-    ``for_gradients``, states before every chunk, transposed, ``[slots, heads, dv, dk]`` and
-    updates ``[batch, rows, heads, dv]`` in the dtype of matmuls.
+    ``for_gradients``, states before every chunk ``[slots, heads, dk, dv]`` and updates
+    ``[batch, rows, heads, dv]`` in the dtype of matmuls.
     """
 
     kernel = scan_chunks
@@ -155,7 +150,7 @@ class ScanLaunch(ChunkLaunch):
             return {
                 "out": None,
                 "final": None,
-                "states": struct(p.compute_dtype, self.slots, p.heads, p.value_dim, p.dim),
+                "states": struct(p.compute_dtype, self.slots, *size),
                 "updates": struct(p.compute_dtype, *rows),
             }
         return {

@@ -58,8 +58,8 @@ def choose(p: Problem, target: Target) -> Tiles:
     """Returns the heuristic tiles."""
     wide = width(p.value_dim)
     if few_tokens(p):
-        # the state of one token is all memory: 64 bytes of it in flight per thread
-        return Tiles(16, max(16, min(wide, 8192 // width(p.dim))), 4, 1)
+        # the state of one token is all memory: many bytes in flight per thread
+        return Tiles(16, max(16, min(wide, 8192 // width(p.dim))), 2, 1)
     # 64 rows fill one asynchronous matmul of four warps. Operands of synchronous ones lie in
     # registers, where the three parts of float32 operands leave room for smaller tiles only
     narrow = p.compute_dtype == "bfloat16"
@@ -70,9 +70,9 @@ def choose(p: Problem, target: Target) -> Tiles:
         chunk, columns = 16, 16
     chunk = min(chunk, max(16, power_of_two(p.rows // p.states)))
     # a scan waits for its own matmuls: more programs of fewer columns, as long as every
-    # multiprocessor has but one. Asynchronous matmuls have 64 rows, which are columns of the values
-    scans, fewest = p.batch * p.states * p.heads, 64 if narrow and target.hopper else 16
-    while columns > fewest and 2 * scans * -(-wide // columns) <= target.cores:
+    # multiprocessor has but one
+    scans = p.batch * p.states * p.heads
+    while columns > 16 and 2 * scans * -(-wide // columns) <= target.cores:
         columns //= 2
     return Tiles(chunk, columns, 4, stages)
 
