@@ -20,67 +20,11 @@ zeros and ones that accumulate in float32.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ejkernel.kernels.triton.common.softmax import LOG2E
-from ejkernel.kernels.triton.gated_delta_rule.chunks import ChunkLaunch
-from ejkernel.kernels.triton.gated_delta_rule.prepare import EPSILON
 from ejkernel.kernels.triton.language import tl, triton
-from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows, store_rows
-from ejkernel.kernels.triton.linear_attention.tiles import width
+from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows
 
 SMALLEST = tl.constexpr(-56.0)
-
-
-class ChannelLaunch(ChunkLaunch):
-    """A launch whose programs hold a block of the key channels at a time.
-
-    ``max_block``: channels of a block whose factors, operands and accumulators fit into registers.
-    """
-
-    max_block: ClassVar[int]
-
-    @property
-    def key_width(self) -> int:
-        """Channels of a block."""
-        return min(width(self.problem.dim), self.max_block)
-
-    def arguments(self, target):
-        p = self.problem
-        return {
-            "sizes": self.sizes(target),
-            "scale": float(p.scale),
-            "NORMALIZE": p.normalize,
-            "LEVELS": self.tiles.chunk.bit_length() - 1,
-            "BLOCK": self.key_width,
-        }
-
-
-@triton.jit
-def load_block(x, base, tokens, head, channel, sizes, BLOCK: tl.constexpr):
-    """Loads a block of the channels of queries or keys."""
-    return load_rows(
-        x, base, tokens, 0, head, sizes.heads, channel, sizes.dim, sizes.CHUNK, BLOCK, sizes.MAPS
-    )
-
-
-@triton.jit
-def store_block(target, x, base, tokens, head, channel, sizes, BLOCK: tl.constexpr):
-    """Stores a block of the channels of decayed queries or keys."""
-    store_rows(
-        target, x, base, tokens, head, sizes.heads, channel, sizes.dim, sizes.CHUNK, BLOCK,
-        sizes.MAPS,
-    )  # fmt: skip
-
-
-@triton.jit
-def reciprocal_length(x, base, tokens, head, sizes, BLOCK: tl.constexpr):
-    """Returns 1 / sqrt(sum of squares + epsilon) of every row, block by block."""
-    squares = tl.zeros([sizes.CHUNK], tl.float32)
-    for channel in tl.range(0, sizes.DIM, BLOCK, num_stages=1):
-        row = load_block(x, base, tokens, head, channel, sizes, BLOCK).to(tl.float32)
-        squares += tl.sum(row * row, 1)
-    return 1.0 / tl.sqrt(squares + EPSILON)
 
 
 @triton.jit

@@ -24,34 +24,32 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from ejkernel.kernels.triton.gated_delta_rule.blocks import (
+    BlockLaunch,
+    load_block,
+    load_state_block,
+    reciprocal_length,
+    store_block,
+)
 from ejkernel.kernels.triton.gated_delta_rule.channel_gates import (
-    ChannelLaunch,
     decays_of_chunk,
     direct_decays,
     direct_level,
     is_in_block,
     is_pair,
     level_exponents,
-    load_block,
     load_channel_gates,
-    reciprocal_length,
     split_parts,
-    store_block,
     sum_selected,
     time_order,
     total_decay,
 )
 from ejkernel.kernels.triton.gated_delta_rule.chunks import find_chunk
 from ejkernel.kernels.triton.gated_delta_rule.prepare import load_beta
-from ejkernel.kernels.triton.gated_delta_rule.row_gradients import load_tile
+from ejkernel.kernels.triton.gated_delta_rule.row_gradients import OPERANDS, load_tile
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
-from ejkernel.kernels.triton.linear_attention.rows import POINTERS
 from ejkernel.kernels.triton.linear_attention.tiles import width
-
-OPERANDS = (
-    "query", "key", "gate", "beta", "dout", "updates", "dvalue", "states", "dstates", "cu",
-)  # fmt: skip
 
 
 @triton.jit
@@ -147,20 +145,7 @@ def channel_gradients(
     store_block(dkey, dk, base, rows, head, channel, sizes, BLOCK)
 
 
-@triton.jit
-def load_state_block(states, number, channel, sizes, BLOCK: tl.constexpr):
-    """Loads channels of a state, rows of ``[count, dim, value_dim]``."""
-    if sizes.MAPS == POINTERS:
-        d = channel + tl.arange(0, BLOCK)[:, None]
-        c = tl.arange(0, sizes.COLUMNS)[None, :]
-        states += number * sizes.dim * sizes.value_dim + d * sizes.value_dim + c
-        tile = tl.load(states, mask=(d < sizes.dim) & (c < sizes.value_dim), other=0.0)
-    else:
-        tile = states.load([(number * sizes.dim).to(tl.int32) + channel, 0])
-    return tile
-
-
-class ChannelGradientsLaunch(ChannelLaunch):
+class ChannelGradientsLaunch(BlockLaunch):
     """Launch of ``channel_gradients``.
 
     Results: dquery and dkey ``[batch, rows, heads, dk]``, of the normalized vectors where they are
@@ -169,8 +154,8 @@ class ChannelGradientsLaunch(ChannelLaunch):
     """
 
     kernel = channel_gradients
-    max_block = 32
     batching: ClassVar = dict.fromkeys(OPERANDS, BATCHED)
+    max_block = 32
 
     @property
     def columns(self) -> int:

@@ -3,7 +3,7 @@
 With D_t, R_t and d(t, s) the decays of the channels from the chunk start through token t, from t to
 the chunk end, and from s to t,
 
-    inverse  = (I + [s before t: beta_t sum_c d(t, s)_c k_tc k_sc])^-1                 [C, C]
+    inverse  = (I + [s before t: beta_t sum_c d(t, s)_c k_tc k_sc])^-1 diag(beta)      [C, C]
     scores   = [s up to t: scale sum_c d(t, s)_c q_tc k_sc]                            [C, C]
     reads    = scale D_t q_t and D_t k_t, which meet the state before the chunk        [C, dk]
     entering = R_t k_t, which carries updates to the chunk end                         [C, dk]
@@ -25,18 +25,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from ejkernel.kernels.triton.gated_delta_rule.blocks import (
+    BlockLaunch,
+    load_block,
+    reciprocal_length,
+    store_block,
+)
 from ejkernel.kernels.triton.gated_delta_rule.channel_gates import (
-    ChannelLaunch,
     decays_of_chunk,
     direct_decays,
     direct_level,
     is_in_block,
     is_pair,
     level_exponents,
-    load_block,
     load_channel_gates,
-    reciprocal_length,
-    store_block,
     time_order,
     total_decay,
 )
@@ -52,7 +54,7 @@ from ejkernel.kernels.triton.launch import BATCHED, struct
 
 @triton.jit
 def prepare_channels(
-    query, key, gate, beta, cu, inverse, scores, factors, decays, read_query, read_key, entering,
+    query, key, gate, beta, cu, inverse, scores, decays, read_query, read_key, entering,
     sizes, scale, NORMALIZE: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -116,17 +118,16 @@ def prepare_channels(
     square = scores + number * (CHUNK * CHUNK) + row * CHUNK + column
     tl.store(square, seen.to(scores.dtype.element_ty))
     strength = load_beta(beta, (base + token) * heads + head, valid)
-    tl.store(factors + number * CHUNK + token, strength)
     gram = gram * (strength * k_factor)[:, None] * k_factor[None, :]
-    store_inverse(inverse, number, gram, sizes, INVERSE_PRECISION)
+    store_inverse(inverse, number, gram, strength, sizes, INVERSE_PRECISION)
 
 
-class ChannelPrepareLaunch(ChannelLaunch):
+class ChannelPrepareLaunch(BlockLaunch):
     """Launch of ``prepare_channels``.
 
     Results: inverse and scores ``[slots, heads, chunk, chunk]``, read_query, read_key and entering
-    ``[batch, rows, heads, dk]`` in the dtype of matmuls; beta by chunk ``[slots, heads, chunk]``
-    and the decays of chunks ``[slots, heads, dk]`` in float32.
+    ``[batch, rows, heads, dk]`` in the dtype of matmuls; the decays of chunks ``[slots, heads,
+    dk]`` in float32.
     """
 
     kernel = prepare_channels
@@ -140,7 +141,6 @@ class ChannelPrepareLaunch(ChannelLaunch):
         return {
             "inverse": square,
             "scores": square,
-            "factors": struct("float32", self.slots, p.heads, chunk),
             "decays": struct("float32", self.slots, p.heads, p.dim),
             "read_query": rows,
             "read_key": rows,
@@ -154,5 +154,6 @@ class ChannelPrepareLaunch(ChannelLaunch):
         return {"num_warps": 4, "num_stages": 1}
 
     def arguments(self, target):
-        precision = {"INVERSE_PRECISION": inverse_precision(target)}
-        return super().arguments(target) | self.row_tiles(target, "query", "key") | precision
+        return super().arguments(target) | self.row_tiles(target, "query", "key") | {
+            "INVERSE_PRECISION": inverse_precision(target),
+        }

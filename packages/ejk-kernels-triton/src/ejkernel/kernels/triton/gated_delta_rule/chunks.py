@@ -20,9 +20,9 @@ from ejkernel.kernels.triton.linear_attention import tiles as linear_tiles
 from ejkernel.kernels.triton.linear_attention.rows import POINTERS
 from ejkernel.kernels.triton.targets import Target
 
-FACTORS = 4
-"""Factors of a token: of q and k that read the state before the chunk, of k that enters the state
-after it, and beta."""
+FACTORS = 3
+"""Factors of a token: of q and k that read the state before the chunk, and of k that enters the
+state after it."""
 
 
 class Sizes(NamedTuple):
@@ -70,11 +70,6 @@ class ChunkLaunch(Launch):
     def slots(self) -> int:
         """Chunks of all batch rows."""
         return self.problem.batch * self.pieces
-
-    @property
-    def factors(self) -> int:
-        """Factors of a token: only beta where keys are decayed already."""
-        return 1 if self.problem.channel_gates else FACTORS
 
     @property
     def key_width(self) -> int:
@@ -177,22 +172,19 @@ def find_sequence(cu, owner, sizes):
 
 @triton.jit
 def load_factors(factors, number, token, sizes, FACTORS: tl.constexpr):
-    """Loads the factors of the tokens of a chunk, see ``FACTORS``; with one, the others are 1."""
-    factor = factors + number * (FACTORS * sizes.CHUNK) + token
-    if FACTORS == 1:
+    """Loads the factors of the tokens of a chunk, see ``FACTORS``; None stands for ones."""
+    if factors is None:
         ones = tl.full([sizes.CHUNK], 1.0, tl.float32)
-        return ones, ones, ones, tl.load(factor)
+        return ones, ones, ones
     else:
-        q_since = tl.load(factor)
-        k_since = tl.load(factor + sizes.CHUNK)
-        k_until = tl.load(factor + 2 * sizes.CHUNK)
-        return q_since, k_since, k_until, tl.load(factor + 3 * sizes.CHUNK)
+        factor = factors + number * (FACTORS * sizes.CHUNK) + token
+        return tl.load(factor), tl.load(factor + sizes.CHUNK), tl.load(factor + 2 * sizes.CHUNK)
 
 
 @triton.jit
-def load_chunk_decay(decays, number, d, sizes, FACTORS: tl.constexpr):
-    """Loads the decay of a chunk, per channel where keys are decayed already."""
-    if FACTORS == 1:
+def load_chunk_decay(decays, number, d, sizes, PER_CHANNEL: tl.constexpr):
+    """Loads the decay of a chunk, of all channels or of every one."""
+    if PER_CHANNEL:
         return tl.load(decays + number * sizes.dim + d, mask=d < sizes.dim, other=1.0)
     else:
         return tl.load(decays + number)

@@ -112,7 +112,7 @@ def _prepared(p: Problem, t: tiles.Tiles, operands: Mapping[str, Any]) -> dict[s
 def _key_gradient(p: Problem, gradient: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the gradient of queries or keys from that of their repeated, normalized heads."""
     b, s, heads, channels = x.shape
-    if heads != p.heads:
+    if heads != p.kv_heads:
         groups = gradient.reshape(b, s, heads, -1, channels)
         gradient = jnp.sum(groups, 3, dtype=jnp.float32)
     if p.normalize:

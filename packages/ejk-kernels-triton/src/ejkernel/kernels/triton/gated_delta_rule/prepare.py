@@ -2,11 +2,11 @@
 
 With D_t the decay from the chunk start through token t and d(t, s) the decay from s to t,
 
-    inverse = (I + [s before t: beta_t d(t, s) k_t k_s])^-1                            [C, C]
+    inverse = (I + [s before t: beta_t d(t, s) k_t k_s])^-1 diag(beta)                 [C, C]
     scores  = [s up to t: scale d(t, s) q_t k_s]                                       [C, C]
-    factors = scale D_t, D_t, decay from t to the chunk end, beta_t                    [4, C]
+    factors = scale D_t, D_t, decay from t to the chunk end                            [3, C]
 
-so that with S the state before the chunk, u = inverse (beta (v - D k S)) are the updates and
+so that with S the state before the chunk, u = inverse (v - D k S) are the updates and
 o = scale D q S + scores u the outputs. Where queries and keys are normalized, their lengths go into
 the factors: matmuls take the operands as they came, and a key keeps its exact length.
 
@@ -60,8 +60,9 @@ def load_beta(beta, at, valid):
 
 
 @triton.jit
-def store_inverse(inverse, number, system, sizes, PRECISION: tl.constexpr):
-    """Stores the inverse of ``I + system``, in which a row's token comes after the column's."""
+def store_inverse(inverse, number, system, strength, sizes, PRECISION: tl.constexpr):
+    """Stores the inverse of ``I + system``, in which a row's token comes after the column's, times
+    the beta of the columns."""
     CHUNK: tl.constexpr = sizes.CHUNK
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
@@ -70,9 +71,11 @@ def store_inverse(inverse, number, system, sizes, PRECISION: tl.constexpr):
     solved = invert(system, CHUNK, PRECISION)
     square = inverse + number * (CHUNK * CHUNK)
     if sizes.REVERSED:
-        tl.store(square + column * CHUNK + row, solved.to(inverse.dtype.element_ty))
+        solved = (solved * strength[:, None]).to(inverse.dtype.element_ty)
+        tl.store(square + column * CHUNK + row, solved)
     else:
-        tl.store(square + row * CHUNK + column, solved.to(inverse.dtype.element_ty))
+        solved = (solved * strength[None, :]).to(inverse.dtype.element_ty)
+        tl.store(square + row * CHUNK + column, solved)
 
 
 def inverse_precision(target: Target) -> str:
@@ -130,20 +133,19 @@ def prepare_chunks(
         tl.store(offset, q_factor * since)
         tl.store(offset + CHUNK, k_factor * since)
         tl.store(offset + 2 * CHUNK, k_factor * until)
-        tl.store(offset + 3 * CHUNK, strength)
         tl.store(decays + number, total)
         square = scores + number * (CHUNK * CHUNK) + row * CHUNK + column
         tl.store(square, (seen * decayed).to(scores.dtype.element_ty))
         # nothing is read on the diagonal and above
         system = strength[:, None] * (gram * decayed)
-        store_inverse(inverse, number, system, sizes, INVERSE_PRECISION)
+        store_inverse(inverse, number, system, strength, sizes, INVERSE_PRECISION)
 
 
 class PrepareLaunch(ChunkLaunch):
     """Launch of ``prepare_chunks``.
 
     Results: inverse and scores ``[slots, heads, chunk, chunk]`` in the dtype of matmuls, factors
-    ``[slots, heads, 4, chunk]`` and the decays of chunks ``[slots, heads]`` in float32.
+    ``[slots, heads, 3, chunk]`` and the decays of chunks ``[slots, heads]`` in float32.
     """
 
     kernel = prepare_chunks

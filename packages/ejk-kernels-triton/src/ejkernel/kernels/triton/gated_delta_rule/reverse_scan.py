@@ -3,7 +3,7 @@
 With dS the gradient of the state after the chunk and do that of the outputs,
 
     du  = scores^T do + (k decayed to the chunk end) dS                                [C, dv]
-    dv  = beta inverse^T du                                                            [C, dv]
+    dv  = inverse^T du                                                                 [C, dv]
     dS <- decay of the chunk * dS + (scale D q)^T do - (D k)^T dv                      [dk, dv]
 
 Work split and bound: as in ``scan``, with a chain of three matmuls too. The gradient of the state
@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ejkernel.kernels.triton.gated_delta_rule.chunks import (
+    FACTORS,
     ChunkLaunch,
     find_sequence,
     load_chunk_decay,
@@ -69,8 +70,8 @@ def scan_gradients(
         tokens = tl.where(has_state, rows, 0)
         base = batch * sizes.rows + begin
         number = (batch * sizes.pieces + piece) * sizes.heads + head
-        q_since, k_since, k_until, strength = load_factors(factors, number, token, sizes, FACTORS)
-        decay = load_chunk_decay(decays, number, d, sizes, FACTORS)
+        q_since, k_since, k_until = load_factors(factors, number, token, sizes, FACTORS)
+        decay = load_chunk_decay(decays, number, d, sizes, factors is None)
         k = load_rows(
             key, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
         ).to(DTYPE)
@@ -96,7 +97,6 @@ def scan_gradients(
         du = tl.dot(k_entering, after, input_precision=PRECISION) * k_until[:, None]
         du = tl.dot(tl.trans(weights), do.to(DTYPE), acc=du, input_precision=PRECISION)
         dv = tl.dot(tl.trans(solved), du.to(DTYPE), input_precision=PRECISION)
-        dv = dv * strength[:, None]
         reading = (do.to(tl.float32) * q_since[:, None]).to(DTYPE)
         dstate = tl.dot(tl.trans(q), reading, acc=dstate * decay, input_precision=PRECISION)
         reading = (dv * -k_since[:, None]).to(DTYPE)
@@ -134,4 +134,4 @@ class ReverseScanLaunch(ChunkLaunch):
     def arguments(self, target):
         rows = self.row_tiles(target, "query", "key", "entering", "dout")
         squares = self.matrices(target, "inverse", "scores")
-        return rows | squares | {"sizes": self.sizes(target), "FACTORS": self.factors}
+        return rows | squares | {"sizes": self.sizes(target), "FACTORS": FACTORS}

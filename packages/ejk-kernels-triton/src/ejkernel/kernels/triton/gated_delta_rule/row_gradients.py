@@ -57,11 +57,11 @@ def load_tile(x, base, tokens, head, heads, columns, WIDTH: tl.constexpr, sizes)
 
 @triton.jit
 def inner_product(x, y, number, sizes):
-    """Returns the sum of the products of two states, a few rows at a time to save registers."""
+    """Returns the inner product of two states, a few rows at a time to save registers."""
     d = tl.arange(0, 16)[:, None]
     c = tl.arange(0, sizes.COLUMNS)[None, :]
     total = tl.zeros([16, sizes.COLUMNS], tl.float32)
-    for i in range(0, sizes.dim, 16):
+    for i in tl.static_range(0, sizes.DIM, 16):
         offset = (number * sizes.dim + i + d) * sizes.value_dim + c
         inside = (i + d < sizes.dim) & (c < sizes.value_dim)
         row = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)

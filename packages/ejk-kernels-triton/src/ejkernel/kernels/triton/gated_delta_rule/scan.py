@@ -1,6 +1,6 @@
 """The scan over chunks: states, updates and outputs.
 
-    u   = inverse (beta (v - D k S))                    updates of a chunk                [C, dv]
+    u   = inverse (v - D k S)                           updates of a chunk                [C, dv]
     o   = (scale D q) S + scores u                                                        [C, dv]
     S  <- decay of the chunk * S + (k decayed to the chunk end)^T u                       [dk, dv]
 
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ejkernel.kernels.triton.gated_delta_rule.chunks import (
+    FACTORS,
     ChunkLaunch,
     find_sequence,
     load_chunk_decay,
@@ -81,8 +82,8 @@ def scan_chunks(
         tokens = tl.where(has_state, rows, 0)
         base = batch * sizes.rows + begin
         number = (batch * sizes.pieces + piece) * sizes.heads + head
-        q_since, k_since, k_until, strength = load_factors(factors, number, token, sizes, FACTORS)
-        decay = load_chunk_decay(decays, number, d, sizes, FACTORS)
+        q_since, k_since, k_until = load_factors(factors, number, token, sizes, FACTORS)
+        decay = load_chunk_decay(decays, number, d, sizes, factors is None)
         k = load_rows(
             key, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
         ).to(DTYPE)
@@ -97,7 +98,7 @@ def scan_chunks(
             target = states + number * state_size + offset
             tl.store(target, before.to(states.dtype.element_ty), mask=inside)
         read = tl.dot(k, before, input_precision=PRECISION)
-        error = strength[:, None] * (v - k_since[:, None] * read)
+        error = v - k_since[:, None] * read
         update = tl.dot(solved, error.to(DTYPE), input_precision=PRECISION)
         k_entering = k
         if entering is not None:
@@ -166,7 +167,7 @@ class ScanLaunch(ChunkLaunch):
     def arguments(self, target):
         rows = self.row_tiles(target, "query", "key", "value", "entering")
         squares = self.matrices(target, "inverse", "scores")
-        return rows | squares | {"sizes": self.sizes(target), "FACTORS": self.factors}
+        return rows | squares | {"sizes": self.sizes(target), "FACTORS": FACTORS}
 
 
 def scan_programs(launch: ChunkLaunch) -> int:
