@@ -60,8 +60,8 @@ def choose(p: Problem, target: Target) -> Tiles:
     """Returns the heuristic tiles."""
     width = max(16, power_of_two(p.channels))
     warps = min(4, max(1, width // LANES))
-    # a segment reads width - 1 rows of the segment before: 64 rows make that 5%, of the second-level
-    # cache. Four programs per multiprocessor keep the memory busy; fewer need shorter segments
+    # a segment reads width - 1 rows of the segment before: 64 rows make that 5%, from the cache.
+    # Four programs per multiprocessor keep the memory busy; fewer need shorter segments
     t = Tiles(64, min(width, LANES * warps), warps)
     while t.segment > MIN_SEGMENT and (t.segment >= 2 * p.rows or t.programs(p) < 4 * target.cores):
         t = replace(t, segment=t.segment // 2)
