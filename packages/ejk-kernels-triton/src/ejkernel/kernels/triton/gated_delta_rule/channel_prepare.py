@@ -154,6 +154,10 @@ class ChannelPrepareLaunch(BlockLaunch):
         return {"num_warps": 4, "num_stages": 1}
 
     def arguments(self, target):
-        return super().arguments(target) | self.row_tiles(target, "query", "key") | {
-            "INVERSE_PRECISION": inverse_precision(target),
-        }
+        return (
+            super().arguments(target)
+            | self.row_tiles(target, "query", "key")
+            | {
+                "INVERSE_PRECISION": inverse_precision(target),
+            }
+        )

@@ -61,7 +61,7 @@ def inner_product(x, y, number, sizes):
     d = tl.arange(0, 16)[:, None]
     c = tl.arange(0, sizes.COLUMNS)[None, :]
     total = tl.zeros([16, sizes.COLUMNS], tl.float32)
-    for i in tl.static_range(0, sizes.DIM, 16):
+    for i in range(0, sizes.dim, 16):
         offset = (number * sizes.dim + i + d) * sizes.value_dim + c
         inside = (i + d < sizes.dim) & (c < sizes.value_dim)
         row = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
