@@ -21,7 +21,6 @@ from ejkernel.types import calls
 
 OPERATIONS = generated.ROOT / "packages/ejk-modules/src/ejkernel/modules/operations"
 FLAGS = ("return_lse", "return_state")
-ONE, BOTH = "jax.Array", "tuple[jax.Array, jax.Array]"
 
 
 def stub_of(module: Path) -> str | None:
@@ -36,7 +35,8 @@ def stub_of(module: Path) -> str | None:
     for function in functions:
         head = _head(text, function)
         if function.name == module.stem:
-            definitions += [f"@overload\n{overload}" for overload in _overloads(head, flag)]
+            overloads = _overloads(head, flag, function.returns)
+            definitions += [f"@overload\n{overload}" for overload in overloads]
         else:
             definitions.append(head)
     for d in tree.body:
@@ -54,14 +54,14 @@ def _head(text: str, function: ast.FunctionDef) -> str:
     return "\n".join(head).replace("    **unknown: Never,\n", "").rstrip() + " ..."
 
 
-def _overloads(head: str, flag: str) -> list[str]:
-    both = f") -> {ONE} | {BOTH}: ..."
-    if not head.endswith(both):
-        raise ValueError(f"expected the signature to end in {both!r}:\n{head}")
-    usual = f"{flag}: bool = False"
+def _overloads(head: str, flag: str, returns: ast.expr | None) -> list[str]:
+    if not isinstance(returns, ast.BinOp):
+        raise ValueError(f"expected the types without and with {flag} as A | B:\n{head}")
+    without, extra = f") -> {ast.unparse(returns.left)}", f") -> {ast.unparse(returns.right)}"
+    either, usual = f"{without} | {ast.unparse(returns.right)}", f"{flag}: bool = False"
     return [
-        head.replace(usual, f"{flag}: Literal[False] = False").replace(both, f") -> {ONE}: ..."),
-        head.replace(usual, f"{flag}: Literal[True]").replace(both, f") -> {BOTH}: ..."),
+        head.replace(usual, f"{flag}: Literal[False] = False").replace(either, without),
+        head.replace(usual, f"{flag}: Literal[True]").replace(either, extra),
         head.replace(usual, f"{flag}: bool"),
     ]
 

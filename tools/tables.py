@@ -66,23 +66,24 @@ def sharding_table() -> str:
     """Returns the role of each axis of each operation, by the words of its signature."""
     from ejkernel.modules._table import operation_class
 
-    rows = ["| function | sharded freely | key heads | whole |", "|---|---|---|---|"]
+    heads = ("function", "sharded freely", "key heads", "summed", "whole")
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for function, *_ in operations():
         rows.append(f"| `{function}` | {' | '.join(_axes_by_role(operation_class(function)))} |")
     return "\n".join(rows)
 
 
 def _axes_by_role(operation: Any) -> list[str]:
-    """Returns the axes that may be sharded, of key heads, and all others, as cells of a table."""
+    """Returns the axes that may be sharded, by their roles, and all others, as cells of a table."""
     from ejkernel.types.calls.axes import Kind, bare, meaning
 
     forms = (axes for p in operation.spec.boundary.parameters for _, axes in p.forms)
-    roles: dict[str, dict[str, None]] = {"free": {}, "keys": {}, "whole": {}}
+    roles: dict[str, dict[str, None]] = {"free": {}, "keys": {}, "summed": {}, "whole": {}}
     for word in (bare(word) for axes in forms for word in axes.split()):
         axis = meaning(word)
         if word.isidentifier() and word != "_":
-            keys = "keys" if axis.kind is Kind.KEY_HEADS else "free"
-            roles[keys if axis.free else "whole"][word] = None
+            role = "keys" if axis.kind is Kind.KEY_HEADS else "summed" if axis.is_summed else "free"
+            roles[role if axis.free else "whole"][word] = None
     return [", ".join(f"`{word}`" for word in words) or "-" for words in roles.values()]
 
 

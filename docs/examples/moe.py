@@ -2,6 +2,7 @@
 
     python docs/examples/moe.py               # a few seconds on a CPU
     python docs/examples/moe.py --steps 500
+    python docs/examples/moe.py --devices 4   # experts and tokens over four devices
 
 A router scores the experts, each token takes the best ``chosen`` of them, and the rows are sorted
 by expert, so that every expert has one run of consecutive rows: two calls of ``grouped_matmul``
@@ -10,7 +11,10 @@ of Fedus et al. 2021, "Switch Transformers" (arXiv 2101.03961), section 2.2, kee
 equally busy.
 
 ``experts_on_devices`` is the same layer with the experts spread over a mesh axis: every device
-holds some of the matrices and multiplies only the rows that are theirs.
+holds some of the matrices and multiplies only the rows that are theirs. ``layer`` itself does so
+under plain ``jit`` if the matrices are sharded, with one sum over the devices for each matmul.
+There every device has all tokens. With many tokens, ``experts_and_tokens_on_devices`` spreads both:
+rows travel to the devices of their experts and back, by ``all_to_all``.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import grouped_matmul
@@ -118,6 +123,56 @@ def experts_on_devices(
     return jnp.zeros_like(x).at[to.order].add(rows * to.weights[:, None])
 
 
+def experts_and_tokens_on_devices(
+    p: Experts, x: jax.Array, mesh: jax.sharding.Mesh, axis: str, chosen: int = 2
+) -> tuple[jax.Array, jax.Array]:
+    """``layer`` with tokens and experts spread over ``axis``, and the rows that each device gets.
+
+    Dispatch: every device sorts its rows by expert, and so by the device that holds it, and sends
+    each device its rows. Combine: the same way back. A message has room for all rows of a device,
+    so no token is dropped however uneven the routes are.
+    """
+    devices = mesh.shape[axis]
+    held = p.up.shape[0] // devices
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P(axis), P(axis), P(axis)),
+        out_specs=(P(axis), P(axis)),
+    )
+    def run(router, up, down, x):
+        to = route(router, x, chosen)
+        room = to.order.shape[0]
+        sizes = to.sizes.reshape(devices, held)  # of each expert of each device
+        counts = sizes.sum(1)
+        starts = jnp.cumsum(counts) - counts
+        place = starts[:, None] + jnp.arange(room)
+        sent = jnp.take(x[to.order], place, axis=0, mode="fill", fill_value=0)
+        exchange = partial(
+            jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True
+        )
+        rows, sizes = exchange(sent), exchange(sizes)
+
+        # the rows of each sender are sorted by expert; those past its last one count as one more
+        ends = jnp.cumsum(sizes, axis=1)
+        expert = (jnp.arange(room)[None, :, None] >= ends[:, None]).sum(-1).reshape(-1)
+        order = jnp.argsort(expert, stable=True)
+        rows = rows.reshape(-1, x.shape[1])[order]
+        sizes = sizes.sum(0)
+        rows = jax.nn.silu(grouped_matmul(rows, up, sizes))
+        rows = grouped_matmul(rows, down, sizes)
+        rows = jnp.zeros_like(rows).at[order].set(rows)
+
+        back = exchange(rows.reshape(devices, room, -1))
+        owner = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(room), side="right")
+        rows = back[owner, jnp.arange(room) - starts[owner]]
+        out = jnp.zeros_like(x).at[to.order].add(rows * to.weights[:, None])
+        return out, sizes.sum()[None]
+
+    return run(*p, x)
+
+
 @partial(jax.jit, static_argnames=("chosen", "rate"))
 def step(p: Experts, x: jax.Array, y: jax.Array, chosen: int = 2, rate: float = 0.3):
     """One step of gradient descent on ``mean((layer(x) - y) ** 2)``: parameters, loss, balance."""
@@ -144,7 +199,27 @@ def main(steps: int = 200, tokens: int = 256, dim: int = 16, experts: int = 8) -
     return losses
 
 
+def spread(devices: int, tokens: int = 256, dim: int = 16, experts: int = 8) -> jax.Array:
+    """Runs one layer with tokens and experts over the devices; returns the rows of each device."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("expert",))
+    p = init(jax.random.key(0), dim, 32, experts)
+    x = jax.random.normal(jax.random.key(1), (tokens, dim))
+    run = jax.jit(partial(experts_and_tokens_on_devices, mesh=mesh, axis="expert"))
+    out, rows = run(p, x)
+    error = jnp.abs(out - dense(p, x)).max()
+    print(f"rows of each device  {' '.join(map(str, rows))}")
+    print(f"balance {rows.max() / rows.mean():.2f}  error {error:.1e}")
+    return rows
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    main(parser.parse_args().steps)
+    parser.add_argument("--devices", type=int, help="run one layer over this many, on a CPU")
+    chosen = parser.parse_args()
+    if chosen.devices is None:
+        main(chosen.steps)
+    else:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", chosen.devices)
+        spread(chosen.devices)

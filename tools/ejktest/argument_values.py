@@ -135,6 +135,8 @@ def _of_every_operation() -> dict[str, list[Case]]:
         dtype=jnp.float32,
         softmax_dtype=jnp.float64,
         logits_dtype=jnp.float64,
+        score_mod=lambda score, b, h, q, k: score + 0.1 * (k - q),
+        mask_mod=lambda b, h, q, k: (k <= q + h) & (k != b),
     ) | {
         # an algorithm is refused by kernels for which levels mean nothing with 16 bits
         "precision": [Case("highest", _FLOAT32), Case(F16_SUMS, {})],

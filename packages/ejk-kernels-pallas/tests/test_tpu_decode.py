@@ -62,13 +62,15 @@ def draw(h=4, hk=2, d=128, dv=128, ps=16, dtype="float32", cache=None):
 
 
 def expected(function, q, k, v, *indices, **options):
+    """The output and lse."""
     names = {"sliding_window": "left", "logits_soft_cap": "cap", "softmax_aux": "aux"}
     options = {names.get(n, n): x for n, x in options.items()}
     for name in options.keys() - {"left", "cap"}:
         options[name] = np.asarray(options[name], np.float64)
     with jax.enable_x64(True):
         wide = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
-        return np.asarray(function(*wide, *indices, scale=q.shape[-1] ** -0.5, **options))
+        options |= {"scale": q.shape[-1] ** -0.5, "return_lse": True}
+        return [np.asarray(x) for x in function(*wide, *indices, **options)]
 
 
 SINKS = np.random.default_rng(7).standard_normal((4, 3)).astype(np.float32)
@@ -91,11 +93,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_pages_against_the_reference(name):
     shape, options = CASES[name]
     arrays = draw(**shape)
-    got = jax.jit(lambda *x: page_attention(*x, **options))(*arrays)
+    got, lse = jax.jit(lambda *x: page_attention(*x, return_lse=True, **options))(*arrays)
     options = {n: x for n, x in options.items() if n != "cfg"}
-    want = expected(paged.page_attention, *arrays, **options)
+    want, want_lse = expected(paged.page_attention, *arrays, **options)
     assert got.dtype == arrays[0].dtype
     check_close(np.asarray(got), want, name=name)
+    check_close(np.asarray(lse), want_lse, dtype=got.dtype, name="lse")
     assert not np.asarray(got, np.float32)[np.array(LENS) == 0].any()
     check_no_races()
 
@@ -114,8 +117,10 @@ def test_contiguous_against_the_reference(dtype):
     )
     arrays = q, k.astype(q.dtype), v.astype(q.dtype), starts, ends
     cfg = {"fwd_params": {"kv_blocksize": 64}}
-    got = jax.jit(lambda *x: ragged_decode_attention(*x, cfg=cfg))(*arrays)
-    check_close(np.asarray(got), expected(paged.ragged_decode_attention, *arrays))
+    run = jax.jit(lambda *x: ragged_decode_attention(*x, cfg=cfg, return_lse=True))
+    outputs = expected(paged.ragged_decode_attention, *arrays)
+    for got, want in zip(run(*arrays), outputs, strict=True):
+        check_close(np.asarray(got), want, dtype=dtype)
     check_no_races()
 
 

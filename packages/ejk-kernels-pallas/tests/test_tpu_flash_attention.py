@@ -17,13 +17,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import interpreter
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
-from ejkernel.kernels.pallas.tpu.flash_attention.implementation import flash_attention
+from ejkernel.kernels.pallas.tpu.flash_attention.implementation import (
+    flash_attention,
+    mla_attention,
+)
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.attention import Call, arrays, check, run, with_mask_info
 from ejktest.cases import large_logits
 from ejktest.drawn import array
+from ejktest.oracles.attention import visible
+from ejktest.oracles.latent import Latent, latent_attention, latent_gradients
+from ejktest.tolerance import check_close
 
 
 @pytest.fixture(autouse=True)
@@ -247,3 +253,37 @@ def test_what_lies_past_the_last_sequence_may_be_nan() -> None:
 
     for got, want in zip(run(*dirty), run(*clean), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_latent_attention():
+    """Keys and values expanded from latent rows, past whose last sequence there is NaN."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return array(rng.standard_normal(shape) * 0.3, "float32")
+
+    x = Latent(
+        normal(1, 130, 2, 48), normal(1, 130, 32), normal(32, 1, 48), normal(32, 1, 64),
+        normal(1, 130, 16), normal(1, 130, 16),
+    )  # fmt: skip
+    cu, do = np.array([0, 40, 40, 100]), rng.standard_normal((1, 130, 2, 64))
+    cfg = {n: {"q_blocksize": 128, "kv_blocksize": 128} for n in ("fwd_params", "bwd_params")}
+
+    @jax.jit
+    def run(arrays, do):
+        def attend(x):
+            return mla_attention(*x, cu_seqlens=cu, causal=True, return_lse=True, cfg=cfg)
+
+        (o, lse), back = jax.vjp(attend, arrays)
+        return o, lse, back((do.astype(o.dtype), jnp.zeros_like(lse)))[0]
+
+    o, lse, grads = run(x._replace(latent=x.latent.at[:, 100:].set(np.nan)), do)
+    see = visible(1, 130, 130, causal=True, cum_seqlens_q=cu)
+    reference, exact = latent_attention(x, see=see), latent_gradients(x, do, see=see)
+    check_close(o, reference.o)
+    check_close(lse, reference.lse)
+    for name in Latent._fields:
+        got, want = getattr(grads, name), getattr(exact, name)
+        if name == "latent":
+            got, want = got[:, :100], want[:, :100]
+        check_close(got, want, name=f"d{name}")

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.triton.page_attention.implementation import page_attention
-from ejkernel.kernels.triton.ragged_decode_attention.implementation import ragged_decode_attention
-from ejkernel.kernels.triton.ragged_page_attention.implementation import ragged_page_attention
+from ejkernel.kernels.triton.serving.implementation import (
+    page_attention,
+    ragged_decode_attention,
+    ragged_page_attention,
+)
 from ejkernel.ops import interpret_mode, kernel_registry
 
 H, D, PAGE = 2, 16, 16

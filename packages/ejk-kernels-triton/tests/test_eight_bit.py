@@ -16,8 +16,8 @@ import triton.language as tl
 
 from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out
 from ejkernel.kernels.triton.common import eight_bit
-from ejkernel.kernels.triton.common.narrow import eight_bits
 from ejkernel.kernels.triton.interpret import run_launch
+from ejkernel.kernels.triton.serving.quantize import eight_bits
 
 U32 = np.uint32
 

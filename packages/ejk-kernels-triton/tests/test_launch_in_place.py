@@ -19,9 +19,9 @@ import triton.language as tl
 from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.launch import BATCHED, Launch
-from ejkernel.kernels.triton.ragged_page_attention import tiles
-from ejkernel.kernels.triton.ragged_page_attention.merge_kernel import RaggedMerge
-from ejkernel.kernels.triton.ragged_page_attention_v3.write_kernel import RaggedWrite
+from ejkernel.kernels.triton.serving import ragged_tiles as tiles
+from ejkernel.kernels.triton.serving.ragged_merge import RaggedMerge
+from ejkernel.kernels.triton.serving.write import RaggedWrite
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejktest.drawn import normal as numbers
@@ -139,7 +139,7 @@ def test_results_outside_the_memory_of_their_operands(monkeypatch, operation):
     they were said to share."""
     rng = np.random.default_rng(0)
     # decoded, prefilled in tiles whose keys are cut into parts, empty, prefilled in whole tiles
-    monkeypatch.setattr(tiles, "LEAST", 32)
+    monkeypatch.setattr(tiles, "MIN_SPLIT_KEYS", 32)
     call = ragged_call(rng, counts=(1, 14, 0, 12), lens=(17, 90, 9, 12), table=23, pages=92)
     if operation == "write packed":  # eight combined heads for six
         for name in ("keys", "values"):

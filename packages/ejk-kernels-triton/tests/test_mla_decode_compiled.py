@@ -11,11 +11,11 @@ import pytest
 
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.compiled import stages
-from ejkernel.kernels.triton.mla_decode import tiles
-from ejkernel.kernels.triton.page_attention.merge_kernel import PagedMerge
-from ejkernel.kernels.triton.page_attention.split_kernel import PagedSplit
-from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.kernels.triton.resources import launch_source, measure
+from ejkernel.kernels.triton.serving import mla_decode_tiles as tiles
+from ejkernel.kernels.triton.serving.decode import PagedSplit
+from ejkernel.kernels.triton.serving.decode_tiles import count_work_ranges
+from ejkernel.kernels.triton.serving.merge import PagedMerge
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import LatentProblem
@@ -55,7 +55,7 @@ def launched(name, target):
         "tables": ((b, columns), "int32"),
         "k_scale": ((1, 1), "float32"),
     }
-    launch = PagedSplit(p, t, b * t.splits if t.splits else share_count(p, t, target))
+    launch = PagedSplit(p, t, b * t.splits if t.splits else count_work_ranges(p, t, target))
     avals = {n: jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for n, (x, dtype) in given.items()}
     return launch.with_operands(avals), list(avals.values())
 
@@ -81,12 +81,12 @@ def test_split_kernel(name, chip):
     assert used.spills == 0
     assert used.products > 0 and not used.serialized
     # the programs meant to run together fit
-    assert used.shared * launch.tiles.per_core <= target.shared_limit
+    assert used.shared * launch.tiles.programs_per_core <= target.shared_limit
     if target.platform == "cuda":
-        assert used.registers * 32 * used.num_warps * launch.tiles.per_core <= 65536
-        estimate = tiles.held_bytes(launch.problem, launch.tiles, target)
+        assert used.registers * 32 * used.num_warps * launch.tiles.programs_per_core <= 65536
+        estimate = tiles.shared_bytes(launch.problem, launch.tiles, target)
         assert 0.8 * estimate <= used.shared <= 1.25 * estimate
-    if launch.tiles.apart:
+    if launch.tiles.opaque:
         # two groups of warps have half the keys of a step each, and half the columns of values
         assert used.products == 576 // 16 + launch.tiles.block // 16
 
@@ -175,7 +175,7 @@ def test_merge_kernel():
     target = TARGETS["sm_90"]
     split, _ = launched("page 16", target)
     operands = {**split.outputs(), "sink": jax.ShapeDtypeStruct((1, 128, 2), jnp.float32)}
-    merge = PagedMerge(split.problem, split.tiles, split.shares).with_operands(operands)
+    merge = PagedMerge(split.problem, split.tiles, split.ranges).with_operands(operands)
     used = measure(launch_source(merge, list(operands.values()), target), target)
     assert used.spills == 0
 
@@ -185,7 +185,7 @@ def merge_of(name, **changed):
     split, _ = launched(name, TARGETS["sm_90"])
     split = replace(split, problem=replace(split.problem, **changed))
     operands = split.outputs()
-    merge = PagedMerge(split.problem, split.tiles, split.shares).with_operands(operands)
+    merge = PagedMerge(split.problem, split.tiles, split.ranges).with_operands(operands)
     return merge, list(operands.values())
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.triton import page_attention
-from ejkernel.kernels.triton.page_attention import tiles
+from ejkernel.kernels.triton.serving import decode_tiles as tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
@@ -55,9 +55,8 @@ def expected(q, k, v, lens, tables, scale=None, **options):
         options = {
             n: x if n in ("left", "cap") else np.asarray(x, np.float64) for n, x in options.items()
         }
-        return np.asarray(
-            paged.page_attention(*wide, lens, tables, scale=scale or q.shape[-1] ** -0.5, **options)
-        )
+        options |= {"scale": scale or q.shape[-1] ** -0.5, "return_lse": True}
+        return [np.asarray(x) for x in paged.page_attention(*wide, lens, tables, **options)]
 
 
 SINKS = np.random.default_rng(7).standard_normal((4, 3)).astype(np.float32)
@@ -93,15 +92,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_against_the_formula(name):
     shape, options = CASES[name]
     q, k, v, lens, tables = draw(**shape)
-    got = page_attention(q, k, v, lens, tables, **options)
+    return_lse = name not in ("plain", "one split")
+    got = page_attention(q, k, v, lens, tables, return_lse=return_lse, **options)
+    got, *lse = got if return_lse else (got,)
     names = {"sliding_window": "left", "logits_soft_cap": "cap", "softmax_aux": "aux"}
     known = {names.get(n, n): x for n, x in options.items() if n != "num_splits"}
     known["scale"] = known.pop("softmax_scale", None)
     if isinstance(known.get("left"), tuple):
         known["left"] = known["left"][0]
     assert got.dtype == q.dtype and got.shape == (*q.shape[:2], v.shape[-1])
-    want = expected(q, k, v, lens, tables, **known)
+    want, want_lse = expected(q, k, v, lens, tables, **known)
     check_close(np.asarray(got), want, name=name)
+    for x in lse:
+        assert x.dtype == np.float32
+        check_close(np.asarray(x), want_lse, dtype=q.dtype, name="lse")
     assert not np.asarray(got, np.float32)[lens == 0].any()
 
 
@@ -188,7 +192,7 @@ def test_caches_of_two_dtypes(keys, values):
     q, k, _, lens, tables = draw(lens=(37, 0, 20), dtype="bfloat16", cache=keys)
     v = draw(lens=(37, 0, 20), dtype="bfloat16", cache=values, seed=1)[2]
     got = page_attention(q, k, v, lens, tables, k_scale=0.02)
-    check_close(np.asarray(got), expected(q, k, v, lens, tables, k_scale=0.02))
+    check_close(np.asarray(got), expected(q, k, v, lens, tables, k_scale=0.02)[0])
 
 
 def test_a_float8_nan_is_one():
@@ -268,8 +272,8 @@ def test_the_grid_depends_on_shapes_and_chip_only():
     problem = problem_of(64, 32, 8, 128, 9, 16, 512)
     target = cuda_target(90)
     launch = tiles.choose(problem, target)
-    shares = tiles.share_count(problem, launch, target)
+    ranges = tiles.count_work_ranges(problem, launch, target)
     # two programs on every multiprocessor, all running at once
-    assert shares * 8 == 132 * launch.per_core == 264
-    held = tiles.held_bytes(problem, launch.block, launch.num_stages)
-    assert launch.per_core * held <= target.shared_limit
+    assert ranges * 8 == 132 * launch.programs_per_core == 264
+    held = tiles.shared_bytes(problem, launch.block, launch.num_stages)
+    assert launch.programs_per_core * held <= target.shared_limit

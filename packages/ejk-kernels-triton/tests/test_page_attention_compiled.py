@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.kernels.triton.compiled import stages
-from ejkernel.kernels.triton.page_attention import tiles
-from ejkernel.kernels.triton.page_attention.merge_kernel import PagedMerge
-from ejkernel.kernels.triton.page_attention.split_kernel import PagedSplit
 from ejkernel.kernels.triton.resources import launch_source, measure
+from ejkernel.kernels.triton.serving import decode_tiles as tiles
+from ejkernel.kernels.triton.serving.decode import PagedSplit
+from ejkernel.kernels.triton.serving.merge import PagedMerge
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem
@@ -42,7 +42,7 @@ def launched(name, target):
     sizes = (b, heads, kv_heads, dim, dim, pages, page, columns)
     p = PagedProblem(*sizes, kind, cache, cache, 0.1, layout, **options)
     t = tiles.choose(p, target)
-    shares = tiles.share_count(p, t, target)
+    ranges = tiles.count_work_ranges(p, t, target)
     given = {
         "q": ((b, heads, dim), kind),
         "k": ((pages, page, kv_heads, dim), cache),
@@ -52,7 +52,7 @@ def launched(name, target):
         "k_scale": ((1, 1), "float32"),
     }
     avals = {n: jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for n, (x, dtype) in given.items()}
-    return PagedSplit(p, t, shares).with_operands(avals), list(avals.values())
+    return PagedSplit(p, t, ranges).with_operands(avals), list(avals.values())
 
 
 @pytest.mark.parametrize("chip", TARGETS)
@@ -65,12 +65,12 @@ def test_split_kernel(name, chip):
     assert used.spills == 0
     assert used.products > 0
     # the programs meant to run together fit
-    assert used.shared * launch.tiles.per_core <= target.shared_limit
+    assert used.shared * launch.tiles.programs_per_core <= target.shared_limit
     if target.platform == "cuda":
-        assert used.registers * 32 * used.num_warps * launch.tiles.per_core <= 65536
+        assert used.registers * 32 * used.num_warps * launch.tiles.programs_per_core <= 65536
     if chip == "sm_90":
         # what the tiles were chosen by is what the compiler does
-        estimate = tiles.held_bytes(launch.problem, launch.tiles.block, launch.tiles.num_stages)
+        estimate = tiles.shared_bytes(launch.problem, launch.tiles.block, launch.tiles.num_stages)
         assert 0.8 * estimate <= used.shared <= 1.25 * estimate
 
 
@@ -93,7 +93,7 @@ def test_merge_kernel(chip):
     split, _ = launched("d128", target)
     p = split.problem
     operands = {**split.outputs(), "sink": jax.ShapeDtypeStruct((1, p.heads, 2), jnp.float32)}
-    merge = PagedMerge(p, split.tiles, split.shares).with_operands(operands)
+    merge = PagedMerge(p, split.tiles, split.ranges).with_operands(operands)
     used = measure(launch_source(merge, list(operands.values()), target), target)
     print(f"{chip}: {used}")
     assert used.spills == 0

@@ -9,13 +9,13 @@ import jax
 import pytest
 
 from ejkernel.kernels.triton import compiled
-from ejkernel.kernels.triton.ragged_page_attention import tiles
-from ejkernel.kernels.triton.ragged_page_attention.merge_kernel import RaggedMerge
-from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import RaggedPrefill
-from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import RaggedScheduleLaunch
-from ejkernel.kernels.triton.ragged_page_attention.stages import decode_launch
-from ejkernel.kernels.triton.ragged_page_attention_v3.write_kernel import BLOCK, RaggedWrite
 from ejkernel.kernels.triton.resources import launch_source, measure
+from ejkernel.kernels.triton.serving import ragged_tiles as tiles
+from ejkernel.kernels.triton.serving.prefill import RaggedPrefill
+from ejkernel.kernels.triton.serving.ragged_merge import RaggedMerge
+from ejkernel.kernels.triton.serving.schedule import RaggedScheduleLaunch
+from ejkernel.kernels.triton.serving.stages import decode_launch
+from ejkernel.kernels.triton.serving.write import BLOCK, RaggedWrite
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
@@ -37,7 +37,7 @@ def problem(cache: str = "bfloat16", **changes: Any) -> RaggedProblem:
 
 
 def operands(
-    problem: RaggedProblem, launch: tiles.Tiles, target
+    problem: RaggedProblem, launch: tiles.RaggedTiles, target
 ) -> dict[str, jax.ShapeDtypeStruct]:
     p, array = problem.paged, jax.ShapeDtypeStruct
     new = array((problem.rows, p.kv_heads, p.dim), "bfloat16")
@@ -64,17 +64,22 @@ def operands(
     decode = decode_launch(problem, launch, target).outputs()
     found |= {"o": prefill["o"], "o_in": prefill["o"], "first_rows": found["d_rows"]}
     found |= {f"p_{name}": prefill[name] for name in ("acc", "m", "l")}
+    found["lse_in"] = prefill["lse"]
     return found | {f"d_{name}": x for name, x in decode.items()} | {"cache_in": found["k"]}
 
 
 KERNELS = {
     "schedule": (RaggedScheduleLaunch, "starts lens valid"),
-    "write": (RaggedWrite, "keys values tables first_rows work facts k_scale v_scale cache_in"),
+    "write": (
+        RaggedWrite,
+        "keys values tables first_rows sequences header k_scale v_scale cache_in",
+    ),
     "decode": (decode_launch, "q k lens tables begins rows counts k_scale"),
-    "prefill": (RaggedPrefill, "q k tables first_rows work facts k_scale v_scale"),
+    "prefill": (RaggedPrefill, "q k tables first_rows sequences header k_scale v_scale"),
     "merge": (
         RaggedMerge,
-        "d_acc d_m d_l d_starts d_counts first_rows work facts p_acc p_m p_l v_scale o_in cache_in",
+        "d_acc d_m d_l d_starts d_counts first_rows sequences header p_acc p_m p_l v_scale"
+        " o_in cache_in",
     ),
 }
 
@@ -83,6 +88,8 @@ def bound_source(kernel: str, problem: RaggedProblem, tiles, target):
     """The specialisation of a kernel."""
     make, names = KERNELS[kernel]
     every = operands(problem, tiles, target)
+    if problem.paged.return_lse and kernel == "merge":
+        names += " lse_in"
     given = {name: every[name] for name in names.split()}
     launch = make(problem, tiles, target).with_operands(given)
     return launch_source(launch, list(given.values()), target)
@@ -103,10 +110,16 @@ def test_tiles_of_prefills(chip, page, dim):
     target = TARGETS[chip]
     p = problem(page_size=page, dim=dim, value_dim=dim, layout=KVLayout.interleaved(8, dim))
     launch, found = used("prefill", p, target)
-    assert tiles.maps_pages(p.paged, launch.block, target) == (page == 64)
+    assert tiles.can_use_tma(p.paged, launch.block, target) == (page == 64)
     assert found.spills == 0 and found.products > 0 and not found.serialized
     # descriptors come with the barriers that wait for them
     assert found.shared <= 64 + tiles.shared_bytes(p, launch.rows, launch.block, launch.num_stages)
+
+
+def test_log_sum_exp_takes_no_spills():
+    target, p = TARGETS["sm_90"], problem(return_lse=True)
+    assert used("prefill", p, target)[1].spills == 0
+    assert used("merge", p, target)[1].spills == 0
 
 
 @pytest.mark.parametrize(
@@ -123,19 +136,19 @@ def test_the_others(kernel, cache, chip):
     launch, found = used(kernel, problem(cache), target)
     assert found.spills == 0
     if kernel == "decode":  # as many programs run together as of paged decoding
-        per_core = launch.decode.per_core
-        assert found.registers * 32 * found.num_warps * per_core <= 65536
-        assert found.shared * per_core <= target.shared_limit
+        programs_per_core = launch.decode.programs_per_core
+        assert found.registers * 32 * found.num_warps * programs_per_core <= 65536
+        assert found.shared * programs_per_core <= target.shared_limit
 
 
 def test_the_grid_depends_on_shapes_and_chip_only():
     p, target = problem(), TARGETS["sm_90"]
     launch = tiles.choose(p, target)
-    fair = tiles.fair_parts(p, launch, target)
+    max_split_units = tiles.max_split_units(p, launch, target)
     # two programs of four warps a multiprocessor, for eight kv heads
-    assert (launch.rows, fair) == (64, 2 * 132 // 8)
+    assert (launch.rows, max_split_units) == (64, 2 * 132 // 8)
     tokens = launch.tile
-    assert tiles.most_pieces(p, launch, fair) == 16440 // tokens + 64 + fair
+    assert tiles.max_units(p, launch, max_split_units) == 16440 // tokens + 64 + max_split_units
     with_config = launch.apply_config(
         dict(num_queries_per_block=32, num_kv_pages_per_block=2), p, target
     )
@@ -146,8 +159,8 @@ def test_the_grid_depends_on_shapes_and_chip_only():
     small = replace(p, rows=9)
     assert launch.apply_config(huge, small, target).rows == 64  # 9 tokens of 4 query heads
     of_three = launch.apply_config(dict(num_splits=3), p, target)
-    assert decode_launch(p, of_three, target).shares == 64 * 3
-    assert decode_launch(p, launch, target).shares == 2 * 132 // 8
+    assert decode_launch(p, of_three, target).ranges == 64 * 3
+    assert decode_launch(p, launch, target).ranges == 2 * 132 // 8
 
 
 def test_numbers_for_an_8_bit_cache_are_made_by_instructions_for_them():

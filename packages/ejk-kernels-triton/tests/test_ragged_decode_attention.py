@@ -50,16 +50,18 @@ SINKS = np.random.default_rng(7).standard_normal((4, 2)).astype(np.float32)
 )
 def test_against_the_formula(length, dtype, options):
     q, k, v = draw(length, dtype=dtype)
-    got = ragged_decode_attention(q[:, None], k, v, START, END, **options)
+    got, lse = ragged_decode_attention(q[:, None], k, v, START, END, return_lse=True, **options)
     with jax.enable_x64(True):
         wide = [x.astype(np.float64) for x in (q, k, v)]
         want = paged.ragged_decode_attention(
             *wide, START, END, scale=0.25, cap=options.get("logits_soft_cap"),
             left=20 if options else None, aux=np.asarray(SINKS, np.float64) if options else None,
+            return_lse=True,
         )  # fmt: skip
-        want = np.asarray(want)
+        want, want_lse = map(np.asarray, want)
     assert got.shape == (5, 1, 4, 24) and got.dtype == q.dtype
     check_close(np.asarray(got)[:, 0], want)
+    check_close(np.asarray(lse)[:, 0], want_lse, dtype=got.dtype, name="lse")
     assert not np.asarray(got, np.float32)[[1, 4]].any()
 
 

@@ -33,7 +33,8 @@ pytest.importorskip("triton")
 
 from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
 from ejkernel.kernels.triton.bridge import call
-from ejkernel.kernels.triton.ragged_page_attention import launch, schedule_kernel, tiles
+from ejkernel.kernels.triton.serving import launch, schedule
+from ejkernel.kernels.triton.serving import ragged_tiles as tiles
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def expected(q, kv, lens, tables, starts, count, scale=None, **options):
         out = paged.ragged_page_attention(
             *wide, lens, tables, starts, int(count), scale=scale, **options
         )
-        return np.asarray(out)
+        return jax.tree.map(np.asarray, out)
 
 
 SINKS = np.random.default_rng(7).standard_normal((4, 3)).astype(np.float32)
@@ -108,12 +109,18 @@ NAMES = {"sliding_window": "left", "logits_soft_cap": "cap", "softmax_aux": "aux
 def test_against_the_formula(name):
     shape, options = CASES[name]
     args = draw(**shape)
-    got = ragged_page_attention(*args, **options)
+    return_lse = name != "plain"
+    got = ragged_page_attention(*args, return_lse=return_lse, **options)
+    got, *lse = got if return_lse else (got,)
     known = {NAMES.get(n, n): x for n, x in options.items() if n != "cfg"}
     if isinstance(known.get("left"), tuple):
         known["left"] = known["left"][0]
     assert got.dtype == args[0].dtype and got.shape == args[0].shape
-    check_close(np.asarray(got), expected(*args, **known), name=name)
+    want, want_lse = expected(*args, return_lse=True, **known)
+    check_close(np.asarray(got), want, name=name)
+    for x in lse:
+        assert x.dtype == np.float32
+        check_close(np.asarray(x), want_lse, dtype=got.dtype, name="lse")
     assert not np.asarray(got, np.float32)[args[4][int(args[5])] :].any()
 
 
@@ -143,7 +150,7 @@ def test_a_stage_of_another_kernel_may_have_long_prefill(
 
         def choose(self, problem, target):
             long = LongPrefill(min_rows, min_total_rows, 16, 8, decodes=True)
-            return replace(super().choose(problem, target), long=long)
+            return replace(super().choose(problem, target), long_prefill=long)
 
     args = draw(lens=(single_len, *LENS[1:]))
     want, starts = np.array(expected(*args)), args[4]
@@ -175,17 +182,17 @@ def test_schedule_is_that_of_the_reference(name, window):
     }  # fmt: skip
     problem, target = ragged_page_attention.problem(args), cuda_target(90, cores)
     long = LongPrefill(128, 256, 128, 128, decodes=True)
-    t = replace(tiles.choose(problem, target), long=long, rows=16, least=64)
+    t = replace(tiles.choose(problem, target), long_prefill=long, rows=16, min_split_keys=64)
     operands = starts, lens, np.asarray([n - 1], np.int32)
-    launch = schedule_kernel.RaggedScheduleLaunch(problem, t, target)
+    launch = schedule.RaggedScheduleLaunch(problem, t, target)
     with compile_for(target):
         tables = call(launch, **dict(zip(("starts", "lens", "valid"), operands, strict=True)))
     *found, _, work_tiles, decode_rows = map(np.asarray, tables.values())
     found = RaggedSchedule(*found, work_tiles, decode_rows)
     sizes = ScheduleSizes(
-        problem.rows, problem.paged.capacity, h, hk, t.block, t.tile, t.decode_tokens, launch.fair,
-        -(-t.least // t.block), target.cores,
-        schedule_kernel.NEAR_BYTES // problem.paged.token_bytes, window, long,
+        problem.rows, problem.paged.capacity, h, hk, t.block, t.tile, t.decode_tokens,
+        launch.max_split_units, -(-t.min_split_keys // t.block), target.cores,
+        schedule.L2_BYTES // problem.paged.token_bytes, window, long,
     )  # fmt: skip
     want = ragged_schedule(starts, lens, n - 1, sizes)
     for table, x, y in zip(want._fields, found, want, strict=True):
@@ -239,9 +246,10 @@ def test_write_then_attend(name):
     options = {n: np.float32(x) if "scale" in n else x for n, x in options.items()}
     cache = packed(kv) if "packed" in name else kv
     flat = tables.reshape(-1) if "packed" in name else tables
-    out, new = ragged_page_attention_v3(
-        q, keys, values, cache, lens, flat, starts, np.array([1, 2, count]), **options
-    )
+    out, *lse, new = ragged_page_attention_v3(
+        q, keys, values, cache, lens, flat, starts, np.array([1, 2, count]),
+        return_lse=name == "e4m3", **options,
+    )  # fmt: skip
     k, v = (stored(x, options.get(f"{n}_scale"), kv.dtype) for n, x in (("k", keys), ("v", values)))
     with jax.enable_x64(True):
         wide = [jnp.asarray(x.astype(np.float64)) for x in (kv, k, v)]
@@ -255,7 +263,10 @@ def test_write_then_attend(name):
     if "q_scale" in known:
         known["scale"] = q.shape[-1] ** -0.5 * known["q_scale"]
         q = stored(q, known.pop("q_scale"), kv.dtype).astype(q.dtype)
-    check_close(np.asarray(out), expected(q, want, *args[2:], **known), name=name)
+    want, want_lse = expected(q, want, *args[2:], return_lse=True, **known)
+    check_close(np.asarray(out), want, name=name)
+    for x in lse:
+        check_close(np.asarray(x), want_lse, dtype=q.dtype, name="lse")
 
 
 def test_a_step_of_decoding_is_merged_by_programs_that_all_run_at_once():
@@ -279,13 +290,15 @@ def test_long_walks_are_cut_into_parts(monkeypatch):
     args = draw(rows=(2, 0, 11, 9), lens=(30, 9, 120, 100), d=24, ps=8)
     options = dict(softmax_aux=SINKS, v_scale=0.5)
     whole = np.asarray(ragged_page_attention(*args, **options))
-    monkeypatch.setattr(tiles, "LEAST", 32)
+    monkeypatch.setattr(tiles, "MIN_SPLIT_KEYS", 32)
     monkeypatch.setattr(launch, "MAX_LANES", 2)  # several looks at the sequences
     cfg = dict(num_kv_pages_per_block=2, num_splits=3)
-    cut = np.asarray(ragged_page_attention(*args, cfg=cfg, **options))
+    cut, lse = map(np.asarray, ragged_page_attention(*args, cfg=cfg, return_lse=True, **options))
     assert not np.array_equal(cut, whole)
     np.testing.assert_allclose(cut, whole, atol=1e-5)
-    check_close(cut, expected(*args, aux=SINKS, v_scale=0.5))
+    want, want_lse = expected(*args, aux=SINKS, v_scale=0.5, return_lse=True)
+    check_close(cut, want)
+    check_close(lse, want_lse, name="lse")
 
 
 @pytest.mark.parametrize(

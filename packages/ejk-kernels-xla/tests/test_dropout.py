@@ -28,8 +28,8 @@ def test_check_words() -> None:
 )
 def test_words_equal_the_formula(seed: int, index: tuple[int, int, int, int]) -> None:
     b, h, i, j = index
-    words = seed_words(jnp.asarray([np.uint32(seed & 0xFFFFFFFF), b, h], jnp.uint32))
-    one = Dropout.make(words, 1, 1, 1, 1, q_index=jnp.array([i]), kv_index=jnp.array([j]))
+    words = seed_words(jnp.asarray([np.uint32(seed & 0xFFFFFFFF), b, h, i, j], jnp.uint32))
+    one = Dropout.make(words, 1, 1, 1, 1)
     got = int(random_words(one.base, one.rows, one.cols)[0, 0, 0, 0])
     assert got == hash_word(seed & 0xFFFFFFFF, b, h, i, j)
 
@@ -37,8 +37,8 @@ def test_words_equal_the_formula(seed: int, index: tuple[int, int, int, int]) ->
 @pytest.mark.parametrize("prob", [0.1, 0.5, 0.999])
 def test_a_shard_draws_what_the_whole_draws(prob: float) -> None:
     whole = Dropout.make(5, 4, 6, 9, 12).keep(prob)
-    words = jnp.array([5, 2, 3], jnp.int32)
-    part = Dropout.make(words, 2, 3, 4, 5, q_index=jnp.arange(4, 8), kv_index=jnp.arange(7, 12))
+    words = jnp.array([5, 2, 3, 4, 7], jnp.int32)
+    part = Dropout.make(words, 2, 3, 4, 5)
     np.testing.assert_array_equal(part.keep(prob), whole[2:, 3:, 4:8, 7:])
     np.testing.assert_array_equal(whole, dropout_factor(prob, 5, whole.shape) > 0)
 
@@ -46,4 +46,4 @@ def test_a_shard_draws_what_the_whole_draws(prob: float) -> None:
 def test_seeds_are_taken_modulo_two_to_the_32() -> None:
     for seed in (-1, 2**32 - 1, jnp.int32(-1), jnp.uint32(2**32 - 1), np.int64(2**33 - 1)):
         assert int(seed_words(seed)[0]) == 2**32 - 1
-    assert seed_words(None).tolist() == [0, 0, 0]
+    assert seed_words(None).tolist() == [0] * 5

@@ -64,6 +64,12 @@ def compare(ours, theirs, args, names, *, dtype=np.float32, factor=3.0):
         )
 
 
+def joined(outputs):
+    """The output and, as one more column, the finite values of lse."""
+    o, lse = outputs
+    return jnp.concatenate([o, jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]], -1)
+
+
 def tables():
     return RNG.permutation(PAGES)[: B * COLUMNS].reshape(B, COLUMNS).astype(np.int32)
 
@@ -98,15 +104,17 @@ def test_page_attention(name):
         names.append("aux")
 
     def ours(q, k, v, aux=None):
-        return page_attention(q, k, v, LENS, bt, softmax_aux=aux, **options)
+        call = partial(page_attention, q, k, v, LENS, bt, softmax_aux=aux, **options)
+        return joined(call(return_lse=True))
 
     window = options.get("sliding_window")
 
     def theirs(q, k, v, aux=None):
-        return oracle.page_attention(
+        outputs = oracle.page_attention(
             q, k, v, LENS, bt, scale=D**-0.5, aux=aux, cap=options.get("logits_soft_cap"),
-            left=window[0] if isinstance(window, tuple) else window,
+            left=window[0] if isinstance(window, tuple) else window, return_lse=True,
         )  # fmt: skip
+        return joined(outputs)
 
     compare(ours, theirs, args, names)
 
@@ -171,15 +179,17 @@ def test_ragged_decode(left):
     start, end = np.array([0, 7, 9, -4]), np.array([23, 7, 20, 99])
 
     def ours(q, k, v, aux):
-        return ragged_decode_attention(
-            q, k, v, start, end, aux, sliding_window=left,
+        outputs = ragged_decode_attention(
+            q, k, v, start, end, aux, sliding_window=left, return_lse=True,
             cfg={"fwd_params": {"kv_blocksize": 8}},
         )  # fmt: skip
+        return joined(outputs)
 
     def theirs(q, k, v, aux):
-        return oracle.ragged_decode_attention(
-            q, k, v, start, end, scale=D**-0.5, aux=aux, left=left
+        outputs = oracle.ragged_decode_attention(
+            q, k, v, start, end, scale=D**-0.5, aux=aux, left=left, return_lse=True
         )
+        return joined(outputs)
 
     compare(ours, theirs, [q, k, v, aux], ["q", "k", "v", "aux"])
 
@@ -190,12 +200,8 @@ def test_mla_decode(rows, splits, window):
     bt = tables()
     q, cache, k_scale = normal(B, rows, H, dc), normal(PAGES, PS, dc), jnp.float32(0.7)
 
-    def both(out):
-        o, lse = out
-        return jnp.concatenate([o, jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]], -1)
-
     def ours(q, cache, k_scale):
-        return both(
+        return joined(
             mla_decode(
                 q, cache, LENS, bt, latent_dim=latent, k_scale=k_scale, num_splits=splits,
                 sliding_window=window, return_lse=True, logits_soft_cap=4.0,
@@ -203,7 +209,7 @@ def test_mla_decode(rows, splits, window):
         )  # fmt: skip
 
     def theirs(q, cache, k_scale):
-        return both(
+        return joined(
             oracle.mla_decode(
                 q, cache, LENS, bt, latent, k_scale, scale=dc**-0.5, left=window, cap=4.0
             )
@@ -235,15 +241,18 @@ def test_ragged_page_attention(cap, window, sinks, cfg):
     aux = [normal(H, sinks)] if sinks else []
 
     def ours(q, pages, aux=None):
-        return ragged_page_attention(
+        outputs = ragged_page_attention(
             q, pages, CONTEXT, bt, STARTS, np.array([COUNT]), aux,
-            logits_soft_cap=cap, sliding_window=window, cfg=cfg,
+            logits_soft_cap=cap, sliding_window=window, cfg=cfg, return_lse=True,
         )  # fmt: skip
+        return joined(outputs)
 
     def theirs(q, pages, aux=None):
-        return oracle.ragged_page_attention(
-            q, pages, CONTEXT, bt, STARTS, COUNT, scale=D**-0.5, cap=cap, left=window, aux=aux
-        )
+        outputs = oracle.ragged_page_attention(
+            q, pages, CONTEXT, bt, STARTS, COUNT, scale=D**-0.5, cap=cap, left=window, aux=aux,
+            return_lse=True,
+        )  # fmt: skip
+        return joined(outputs)
 
     compare(ours, theirs, [q, pages, *aux], ["q", "pages", "aux"][: 2 + len(aux)])
 
@@ -264,19 +273,21 @@ def test_ragged_page_attention_v3_writes_and_attends(packed):
 
     def ours(q, keys, values, pages):
         cache = pack(pages, 1) if packed else pages
-        out, cache = ragged_page_attention_v3(
+        out, lse, cache = ragged_page_attention_v3(
             q, keys, values, cache, CONTEXT, bt.reshape(-1) if packed else bt, STARTS,
-            np.array([0, 0, COUNT]),
+            np.array([0, 0, COUNT]), return_lse=True,
         )  # fmt: skip
         if packed:
             assert cache.shape == pack(pages, 1).shape
             cache = cache[..., : 2 * HK, :, :D].reshape(pages.shape)
-        return jnp.concatenate([out.reshape(-1), cache.reshape(-1)])
+        return jnp.concatenate([joined((out, lse)).reshape(-1), cache.reshape(-1)])
 
     def theirs(q, keys, values, pages):
         cache = oracle.write_pages(pages, keys, values, CONTEXT, bt, STARTS, COUNT)
-        out = oracle.ragged_page_attention(q, cache, CONTEXT, bt, STARTS, COUNT, scale=D**-0.5)
-        return jnp.concatenate([out.reshape(-1), cache.reshape(-1)])
+        outputs = oracle.ragged_page_attention(
+            q, cache, CONTEXT, bt, STARTS, COUNT, scale=D**-0.5, return_lse=True
+        )
+        return jnp.concatenate([joined(outputs).reshape(-1), cache.reshape(-1)])
 
     compare(ours, theirs, [q, keys, values, pages], ["q", "keys", "values", "pages"])
 
@@ -318,12 +329,22 @@ def test_packed_equals_batched_and_contiguous():
     lens = np.array([9, 3, 20, 1], np.int32)
     q, pages = normal(B, H, D), normal(PAGES, PS, 2 * HK, D)
     k, v = pages[:, :, 0::2], pages[:, :, 1::2]
-    paged = page_attention(q, k, v, lens, bt)
-    ragged = ragged_page_attention(q, pages, lens, bt, np.arange(B + 1), B)
+    paged, lse = page_attention(q, k, v, lens, bt, return_lse=True)
+    ragged, ragged_lse = ragged_page_attention(
+        q, pages, lens, bt, np.arange(B + 1), B - 1, return_lse=True
+    )
     flat_k, flat_v = (x[bt].reshape(B, COLUMNS * PS, HK, D) for x in (k, v))
-    decode = ragged_decode_attention(q, flat_k, flat_v, np.zeros(B, np.int32), lens)
-    np.testing.assert_allclose(paged, ragged, atol=2e-6)
-    np.testing.assert_allclose(paged, decode, atol=2e-6)
+    starts = np.array([0, 3, 0, 0], np.int32)  # the second row sees nothing
+    decode, decode_lse = ragged_decode_attention(q, flat_k, flat_v, starts, lens, return_lse=True)
+    np.testing.assert_allclose(paged[:-1], ragged[:-1], atol=2e-6)
+    np.testing.assert_allclose(lse[:-1], ragged_lse[:-1], atol=2e-6)
+    assert not np.asarray(ragged[-1]).any() and np.isneginf(ragged_lse[-1]).all()
+    rows = np.array([0, 2, 3])
+    np.testing.assert_allclose(paged[rows], decode[rows], atol=2e-6)
+    np.testing.assert_allclose(lse[rows], decode_lse[rows], atol=2e-6)
+    assert not np.asarray(decode[1]).any() and np.isneginf(decode_lse[1]).all()
+    for x in (lse, ragged_lse, decode_lse):
+        assert x.dtype == jnp.float32 and x.shape == (B, H)
 
 
 def test_transformations_and_empty_shapes():

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import flash_attention, ring_attention
-from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule
 from ejkernel.types import InvalidArgument, MaskInfo, Rule
+from ejkernel.types.attention.context.ring import Ring, Schedule
 from ejktest.attention import Call, arrays, check, run
 from ejktest.drawn import array
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+RING = {"context_parallel": "ring"}
 TOKENS = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
 
 
@@ -29,8 +32,12 @@ def order(length: int, n: int, layout: str) -> np.ndarray:
     return np.concatenate([chunks[c] for r in range(n) for c in (r, 2 * n - 1 - r)])
 
 
-def on_ring(n: int, layout: str, q, k, v, *, bias, softmax_aux, attention_mask=None, **options):
+def on_ring(
+    n: int, layout: str, strategy: str, q, k, v, *, bias, softmax_aux, attention_mask=None,
+    **options,
+):  # fmt: skip
     """The operation on whole arrays: permute, shard, run, and permute the rows back."""
+    options["cfg"] = {**options["cfg"], "context_parallel": strategy}
     mesh = Mesh(np.array(jax.devices()[:n]), ("sp",))
     rows, cols = (order(x.shape[1], n, layout) for x in (q, k))
     given = {"q": (q[:, rows], P(None, "sp")), "k": (k[:, cols], P(None, "sp"))}
@@ -112,11 +119,35 @@ CASES = [
     (1, "zigzag", Call("alone", mask={"causal": True}, bias=(1, 1), **SMALL)),
 ]
 
+# key heads that several devices need, and a mask and a bias with an axis of heads and without
+FEW_HEADS = (
+    4,
+    "zigzag",
+    Call(
+        "shared",
+        mask={"attention_mask": np.random.default_rng(2).random((1, 4, 32, 32)) < 0.6},
+        bias=(1, 1),
+        sinks=(4, 2),
+        dropout=0.2,
+        **{**SMALL, "h": 4, "hk": 2},
+    ),
+)
+OTHERS = {"all_gather": ("zigzag", "dense", "lengths"), "ulysses": ("causal", "segments", "shared")}
+STRATEGIES = [("ring", case) for case in CASES] + [
+    (strategy, case)
+    for strategy, names in OTHERS.items()
+    for case in (*CASES, FEW_HEADS)
+    if str(case[2]) in names
+]
 
-@pytest.mark.parametrize(("n", "layout", "call"), CASES, ids=[str(c[2]) for c in CASES])
-def test_against_oracle(n: int, layout: str, call: Call) -> None:
+
+@pytest.mark.parametrize(
+    ("strategy", "case"), STRATEGIES, ids=[f"{s}-{case[2]}" for s, case in STRATEGIES]
+)
+def test_against_oracle(strategy: str, case: tuple[int, str, Call]) -> None:
+    n, layout, call = case
     x = arrays(call)
-    check(call, x, *run(partial(on_ring, n, layout), call, x))
+    check(call, x, *run(partial(on_ring, n, layout, strategy), call, x))
 
 
 def test_vmap_inside_and_scan_over_steps() -> None:
@@ -128,7 +159,7 @@ def test_vmap_inside_and_scan_over_steps() -> None:
     many, one_spec = P(None, None, "sp"), P(None, "sp")
 
     def loss(q, k, v):
-        one = partial(ring_attention, axis_name="sp", causal=True)
+        one = partial(ring_attention, axis_name="sp", causal=True, cfg=RING)
         f = jax.shard_map(
             jax.vmap(one, (0, None, None)), mesh=mesh, in_specs=(many, one_spec, one_spec),
             out_specs=many,
@@ -166,12 +197,41 @@ def test_next_keys_are_sent_for_before_the_current_ones_are_used() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("sp",))
     x = jax.ShapeDtypeStruct((1, 16, 1, 8), jnp.float32)
     f = jax.shard_map(
-        partial(ring_attention, axis_name="sp"),
+        partial(ring_attention, axis_name="sp", cfg=RING),
         mesh=mesh, in_specs=(P(None, "sp"),) * 3, out_specs=P(None, "sp"),
     )  # fmt: skip
     text = jax.jit(f).lower(x, x, x).as_text()
     assert text.count("stablehlo.collective_permute") == 2  # k and v, once
     assert text.index("stablehlo.collective_permute") < text.index("stablehlo.dot_general")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_compiled_program(layout: str) -> None:
+    """Keys travel and nothing else does; temporaries are those of one device and two key blocks."""
+    n, length, heads, dim = 4, 512, 4, 64
+    mesh = Mesh(np.array(jax.devices()[:n]), ("sp",))
+    shape = (1, n * length, heads, dim)
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(None, "sp")))
+    local = jax.ShapeDtypeStruct((1, length, heads, dim), jnp.float32)
+    ring = jax.shard_map(
+        partial(ring_attention, axis_name="sp", layout=layout, causal=True, cfg=RING),
+        mesh=mesh, in_specs=(P(None, "sp"),) * 3, out_specs=P(None, "sp"),
+    )  # fmt: skip
+    single = partial(flash_attention, causal=True)
+    key_blocks = 2 * 2 * length * heads * dim * 4
+    # k and v from the first step and in the loop; then their gradients too, and on their way home
+    cases = (lambda f: f, 3, 4), (lambda f: partial(_pull, f), 4, 12)
+    for form, operands, permutes in cases:
+        compiled = jax.jit(form(ring)).lower(*[x] * operands).compile()
+        found = re.findall(r" (all-[a-z]+|collective-permute)(?:-start)?\(", compiled.as_text())
+        assert Counter(found) == {"collective-permute": permutes}
+        alone = jax.jit(form(single)).lower(*[local] * operands).compile()
+        limit = 1.2 * alone.memory_analysis().temp_size_in_bytes + key_blocks
+        assert compiled.memory_analysis().temp_size_in_bytes <= limit
+
+
+def _pull(f, *arrays):
+    return jax.vjp(f, *arrays[:3])[1](arrays[3])
 
 
 def test_bad_calls() -> None:

@@ -131,6 +131,83 @@ def test_ring(layout):
     same(pulled(ring)(*spread), wanted)
 
 
+@pytest.mark.parametrize("platform", ["triton", "pallas"])
+def test_plain_jit_of_experts(platform):
+    """Each GPU multiplies with the matrices that it holds; the output is summed, no more."""
+    rng, mesh = np.random.default_rng(2), mesh_of("ep")
+    sizes = jnp.asarray([100, 0, 300, 17, 128, 256, 200, 23], jnp.int32)
+    shapes = (1024, 256), (8, 256, 512), (1024, 512)
+    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+
+    @jax.jit
+    def run(lhs, rhs, dout):
+        multiply = lambda *x: modules.grouped_matmul(*x, sizes, platform=platform)  # noqa: E731
+        out, back = jax.vjp(multiply, lhs, rhs)
+        return out, *back(dout)
+
+    wanted = run(*arrays)
+    specs = P(), P("ep"), P()
+    spread = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+    compiled = run.lower(*spread).compile()
+    assert "all-gather" not in compiled.as_text()
+    found = compiled(*spread)
+    assert found[2].sharding.is_equivalent_to(spread[1].sharding, 3)
+    same(found, wanted)
+
+
+def test_latent_pages_on_two():
+    """Half of a context on each GPU, merged: as on one."""
+    rng, mesh = np.random.default_rng(3), mesh_of("pages")
+    q, cache = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((2, 128, 576), (256, 64, 576))
+    )
+    tables = jnp.asarray(rng.permutation(256).reshape(2, 128), jnp.int32)
+    lengths = jnp.asarray([8000, 4321], jnp.int32)
+    wanted = jax.jit(modules.mla_decode)(q, cache, lengths, tables)
+    specs = P(), P("pages"), P(), P()
+    spread = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip((q, cache, lengths, tables), specs, strict=True)
+    ]
+    run = jax.jit(lambda *x: modules.mla_decode(*x, mesh=mesh, in_specs=specs))
+    compiled = run.lower(*spread).compile()
+    assert "all-gather" not in compiled.as_text()
+    same([compiled(*spread)], [wanted])
+
+
+@pytest.mark.parametrize("axis", ["heads", "pages"])
+def test_a_server_writes_its_part_of_the_cache(axis):
+    rng, mesh = np.random.default_rng(4), mesh_of("x")
+    tokens, n, columns = 64, 8, 16
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    rows = normal(tokens, 32, 128), normal(tokens, 8, 128), normal(tokens, 8, 128)
+    cache = normal(n * columns, 64, 16, 128)
+    starts = np.array([0, 1, 2, 3, 4, 5, 6, 7, 40], np.int32)
+    lengths = np.array([700, 3, 512, 64, 1, 1000, 65, 90], np.int32)
+    tables = rng.permutation(n * columns).reshape(n, columns).astype(np.int32)
+    others = lengths, tables, starts, np.array([7, 7, 8], np.int32)
+    spec = P(None, "x") if axis == "heads" else P()
+    pool = P(None, None, "x") if axis == "heads" else P("x")
+    wanted = jax.jit(modules.ragged_page_attention_v3)(*rows, cache, *others)
+    spread = [jax.device_put(x, NamedSharding(mesh, spec)) for x in rows]
+    placed = jax.device_put(cache, NamedSharding(mesh, pool))
+    run = jax.jit(
+        lambda *x: modules.ragged_page_attention_v3(
+            *x, *others, mesh=mesh, in_specs=(spec, spec, spec, pool)
+        ),
+        donate_argnums=3,
+    )
+    compiled = run.lower(*spread, placed).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= cache.nbytes // 2
+    same(compiled(*spread, placed), wanted)
+
+
 def test_grouped_product_of_matrices_on_two():
     """Each GPU has half of the matrices, and the rows of all: its share is added to the others'."""
     rng = np.random.default_rng(0)

@@ -126,6 +126,32 @@ def test_every_operation(operation):
     assert_same(function(**c.arguments, **where), function(**c.arguments))
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_experts_over_a_mesh(explicit):
+    c = call("grouped_matmul")
+    rhs = jnp.concatenate([c.arrays["rhs"], c.arrays["rhs"][:1]])
+    fixed = {"group_offset": jnp.int32(1), "group_sizes": jnp.asarray([1, 3, 0, 2, 2], jnp.int32)}
+    names = "lhs", "rhs", "existing_out"
+    arrays = c.arrays["lhs"], rhs, c.arrays["existing_out"]
+    specs = P("dp"), P("tp"), P("dp")
+
+    def run(*arrays, **where):
+        smooth = dict(zip(names, arrays, strict=True))
+        out, pull = jax.vjp(
+            lambda smooth: modules.grouped_matmul(**smooth, **fixed, **where), smooth
+        )
+        return out, pull(jnp.sin(out))
+
+    expected = jax.jit(run)(*arrays)
+    if not explicit:
+        where = dict(mesh=mesh_of((2, 2)), in_specs=specs[:2])
+        assert_same(jax.jit(lambda *a: run(*a, **where))(*arrays), expected)
+        return
+    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "tp"))):
+        placed = [jax.device_put(x, s) for x, s in zip(arrays, specs, strict=True)]
+        assert_same(jax.jit(run)(*placed), expected)
+
+
 def test_attention_dropout_follows_global_indices():
     q, k, v = qkv()
     options = dict(dropout_rng=jax.random.key(3), deterministic=False, dropout_prob=0.5)

@@ -19,6 +19,7 @@ P = PartitionSpec
 @dataclass(frozen=True)
 class Layout:
     spread: Any
+    summed_axes: frozenset[str] = frozenset()
 
     def axes(self, word):
         return self.spread.get(word, ())
@@ -66,7 +67,9 @@ def summed(x):
 
 
 X, W = np.arange(24.0, dtype=np.float32).reshape(8, 3), np.arange(3, dtype=np.float32)
-MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+MESH = jax.make_mesh(
+    (4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:8]
+)
 
 
 def placed(x, *spec):

@@ -53,8 +53,8 @@ def test_what_a_word_means():
     assert bare("#batch") == "batch" and bare("channels_3") == "channels"
     assert bare("sequences_plus_1") == "sequences_plus_1"
     assert [w for w in AXES if meaning(w).free] == [
-        "batch", "heads", "kv_heads", "combined_kv_heads", "packed_kv_heads", "rows", "columns",
-        "channels",
+        "batch", "heads", "kv_heads", "combined_kv_heads", "packed_kv_heads", "rows", "groups",
+        "columns", "channels",
     ]  # fmt: skip
     assert meaning("combined_kv_heads").entries_per_head == 2
     assert not any(meaning(word).varies for word in ("_", "1", "heads", "head_dim", "page_size"))

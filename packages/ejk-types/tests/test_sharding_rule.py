@@ -119,6 +119,8 @@ def test_notes_name_the_collectives_of_a_call():
         "all-to-all of key, 2 KiB on each device: kv_len stays whole",
         "all-to-all of value, 2 KiB on each device: v_dim stays whole",
         "backward: all-reduce of the gradient of bias, 4 bytes, over dp",
+        "better layout, saves 4 KiB on each device: key, value with batch over dp and kv_heads "
+        "over tp",
     )
     notes = sharding_notes(rule_of(kv_heads=2), axes, {**arrays, "key": array(4, 16, 2, 32)})
     assert "backward: all-reduce of the gradient of key, 4 KiB, over tp" in notes
@@ -126,3 +128,18 @@ def test_notes_name_the_collectives_of_a_call():
     notes = sharding_notes(rule_of(kv_heads=2), axes, {**arrays, "key": two})
     assert "all-gather of key, 4 KiB on each device: kv_len stays whole" in notes
     assert sharding_notes(rule_of(), axes, {"query": array(4, 16, 8, 32)}) == ()
+    only_heads = {"query": array(4, 16, 8, 32, spec=(None, None, "tp"))}
+    assert sharding_notes(rule_of(), axes, only_heads) == (
+        "sharded: heads over tp, kv_heads over tp",
+        "not sharded over dp: devices along it compute the same",
+        "better layout, shares out the work: query with batch over dp and heads over tp",
+    )
+    experts = ShardingRule("f", {"rows": 64, "inner": 8, "groups": 4, "columns": 16})
+    words = {"lhs": [("rows", "inner")], "rhs": [("groups", "inner", "columns")]}
+    arrays = {"lhs": array(64, 8, spec=("dp",)), "rhs": array(4, 8, 16, spec=("tp",))}
+    assert sharding_notes(experts, words, arrays, ("rows", "columns")) == (
+        "sharded: rows over dp, groups over tp",
+        "all-reduce of the output, 1 KiB, over tp: devices have terms of it",
+        "backward: all-reduce of the gradient of lhs, 512 bytes, over tp",
+        "backward: all-reduce of the gradient of rhs, 256 bytes, over dp",
+    )

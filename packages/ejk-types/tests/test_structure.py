@@ -85,6 +85,7 @@ def test_sinks_of_a_head_are_one_logit():
     assert arg.sink_logit(jnp.zeros((2, 0))) is None
 
 
-def test_a_seed_becomes_three_words():
-    assert arg.seed_words(-1).tolist() == [[-1, 0, 0]]
-    assert arg.seed_words(jnp.array([5, 2, 3])).tolist() == [[5, 2, 3]]
+def test_a_seed_becomes_five_words():
+    assert arg.seed_words(-1).tolist() == [[-1, 0, 0, 0, 0]]
+    assert arg.seed_words(jnp.array([5, 2, 3])).tolist() == [[5, 2, 3, 0, 0]]
+    assert arg.seed_words(jnp.array([5, 2, 3, 7, 9])).tolist() == [[5, 2, 3, 7, 9]]

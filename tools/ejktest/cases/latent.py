@@ -213,4 +213,10 @@ COMPILED_TPU = {
     "latent 16 heads": _latent(16, width=640, return_lse=True),
     "latent int8": _latent(128, "int8", width=640, k_scale=0.05),
     "latent e4m3 page 256": _latent(64, "float8_e4m3fn", 256, width=640, sliding_window=1000),
-}
+    "latent expanded": abstract_call(
+        "mla_attention",
+        {"batch": 2, "q_len": 4096, "kv_len": 4096, "heads": 16, "kv_heads": 16, "q_dim": 192,
+         "latent": 512, "nope_dim": 128, "v_dim": 128, "rope_dim": 64},
+        "b_k", trained=True, options={"causal": True},
+    ),
+}  # fmt: skip

@@ -174,16 +174,29 @@ SMALL = {
 # ---- ahead of time -------------------------------------------------------------------------------
 
 
-def _ragged(cache: str = "bfloat16", page: int = 16) -> AbstractCall:
-    sizes = {"tokens": 16440, "sequences": 64, "page_size": page, "max_blocks": 8192 // page}
+def _ragged(
+    cache: str = "bfloat16", page: int = 16, *, writes: bool = True, **sizes: int
+) -> AbstractCall:
+    sizes = {"tokens": 16440, "sequences": 64, "max_blocks": 8192 // page} | sizes
+    sizes["page_size"] = page
+    operation, pool = "ragged_page_attention", "kv_pages"
+    if writes:
+        operation, pool = "ragged_page_attention_v3", "kv_cache"
     scales = {} if cache == "bfloat16" else {"k_scale": 0.05, "v_scale": 0.05}
-    return abstract_call(
-        "ragged_page_attention_v3", SERVER | sizes, dtypes={"kv_cache": cache}, options=scales
-    )
+    return abstract_call(operation, SERVER | sizes, dtypes={pool: cache}, options=scales)
 
 
 COMPILED = {
     "ragged": _ragged(),
     "ragged page 64": _ragged(page=64),
     "ragged int8": _ragged("int8"),
+}
+# contexts of 128k tokens in pages of 16
+_LONG: dict[str, Any] = {"tokens": 1024, "sequences": 256, "max_blocks": 8192}
+COMPILED_TPU = {
+    "ragged": COMPILED["ragged"],
+    "ragged int8": COMPILED["ragged int8"],
+    "ragged read": _ragged(writes=False, **_LONG),
+    "ragged read e4m3": _ragged("float8_e4m3fn", writes=False, **_LONG),
+    "ragged read mqa": _ragged(writes=False, heads=8, kv_heads=1),
 }

@@ -3,7 +3,7 @@
 Every oracle first writes down, per query row, the dense keys and values of its sequence and then
 applies the softmax formula. It is differentiable by JAX, so its gradients are float64 as well. Call
 it under ``jax.enable_x64(True)``; index arrays are numpy. Where all are, only ``_attend`` is
-compiled.
+compiled. ``return_lse=True`` gives ``(o, lse)``.
 """
 
 from __future__ import annotations
@@ -53,23 +53,29 @@ def gather(cache, table):
     return cache[rows].reshape(-1, *cache.shape[2:])
 
 
-def page_attention(q, k_cache, v_cache, lens, tables, **options):
+def _stacked(rows, return_lse):
+    """Rows of outputs and of lse, as arrays."""
+    o, lse = (jnp.stack(x) for x in zip(*rows, strict=True))
+    return (o, lse) if return_lse else o
+
+
+def page_attention(q, k_cache, v_cache, lens, tables, *, return_lse=False, **options):
     """q ``[b, h, d]`` -> ``[b, h, dv]``."""
     rows = []
     for r in range(q.shape[0]):
         n = int(min(lens[r], tables.shape[1] * k_cache.shape[1]))
         k, v = gather(k_cache, tables[r]), gather(v_cache, tables[r])
-        rows.append(attend_row(q[r], k, v, n - 1, **options)[0])
-    return jnp.stack(rows)
+        rows.append(attend_row(q[r], k, v, n - 1, **options))
+    return _stacked(rows, return_lse)
 
 
-def ragged_decode_attention(q, k, v, start, end, **options):
+def ragged_decode_attention(q, k, v, start, end, *, return_lse=False, **options):
     """q ``[b, h, d]``, k and v ``[b, S, hk, .]`` -> ``[b, h, dv]``."""
     rows = []
     for r in range(q.shape[0]):
         lo, hi = (int(np.clip(x[r], 0, k.shape[1])) for x in (start, end))
-        rows.append(attend_row(q[r], k[r], v[r], hi - 1, start=lo, **options)[0])
-    return jnp.stack(rows)
+        rows.append(attend_row(q[r], k[r], v[r], hi - 1, start=lo, **options))
+    return _stacked(rows, return_lse)
 
 
 def mla_decode(q, cache, lens, tables, latent_dim, k_scale=None, **options):
@@ -88,19 +94,18 @@ def mla_decode(q, cache, lens, tables, latent_dim, k_scale=None, **options):
     return jnp.stack(out).reshape(*shape, -1), jnp.stack(lses).reshape(shape)
 
 
-def ragged_page_attention(q, pages, lens, tables, starts, count, **options):
+def ragged_page_attention(q, pages, lens, tables, starts, count, *, return_lse=False, **options):
     """q ``[T, h, d]``, pages ``[P, ps, 2 * hk, d]`` -> ``[T, h, d]``."""
-    out = [np.zeros(q.shape[1:], q.dtype)] * q.shape[0]
+    padding = np.zeros(q.shape[1:], q.dtype), np.full(q.shape[1], -np.inf, q.dtype)
+    rows = [padding] * q.shape[0]
     for r in range(count):
         n = int(min(lens[r], tables.shape[1] * pages.shape[1]))
         both = gather(pages, tables[r])
         length = int(starts[r + 1] - starts[r])
         for m in range(length):
             row = int(starts[r]) + m
-            out[row], _ = attend_row(
-                q[row], both[:, 0::2], both[:, 1::2], n - length + m, **options
-            )
-    return jnp.stack(out)
+            rows[row] = attend_row(q[row], both[:, 0::2], both[:, 1::2], n - length + m, **options)
+    return _stacked(rows, return_lse)
 
 
 def write_pages(pages, keys, values, lens, tables, starts, count):

@@ -2,12 +2,16 @@
 
 import importlib.util
 import pathlib
+import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import ejkernel.modules as modules
 
 FOLDER = pathlib.Path(__file__).parents[4] / "docs" / "examples"
 
@@ -51,6 +55,33 @@ def test_experts_spread_over_eight_devices(moe, small):
     np.testing.assert_allclose(out, moe.dense(p, x), atol=2e-6)
 
 
+def test_experts_and_tokens_over_devices(moe, small, capsys):
+    p, x = small
+    p = p._replace(router=p.router.at[:, 0].add(3 * x.mean(0)))  # uneven routes
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("expert",))
+
+    def total(layer):
+        def run(p, x):
+            out, *rest = layer(p, x)
+            return jnp.sum(jnp.sin(out)), rest
+
+        return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))
+
+    one = total(lambda p, x: (moe.dense(p, x),))
+    many = total(lambda p, x: moe.experts_and_tokens_on_devices(p, x, mesh, "expert"))
+    text = many.lower(p, x).compile().as_text()
+    assert "all-to-all" in text and "all-gather" not in text
+    (found, (rows,)), gradients = many(p, x)
+    (expected, _), expected_gradients = one(p, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert rows.sum() == 2 * x.shape[0] and rows.shape == (4,)
+    pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert moe.spread(4, tokens=64).sum() == 128
+    assert "balance" in capsys.readouterr().out
+
+
 def test_experts_learn(moe, capsys):
     losses = moe.main(steps=80, tokens=128)
     assert np.mean(losses[-10:]) < 0.85 * np.mean(losses[:10])
@@ -62,14 +93,18 @@ def serve():
     return load("serve")
 
 
-def test_a_server_answers_as_the_model_does_in_one_program(serve, caplog):
-    from demo_lm.model import Size, forward, init
+def attend_to_all(layer, q, k, v):
+    return modules.flash_attention(q[None], k[None], v[None], causal=True)[0]
 
-    size = Size(layers=2, heads=2, kv_heads=1, head_dim=8, length=64)
-    params = init(size, jax.random.key(0))
+
+@pytest.mark.parametrize("draft", [0, 3])
+def test_a_server_answers_as_the_model_does_in_one_program(serve, caplog, draft):
+    size = serve.Size(layers=2, heads=2, kv_heads=1, head_dim=8, length=64)
+    params = serve.init(size, jax.random.key(0))
     room = serve.Room(rows=16, sequences=3, pages=9, page=8)
-    server = serve.Server(params, size, room)
+    server = serve.Server(params, size, room, draft)
     rng, made, waited, fill = np.random.default_rng(0), [], 0, []
+    serve.step.clear_cache()
 
     def run(requests: int) -> None:
         nonlocal waited
@@ -88,11 +123,13 @@ def test_a_server_answers_as_the_model_does_in_one_program(serve, caplog):
     assert serve.step._cache_size() == 1
     # pages ran out, a request waited and was read again; all pages came back
     assert waited and max(fill) == 1 and server.fill == 0 and len(set(server.free)) == room.pages
+    assert 0 < server.accepted < server.drafted if draft else server.drafted == 0
 
+    logits_of = jax.jit(partial(serve.transform, attend=attend_to_all, size=size))
     for request in made:
-        tokens = np.zeros((1, size.length), np.int32)
-        tokens[0, : request.end] = request.tokens
-        logits = np.asarray(forward(params, tokens, np.arange(size.length)[None], None, size))[0]
+        tokens = np.zeros(size.length, np.int32)
+        tokens[: request.end] = request.tokens
+        logits = np.asarray(logits_of(params, tokens, np.arange(size.length)))
         answer = slice(request.end - request.answer - 1, request.end - 1)
         chosen = logits[answer, :][np.arange(request.answer), request.tokens[-request.answer :]]
         np.testing.assert_allclose(chosen, logits[answer].max(-1), atol=1e-5)
@@ -105,15 +142,25 @@ def test_a_server_answers_as_the_model_does_in_one_program(serve, caplog):
         serve.Room(rows=8, sequences=9)
 
 
-def test_a_server_keeps_its_cache_in_place(serve):
-    from demo_lm.model import Size, init
+def test_the_server_is_one_file_that_says_what_is_wrong(tmp_path):
+    copy = tmp_path / "server.py"
+    copy.write_text((FOLDER / "serve.py").read_text())
+    command = [sys.executable, str(copy), "--requests", "3", "--pages"]
+    run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path)
+    assert "compiled programs: 1" in run([*command, "48", "--draft", "2"]).stdout
+    failed = run([*command, "1"])
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("serve.py: prompt of") and failed.stderr.count("\n") == 1
 
-    size, room = Size(layers=1, heads=2, kv_heads=1, head_dim=8, length=64), serve.Room(pages=4096)
+
+def test_a_server_keeps_its_cache_in_place(serve):
+    size = serve.Size(layers=1, heads=2, kv_heads=1, head_dim=8, length=64)
+    room = serve.Room(pages=4096)
     cache = serve.empty_cache(size, room)
     n, i32 = room.sequences, "int32"
     shapes = [(room.rows,), (room.rows,), (n,), (n, 4), (n + 1,), (3,)]
     arrays = [jax.ShapeDtypeStruct(shape, i32) for shape in shapes]
-    params = init(size, jax.random.key(0))
+    params = serve.init(size, jax.random.key(0))
     memory = serve.step.lower(params, cache, *arrays, size).compile().memory_analysis()
     held = cache[0].nbytes
     assert memory.alias_size_in_bytes >= held and memory.temp_size_in_bytes < held

@@ -34,6 +34,7 @@ ROLES = {
     "batch": {"batch": "x"},
     "heads": dict.fromkeys(("heads", "kv_heads", "combined_kv_heads"), "x"),
     "rows": {"rows": "x"},
+    "experts": {"groups": "x"},
     "columns": dict.fromkeys(("columns", "channels", "channels_0"), "x"),
 }
 COLLECTIVES = re.compile(
@@ -50,6 +51,7 @@ def untuned(monkeypatch):
 def sizes(monkeypatch):
     """Head dims that Triton's kernels take, and columns for two devices."""
     sizes = {"v_dim": 8, "columns": 8, "inner": 8, "cache_dim": 24, "q_dim": 16, "rope_dim": 8}
+    sizes["groups"] = 4
     monkeypatch.setattr(calls, "SIZES", calls.SIZES | sizes)
     return monkeypatch
 
@@ -119,6 +121,7 @@ SUMMED = {
     ("gla_attention", "batch"): 1,
     ("grouped_matmul", "rows"): 1,  # of the matrices
     ("grouped_matmul", "columns"): 1,  # of the rows
+    ("grouped_matmul", "experts"): 3,  # the result itself, of the rows and of existing_out
     ("causal_conv1d", "batch"): 2,  # of the weights and of the bias
 }
 """All-reduces of a call and its gradients: one for each gradient that devices share."""
@@ -156,7 +159,7 @@ def test_a_sharded_call_communicates_shared_gradients_alone(operation, role, siz
     assert bool(count) == ((operation, role) in SUMMED)
     assert count.get("all-reduce", 0) <= SUMMED.get((operation, role), 0)
     out, gradients = compiled.output_shardings
-    assert all("x" in s.spec for s in jax.tree.leaves(out)[:1])
+    assert all(("x" in s.spec) == (role != "experts") for s in jax.tree.leaves(out)[:1])
     for name, sharding in gradients.items():
         assert sharding.is_equivalent_to(arrays[name].sharding, len(arrays[name].shape)), name
 
@@ -366,6 +369,27 @@ def test_loops_end_on_each_device_and_have_second_derivatives(operation):
     compiled = partitioned_program(second, *ordered, mesh)
     assert set(collectives(compiled)) <= {"all-reduce"}  # of pages, which rows share
     assert ("all-reduce" in collectives(compiled)) == (operation == "page_attention")
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_experts_stay_on_their_devices(existing):
+    """Rows over one mesh axis and matrices over the other: sums of the rows alone."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(s).astype(np.float32) for s in ((16, 8), (4, 8, 6), (16, 6))]
+    sizes = jnp.asarray([9, 0, 3, 2], jnp.int32)
+
+    def multiply(lhs, rhs, *out):
+        return modules.grouped_matmul(lhs, rhs, sizes, None, *out, platform="xla")
+
+    specs = P("dp"), P("tp"), P("dp")
+    run = both(multiply)
+    compiled = partitioned_program(run, arrays[: 2 + existing], specs[: 2 + existing])
+    count = collectives(compiled)
+    assert set(count) == {"all-reduce"} and count["all-reduce"] <= 3 + existing
+    out, (rows, matrices, *_) = compiled.output_shardings
+    assert (out.spec, rows.spec, matrices.spec) == (P("dp"), P("dp"), P("tp"))
+    moved = partitioned_program(multiply, arrays[:2], (P(), P("tp")))
+    assert collectives(moved) == {"all-reduce": 1}
 
 
 def test_settings_of_jax_hold_while_the_compiler_partitions(xla):

@@ -32,13 +32,14 @@ _ERRORS = (
     "KernelNotSupported",
     "NoConfigError",
 )
-_EXECUTOR = ("create_default_executor", "explain", "get_default_executor", "supports")
+_EXECUTOR = ("check_call", "create_default_executor", "explain", "get_default_executor", "supports")
 
 _ADAPTERS = ("equinox_attention", "flax_attention")
 
 WHERE: dict[str, tuple[str, str]] = {
     **exports(),
     **{name: ("ejkernel.modules.adapters", name) for name in _ADAPTERS},
+    "merge_attention": ("ejkernel.modules.merge", "merge_attention"),
     "ssd_attention": ("ejkernel.modules.ssd", "ssd_attention"),
     **{name: ("ejkernel.ops", name) for name in _ERRORS},
     **{name: ("ejkernel.modules._executor", name) for name in _EXECUTOR},

@@ -21,6 +21,7 @@ from ejkernel.modules._configs import RaggedPageAttentionv3Config as RaggedPageA
 from ejkernel.modules._configs import RecurrentAttentionConfig as RecurrentAttentionConfig
 from ejkernel.modules._configs import RingAttentionConfig as RingAttentionConfig
 from ejkernel.modules._configs import ScaledDotProductAttentionConfig as ScaledDotProductAttentionConfig
+from ejkernel.modules._executor import check_call as check_call
 from ejkernel.modules._executor import create_default_executor as create_default_executor
 from ejkernel.modules._executor import explain as explain
 from ejkernel.modules._executor import get_default_executor as get_default_executor
@@ -28,6 +29,7 @@ from ejkernel.modules._executor import supports as supports
 from ejkernel.modules._version import __version__ as __version__
 from ejkernel.modules.adapters import equinox_attention as equinox_attention
 from ejkernel.modules.adapters import flax_attention as flax_attention
+from ejkernel.modules.merge import merge_attention as merge_attention
 from ejkernel.modules.operations.attention import Attention as Attention
 from ejkernel.modules.operations.attention import attention as attention
 from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttention as BlockSparseAttention

@@ -16,6 +16,7 @@ from ejkernel.ops.params import (
     count_field,
     params_field,
     stages_field,
+    strategy_field,
     tile_field,
     warps_field,
 )
@@ -34,7 +35,9 @@ class FlashAttentionConfig(_ForwardBackwardConfig):
 
 @dataclass(frozen=True)
 class RingAttentionConfig(_ForwardBackwardConfig):
-    """Tiles of ring_attention on each device."""
+    """Tiles of ring_attention on each device, and how devices share keys: ``context_parallel``."""
+
+    context_parallel: str = strategy_field()
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,10 @@ from ejkernel.modules._specs import (
 from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
 from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
-from ejkernel.types import MaskInfo
-from ejkernel.types.calls.axes import bare, mask_axes, meaning
+from ejkernel.types.calls.axes import bare, meaning
 from ejkernel.types.calls.layout import Layout, Shard
 from ejkernel.types.calls.signature import axes_of
-from ejkernel.types.calls.spec import Call
+from ejkernel.types.calls.spec import Call, leaf_axes
 
 Arguments = dict[str, Any]
 
@@ -79,8 +78,9 @@ def distribute(
     layout = Layout(
         op.spec.name,
         {axis: mesh.shape[axis] for axis in axis_names},
-        _spreadable(arguments),
+        _spreadable(arguments, pages=op.spec.shards_pages and not typed),
         source="arguments" if typed else "in_specs",
+        sequence_hint=op.spec.sequence_hint,
     )
     if ring_axis is not None:
         layout.spread.update(q_len=(ring_axis,), kv_len=(ring_axis,))
@@ -106,7 +106,10 @@ def distribute(
         if key_heads:
             shard.pick_key_heads(local, key_heads)
         op.to_shard(local, shard)
-        return call((), local)
+        if shard.parts("pages") > 1:
+            return op.spec.attend_to_shard(local, shard, lambda part: call((), part))
+        result, summed = call((), local), tuple(sorted(layout.summed_axes))
+        return jax.lax.psum(result, summed) if summed else result
 
     single = len(outputs) == 1
     if explicit_axes(mesh):
@@ -138,10 +141,10 @@ def _argument(p: Any, value: Any, override: Any, in_specs: Sequence[Any], index:
     return Argument(p.name, tuple(axes_of(p, rank, override)), None)
 
 
-def _spreadable(arguments: Sequence[Argument]) -> frozenset[str]:
-    """The words in use that may be spread."""
+def _spreadable(arguments: Sequence[Argument], *, pages: bool) -> frozenset[str]:
+    """The words in use that may be spread, ``pages`` among them."""
     words = {w.lstrip("#") for argument in arguments for w in argument.words}
-    return frozenset(word for word in words if meaning(word).free)
+    return frozenset(word for word in words if meaning(word).free or (pages and word == "pages"))
 
 
 def _output_words(axes: str, arguments: Mapping[str, Argument]) -> tuple[str, ...]:
@@ -164,13 +167,14 @@ def _typed_output(
 
 
 def _typed_arrays(a: Arguments, arguments: Sequence[Argument]) -> list[tuple[Argument, Any]]:
-    """Returns every array of the call, arrays of masks included, with the words of its axes."""
+    """Returns every array of the call, masks' arrays included, with the words of its axes."""
     arrays = [(argument, a[argument.name]) for argument in arguments if argument.shape is not None]
     for name, value in a.items():
-        if isinstance(value, MaskInfo):
+        words = leaf_axes(value)
+        if words is not None:
             leaves = jax.tree_util.tree_leaves(value)
-            for leaf, x in zip(leaf_names(name, value), leaves, strict=True):
-                arrays.append((Argument(leaf, mask_axes(x), x.shape), x))
+            for leaf, x, axes in zip(leaf_names(name, value), leaves, words, strict=True):
+                arrays.append((Argument(leaf, axes, x.shape), x))
     return arrays
 
 
@@ -181,12 +185,13 @@ def _split(
     names, arrays, specs = [], [], []
     for name, value in a.items():
         argument = by_name.get(name)
-        if isinstance(value, MaskInfo):
+        words = leaf_axes(value)
+        if words is not None:
+            leaves, structure = jax.tree_util.tree_flatten(value)
+            of_leaves = [layout.spec(w, x.shape) for w, x in zip(words, leaves, strict=True)]
             names.append(name)
             arrays.append(value)
-            specs.append(
-                jax.tree_util.tree_map(lambda x: layout.spec(mask_axes(x), x.shape), value)
-            )
+            specs.append(jax.tree_util.tree_unflatten(structure, of_leaves))
         elif hasattr(value, "shape") and hasattr(value, "dtype"):
             words = argument.words if argument else ("_",) * len(value.shape)
             names.append(name)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from ejkernel.modules._op import Operation
 from ejkernel.modules._table import operation_class
 from ejkernel.ops import Kernel
+from ejkernel.ops.core.route import EXECUTOR_KEYWORDS
 from ejkernel.ops.execution.executor import create_default_executor, get_default_executor
 
 if TYPE_CHECKING:
     from ejkernel.ops import Platform, Support
 
-__all__ = ["create_default_executor", "explain", "get_default_executor", "supports"]
+__all__ = ["check_call", "create_default_executor", "explain", "get_default_executor", "supports"]
 
 
 def _kernel(operation: Any) -> Kernel:
@@ -68,3 +69,33 @@ def explain(operation: Any, *args: Any, **kwargs: Any) -> Any:
         The Explanation that was printed. Nothing is run or tuned.
     """
     return get_default_executor().explain(_kernel(operation), *args, **kwargs)
+
+
+def check_call(operation: Any, *args: Any, **kwargs: Any) -> None:
+    """Check the values of a call on the host, as a scheduler or a test wants to.
+
+    A call reads no array on a device, so lengths beyond a table are clipped there and wrong pages
+    are another sequence's. This reads all integer arrays of a call: lengths, page tables, starts,
+    cumulative lengths, group sizes. It also checks what a call relies on or clips: groups and
+    bounds inside their arrays, one row for each decoding sequence, and no place of a cache that
+    two rows are written to. Segment ids may be any int32. Nothing is run.
+
+    Args:
+        operation: name of an operation, its function, or its Kernel class.
+        *args: arguments of the call; floats may be ``jax.ShapeDtypeStruct``.
+        **kwargs: more of them. ``cfg``, ``platform``, ``mesh`` and specs change no value and are
+            left out.
+
+    Raises:
+        InvalidArgument, ValueError: a value, shape or dtype that is wrong, by name.
+        TypeError: ``operation`` is none, or arguments do not fit it.
+        ValueError: an argument is traced, as inside ``jax.jit``, and has no values.
+    """
+    kernel = _kernel(operation)
+    if not isinstance(kernel, Operation):
+        raise TypeError(
+            f"operation: given {operation!r}, expected an operation of ejkernel.modules"
+        )
+    for name in EXECUTOR_KEYWORDS:
+        kwargs.pop(name, None)
+    kernel.check_values(args, kwargs)

@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 from ejkernel.modules._distribute import LocalCall, distribute
 from ejkernel.modules._specs import explicit_mesh
@@ -121,6 +123,33 @@ class Operation(RegisteredKernel[Cfg, Any]):
             self.spec.bind(arguments, typecheck=environment.typecheck(), warn=warn_caution)
         return (), arguments
 
+    def check_values(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Check a call with the values of its index arrays, which are fetched for it."""
+        spec = self.spec
+        arguments = spec.boundary.by_name(args, kwargs)
+        for name, value in arguments.items():
+            if any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
+                raise ValueError(
+                    f"{name}: given a traced array, expected values: check_call reads them, so "
+                    "call it outside jit, grad and vmap"
+                )
+        for name in spec.boundary.index_names:
+            if isinstance(arguments[name], jax.ShapeDtypeStruct):
+                raise ValueError(f"{name}: given a shape, expected values: check_call reads them")
+            if isinstance(arguments[name], jax.Array):
+                arguments[name] = np.asarray(arguments[name])
+        with own_errors():
+            prepared = spec.prepare((), arguments)
+            # shapes and dtypes, without work on a device; what is on the host keeps its values
+            on_device = {name: x for name, x in prepared.items() if _is_on_device(x)}
+            on_host = {name: x for name, x in prepared.items() if name not in on_device}
+
+            def bind(arrays: Arguments) -> None:
+                spec.bind({**on_host, **arrays}, warn=warn_caution)
+
+            jax.eval_shape(bind, on_device)
+            spec.check_contents(prepared)
+
     def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """An operation on an explicit mesh runs on every shard, so that kernels see no mesh."""
         return explicit_mesh((args, kwargs)) is not None
@@ -150,6 +179,11 @@ class Operation(RegisteredKernel[Cfg, Any]):
             elif p.forms and hasattr(value, "shape"):
                 shapes[p.name] = _bucketed(axes_of(p, value, override), value.shape)
         return shapes
+
+
+def _is_on_device(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return any(isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) for x in leaves)
 
 
 def _bucketed(words: Sequence[str], shape: Sequence[int]) -> tuple[int, ...]:

@@ -85,8 +85,8 @@ def spread(layout: Layout, where: str, word: str, axes: MeshAxes) -> None:
         return
     if in_order:
         raise ValueError(
-            f"{where}: axis {word} may not be sharded (given {axes}) by {layout.operation}; "
-            "use ring_attention to shard a sequence"
+            f"{where}: axis {word} may not be sharded (given {axes}) by {layout.operation}: "
+            f"devices need all of its places; {layout.sequence_hint}"
         )
     if word not in layout.legal:
         legal = ", ".join(sorted(layout.legal))

@@ -20,6 +20,7 @@ from ejkernel.ops.partition import may_be_sharded
 from ejkernel.ops.partitioned import run_partitioned
 from ejkernel.ops.second_order import operation
 from ejkernel.ops.utils.device import device_kind
+from ejkernel.ops.varying import vary_like, vary_over
 
 
 class CallKernel:
@@ -104,6 +105,9 @@ class CallKernel:
 
     outputs: ClassVar[Callable[[Work, Arrays], tuple[Any, ...]]] = staticmethod(differentiable)
     """The outputs of ``forward``, with gradients."""
+
+    vary_like: ClassVar[Callable[[Any, Any], Any]] = staticmethod(vary_like)
+    vary_over: ClassVar[Callable[[Any, str], Any]] = staticmethod(vary_over)
 
     # ---- what a kernel says -----------------------------------------------------------------
 
@@ -290,6 +294,11 @@ class CallKernel:
     def notes(self, call: BoundCall) -> tuple[str, ...]:
         """Returns what ``explain`` adds about a call that this kernel does."""
         notes = self.notes_on(self.problem_of(call), self.target())
+        mesh, in_specs, _ = call.route.placement
+        if mesh is not None:
+            arrays = self._caller_arrays(call)
+            placed = self.call.placement_notes(call.arguments, arrays, mesh, in_specs)
+            return (*notes, *placed)
         if device_kind() == "tpu":  # whose compiler does not partition kernels
             return notes
         return (*notes, *self.call.sharding_notes(call.arguments, self._caller_arrays(call)))

@@ -72,6 +72,20 @@ _GIVEN = _checked("an integer >= 1", lambda n: n >= 1, optional=False)
 bytes_field = _field_of("a positive number of bytes", lambda n: n > 0)
 
 
+CONTEXT_PARALLEL = ("auto", "all_gather", "ring", "ulysses")
+
+
+def strategy_field() -> Any:
+    """A field that names how devices share a sequence; "auto" leaves it to the kernel."""
+
+    def check(value: Any) -> str:
+        if value not in CONTEXT_PARALLEL:
+            raise ConfigError(f"expected one of {', '.join(CONTEXT_PARALLEL)}")
+        return value
+
+    return checked_field(check, CONTEXT_PARALLEL[0])
+
+
 def params_field(cls: type[Params]) -> Any:
     """Nested parameters: an instance of ``cls``, a mapping of its fields, or None."""
 

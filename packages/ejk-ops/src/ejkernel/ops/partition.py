@@ -54,8 +54,9 @@ class Region:
             what the rule's ``shard`` gives, and the operands are the device's.
         rule: how arrays may be sharded.
         operands, results: the words of the axes of each array.
-        summed: whether the devices' results are summed over mesh axes that the words of a result
-            do not have; otherwise those results are alike.
+        summed: whether the devices' results are summed over all mesh axes that the words of a
+            result do not have; otherwise over those that the layout names in ``summed_axes``,
+            and over the others results are alike.
         context: in which ``function`` is traced for the devices, while the program is compiled.
         settings: JAX's settings for that trace, which takes place in another thread.
     """
@@ -168,9 +169,9 @@ class Region:
             return self._summed(layout, self.traced(shard, *arrays))
 
     def _summed(self, layout: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not self.summed:
-            return results
-        used = {axis for axes in layout.spread.values() for axis in axes}
+        used = set(layout.summed_axes)
+        if self.summed:
+            used.update(axis for axes in layout.spread.values() for axis in axes)
         sums = []
         for x, words in zip(results, self.results, strict=True):
             missing = used.difference(*map(layout.axes, words))

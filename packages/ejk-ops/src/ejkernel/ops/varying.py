@@ -32,6 +32,16 @@ def vary_alike(tree: Any, axes: frozenset = frozenset()) -> Any:
     return vary(tree, axes | varying_axes(*jax.tree.leaves(tree)))
 
 
+def vary_like(tree: Any, like: Any) -> Any:
+    """The arrays of ``tree``, varying over every axis that ``like`` does too."""
+    return vary(tree, varying_axes(like))
+
+
+def vary_over(tree: Any, axis: str) -> Any:
+    """The arrays of ``tree``, varying alike and, where shard_map tracks it, over ``axis``."""
+    return vary_alike(tree, varying_axes(jax.lax.axis_index(axis)))
+
+
 def zeros(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.Array:
     """Zeros that vary over the mesh axes over which ``like`` does, to start a loop with."""
     return vary(jnp.zeros(shape, dtype), varying_axes(like))

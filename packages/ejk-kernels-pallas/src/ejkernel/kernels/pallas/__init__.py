@@ -28,6 +28,7 @@ _RAGGED = (
     "num_warps",
     "num_stages",
 )
+_TPU_RAGGED = ("num_queries_per_block", "num_kv_pages_per_block")
 
 
 def _hopper(name: str, *config_fields: str, module: str = "") -> Entry:
@@ -57,14 +58,23 @@ PACKAGE = KernelPackage(
         _hopper("blocksparse_attention", *_HOPPER),
         _hopper("scaled_dot_product_attention", module="flash_attention.implementation"),
         _hopper("mla_attention", *_HOPPER, module="flash_attention.implementation"),
+        _hopper(
+            "ring_attention",
+            *_HOPPER,
+            "context_parallel",
+            module="flash_attention.implementation",
+        ),
         _hopper("ragged_page_attention", *_RAGGED, module="serving.implementation"),
         _hopper("ragged_page_attention_v3", *_RAGGED, module="serving.implementation"),
         _hopper("mla_decode", module="serving.implementation"),
         _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
+        _tpu("mla_attention", *_TPU_FLASH, folder="flash_attention"),
         _tpu("grouped_matmul", "block_m", "block_n", "block_k"),
         _tpu("mean_pooling"),
         _tpu("page_attention", "pages_per_block"),
         _tpu("mla_decode", "pages_per_block"),
+        _tpu("ragged_page_attention", *_TPU_RAGGED),
+        _tpu("ragged_page_attention_v3", *_TPU_RAGGED, folder="ragged_page_attention"),
         _tpu("ragged_decode_attention", "fwd_params.kv_blocksize"),
         _linear("recurrent", "recurrent_attention"),
         _linear("gla", "gla_attention"),

@@ -23,6 +23,11 @@ _RAGGED = (
 )
 
 
+def _serving(algorithm: str, config_fields: tuple[str, ...]) -> Entry:
+    target = f"serving.implementation:{algorithm}"
+    return Entry(algorithm, target, config_fields=config_fields)
+
+
 def _linear(algorithm: str, function: str) -> Entry:
     return Entry(
         algorithm,
@@ -40,18 +45,20 @@ PACKAGE = KernelPackage(
         Entry("blocksparse_attention", config_fields=_FLASH),
         Entry("scaled_dot_product_attention", config_fields=()),
         Entry("mla_attention", config_fields=_FLASH),
-        Entry("page_attention", config_fields=_PAGED),
-        Entry("ragged_page_attention", config_fields=_RAGGED),
-        Entry("ragged_page_attention_v3", config_fields=_RAGGED),
         Entry(
-            "ragged_decode_attention",
-            config_fields=tuple(f"fwd_params.{size}" for size in _SIZES[1:]),
+            "ring_attention",
+            "flash_attention.implementation:ring_attention",
+            config_fields=(*_FLASH, "context_parallel"),
         ),
+        _serving("page_attention", _PAGED),
+        _serving("ragged_page_attention", _RAGGED),
+        _serving("ragged_page_attention_v3", _RAGGED),
+        _serving("ragged_decode_attention", tuple(f"fwd_params.{size}" for size in _SIZES[1:])),
         Entry(
             "native_sparse_attention",
             config_fields=("q_tile", "kv_tile", "num_warps", "num_stages"),
         ),
-        Entry("mla_decode", config_fields=_PAGED),
+        _serving("mla_decode", _PAGED),
         Entry(
             "grouped_matmul",
             config_fields=("block_m", "block_n", "block_k", "num_warps", "num_stages"),

@@ -42,7 +42,7 @@ PACKAGE = KernelPackage(
         _entry("flash_attention", *_BLOCKS),
         _entry("attention"),
         _entry("scaled_dot_product_attention"),
-        _entry("ring_attention", *_BLOCKS),
+        _entry("ring_attention", *_BLOCKS, "context_parallel"),
         _entry("blocksparse_attention", *_BLOCKS),
         _entry("page_attention", *_SPLITS),
         _entry("ragged_page_attention", *_RAGGED),

@@ -1,6 +1,6 @@
 """Exact attention in linear memory: the public function and its Kernel class."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never
 
 import jax
@@ -37,6 +37,8 @@ def flash_attention(
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
     logits_dtype: DTypeLike = jnp.float32,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     platform: str | Platform | None = None,
     cfg: FlashAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -49,13 +51,14 @@ def flash_attention(
     For batch row b, query row i and head h, which reads key head ``h // (heads // kv_heads)``::
 
         x[i,j] = softmax_scale * dot(q[i], k[j]) + bias[i,j]
+        x[i,j] = score_mod(x[i,j], b, h, i, j)                   # with a score_mod
         x[i,j] = cap * tanh(x[i,j] / cap)                        # with logits_soft_cap = cap
         lse[i] = log(sum_{j visible} exp(x[i,j]) + sum_s exp(softmax_aux[h,s]))
         o[i]   = sum_{j visible} dropout(exp(x[i,j] - lse[i])) * v[j]
 
     A key is visible when every given constraint allows it: ``mask_info``, ``attention_mask``,
-    ``causal``, ``sliding_window``, the sequence it belongs to. A row that sees no key gives 0 and
-    ``lse = -inf``, and no gradient flows through it.
+    ``causal``, ``sliding_window``, ``mask_mod(b, h, i, j)``, the sequence it belongs to. A row that
+    sees no key gives 0 and ``lse = -inf``, and no gradient flows through it.
 
     Args:
         query: ``[batch, q_len, heads, head_dim]``; its dtype is the output's.
@@ -85,6 +88,12 @@ def flash_attention(
         return_lse: also return the natural-log sum of exponentials.
         precision: of the matrix products, as in ``jax.lax.dot``.
         logits_dtype: a lower bound for the logits' dtype; never below float32.
+        score_mod: ``f(score, b, h, q, k) -> score``, on scalars: a logit after the bias and before
+            the soft cap, and the int32 indices of its batch row, query head, query and key, in the
+            arrays of the call (over a mesh: of the whole call). It may index arrays that it closes
+            over, which get gradients where they are floats. ``-inf`` hides a key as a bias does.
+        mask_mod: ``g(b, h, q, k) -> bool``, one more constraint. It may index arrays too.
+            ``MaskInfo.from_mask_mod`` finds its blocks once for many calls.
         platform: "auto" (None), "triton", "pallas", "cuda" or "xla"; a forced one never falls
             through to another.
         cfg: a ``FlashAttentionConfig`` or a mapping of its fields; used as it is.
@@ -103,8 +112,8 @@ def flash_attention(
         KernelNotSupported: the forced platform cannot do this call.
         ConfigError: an illegal ``cfg``.
 
-    Differentiable in query, key, value, bias and softmax_aux (and through ``lse``); the backward
-    pass recomputes probabilities from ``lse``.
+    Differentiable in query, key, value, bias, softmax_aux and the arrays of score_mod (and through
+    ``lse``); the backward pass recomputes probabilities from ``lse``.
 
     Source: Dao et al. 2022, "FlashAttention" (arXiv 2205.14135), algorithms 1 and 4; Dao 2023
     (arXiv 2307.08691), section 3.1; sinks: Xiao et al. 2023 (arXiv 2309.17453).

@@ -1,5 +1,5 @@
 # Made from flash_attention.py by tools/stubs.py --write.
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -35,6 +35,8 @@ def flash_attention(
     return_lse: Literal[False] = False,
     precision: jax.lax.PrecisionLike = None,
     logits_dtype: DTypeLike = jnp.float32,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     platform: str | Platform | None = None,
     cfg: FlashAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -63,6 +65,8 @@ def flash_attention(
     return_lse: Literal[True],
     precision: jax.lax.PrecisionLike = None,
     logits_dtype: DTypeLike = jnp.float32,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     platform: str | Platform | None = None,
     cfg: FlashAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -91,6 +95,8 @@ def flash_attention(
     return_lse: bool,
     precision: jax.lax.PrecisionLike = None,
     logits_dtype: DTypeLike = jnp.float32,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     platform: str | Platform | None = None,
     cfg: FlashAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,

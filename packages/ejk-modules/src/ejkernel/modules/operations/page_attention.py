@@ -28,13 +28,14 @@ def page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     num_splits: int | None = None,
+    return_lse: bool = False,
     platform: str | Platform | None = None,
     cfg: PageAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     **unknown: Never,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of one new token per sequence over keys and values kept in pages.
 
     Key j of row r lies at ``key_cache[block_tables[r, j // page_size], j % page_size]``; the
@@ -58,10 +59,12 @@ def page_attention(
             None = 1, with a warning for an int8 cache.
         num_splits: number of key splits (>= 1) worked on in parallel; changes rounding only and
             beats ``cfg``.
+        return_lse: also return the natural-log sum of exponentials.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:
-        The query's rank and dtype, last axis ``v_dim``.
+        The query's rank and dtype, last axis ``v_dim``; with ``return_lse`` also the same
+        without the last axis in float32 (float64 for float64 inputs), -inf for a row without keys.
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.

@@ -25,13 +25,14 @@ def ragged_decode_attention(
     softmax_scale: float | None = None,
     sliding_window: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    return_lse: bool = False,
     platform: str | Platform | None = None,
     cfg: RaggedDecodeAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     **unknown: Never,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of one token per row over keys ``sequence_start <= j < sequence_end``.
 
     The token sits at position ``i = sequence_end - 1``; the window, if any, is around i. The
@@ -45,10 +46,12 @@ def ragged_decode_attention(
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
         softmax_scale: default ``head_dim ** -0.5``.
         sliding_window, logits_soft_cap: as in :func:`page_attention`.
+        return_lse: also return the natural-log sum of exponentials.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:
-        The query's rank and dtype, last axis ``v_dim``.
+        The query's rank and dtype, last axis ``v_dim``; with ``return_lse`` also the same
+        without the last axis in float32 (float64 for float64 inputs), -inf for a row without keys.
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.

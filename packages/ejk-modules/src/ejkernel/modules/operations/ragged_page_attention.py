@@ -28,13 +28,14 @@ def ragged_page_attention(
     sliding_window: int | tuple[int, int] | None = None,
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    return_lse: bool = False,
     platform: str | Platform | None = None,
     cfg: RaggedPageAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     **unknown: Never,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention of packed query rows over each sequence's own pages.
 
     Sequence r < num_seqs owns query rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]``.
@@ -52,10 +53,12 @@ def ragged_page_attention(
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
         softmax_scale: default ``head_dim ** -0.5``.
         logits_soft_cap, sliding_window, k_scale, v_scale: as in :func:`page_attention`.
+        return_lse: also return the natural-log sum of exponentials.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:
-        ``[tokens, heads, head_dim]`` in the queries' dtype.
+        ``[tokens, heads, head_dim]`` in the queries' dtype; with ``return_lse`` also ``[tokens,
+        heads]`` in float32 (float64 for float64 inputs), -inf for a row that sees no key.
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.

@@ -32,13 +32,14 @@ def ragged_page_attention_v3(
     q_scale: float | F[Array, ""] | None = None,
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    return_lse: bool = False,
     platform: str | Platform | None = None,
     cfg: RaggedPageAttentionv3Config | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     **unknown: Never,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
     """Write the new keys and values into the cache, then attend as ragged_page_attention.
 
     Row m of sequence r goes to position ``kv_lens[r] - rows + m`` of that sequence. The input
@@ -65,10 +66,13 @@ def ragged_page_attention_v3(
             logits multiplied by it; None = not quantised.
         k_scale, v_scale: one number or one per kv head; multiply logits and output; None = 1, with
             a warning for an int8 cache.
+        return_lse: also return the natural-log sum of exponentials.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:
-        ``(out [tokens, heads, head_dim], kv_cache)``, the cache in the form it came in.
+        ``(out [tokens, heads, head_dim], kv_cache)``, the cache in the form it came in; with
+        ``return_lse`` ``(out, lse [tokens, heads], kv_cache)``, lse in float32 (float64 for
+        float64 inputs), -inf for a row that sees no key.
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -94,14 +95,15 @@ class PeerGroup:
 
     def _follow(self, topic: str, call: BoundCall) -> Choice:
         timeout = default_timeout_s() if self.timeout_s is None else self.timeout_s
+        start = time.monotonic()
         try:
             text = self.client.blocking_key_value_get(topic, int(timeout * 1000))
             message = json.loads(text)
         except Exception as error:
             raise AutotuneError(
-                f"process {self.process_id} waited {timeout:.0f} s for the config that process 0 "
-                f"chooses for key {call.key!r} and got none ({error}): do all processes make the "
-                "same calls?"
+                f"process {self.process_id} got no config from process 0 for key {call.key!r} in "
+                f"{time.monotonic() - start:.0f} s, of at most {timeout:.0f} s: {error}; does "
+                "process 0 still run, and do all processes make the same calls?"
             ) from error
         if "failed" in message:
             raise AutotuneError(f"key {call.key!r}: process 0 failed: {message['failed']}")

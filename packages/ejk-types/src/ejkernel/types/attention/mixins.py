@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from ejkernel.types.attention.latent import (
     LATENT,
     Arrays,
@@ -16,10 +20,13 @@ from ejkernel.types.attention.latent import (
     gradients,
 )
 from ejkernel.types.attention.problem import Problem
+from ejkernel.types.attention.rows import LOG2E, Rows, RowScales
 from ejkernel.types.attention.softmax import row_delta, sink_gradient
 from ejkernel.types.masks.hidden import cleared_rows, without_dead_rows
 from ejkernel.types.masks.pattern import inside_blocks
 from ejkernel.types.masks.structure import HULL, LISTED
+
+QKV = {"q": "query", "k": "key", "v": "value"}
 
 
 class SoftmaxKernel:
@@ -49,6 +56,64 @@ class SoftmaxKernel:
         where ``finds_delta`` is True, o and dlse in place of delta.
         """
         raise NotImplementedError
+
+    # ---- a part of the keys -----------------------------------------------------------------
+
+    def row_unit(self, problem: Problem) -> float:
+        """Returns the natural logit of one unit of ``Rows.m``."""
+        raise NotImplementedError
+
+    def row_shift(self, problem: Problem) -> float:
+        """Returns what ``Rows.m`` has more than the value that the forward pass saves."""
+        return 0.0
+
+    def part_dtypes(self, problem: Problem) -> tuple[Any, Any]:
+        """Returns the dtypes of the arrays and of the row values of a part."""
+        return np.dtype(problem.dtype), np.dtype(np.float32)
+
+    def part(self, work: Any, arrays: Arrays) -> tuple[jax.Array, Rows]:
+        """Returns o ``[b, q, h, dv]`` and ``Rows`` ``[b, q, h]`` over these keys, without sinks."""
+        p = work.problem
+        (o, lse), saved = self.forward(work, arrays)  # ty: ignore[missing-attribute]
+        base, *tail = jax.tree.leaves(saved) or [lse / self.row_unit(p) - self.row_shift(p)]
+        m = jnp.where(lse > -jnp.inf, base + self.row_shift(p), -jnp.inf)
+        rows = (m, tail[0] if tail else jnp.zeros_like(m))
+        return o, Rows(*(x.swapaxes(1, 2) for x in rows))
+
+    def part_gradients(
+        self,
+        work: Any,
+        arrays: Arrays,
+        *,
+        scales: RowScales,
+        delta: jax.Array,
+        dlse: jax.Array | None,
+        o: jax.Array | None,
+        do: jax.Array,
+    ) -> Arrays:
+        """Returns gradients of query, key, value and bias over these keys.
+
+        ``scales``, delta, dlse ``[b, q, h]``, o and do ``[b, q, h, dv]`` belong to the full rows.
+        Without o and dlse, kernels that could find delta from them read it.
+        """
+        p = work.problem
+        alive, m = scales.alive, scales.m - self.row_shift(p)
+        if p.biased:
+            base, tail = m, [jnp.where(alive, -scales.log2_scale, 0.0)]
+        else:
+            base, tail = m - scales.log2_scale / (self.row_unit(p) * LOG2E), []
+        saved = [x.swapaxes(1, 2) for x in (jnp.where(alive, base, jnp.inf), *tail)]
+        arrays = arrays | {"do": do.astype(p.dtype), "base": self.saved_rows(saved)}
+        if o is not None and dlse is not None and self.finds_delta(work):
+            rows = {"o": o.astype(p.dtype), "dlse": dlse.swapaxes(1, 2)}
+        else:
+            rows = {"delta": delta.swapaxes(1, 2)}
+        gradients = self.gradients(work, arrays | rows)
+        return {QKV.get(name, name): gradient for name, gradient in gradients.items()}
+
+    def saved_rows(self, rows: list[jax.Array]) -> Any:
+        """Returns row values as the forward pass saves them."""
+        return rows[0]
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, q = work.problem, arrays["q"]

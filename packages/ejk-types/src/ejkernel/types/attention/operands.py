@@ -25,14 +25,23 @@ def sink_logit(sinks: jax.Array | None) -> jax.Array | None:
     return jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)[None]
 
 
+SEED_WORDS = 5
+
+
 def seed_words(seed: Any) -> jax.Array:
-    """int32 ``[1, 3]``: seed, global index of batch row 0, global index of head 0."""
+    """int32 ``[1, 5]``: seed, global indices of batch row, head, query and key 0.
+
+    ``seed`` is None (0), an int, an integer array ``[]``, or an integer array that already holds
+    the first three or all five words, for a call that is one shard of a larger one.
+    """
     if seed is None or isinstance(seed, (int, np.integer)):
         word = int(seed or 0) & 0xFFFFFFFF
-        words = np.array([word, 0, 0], np.uint32).view(np.int32)
+        words = np.array([word, 0, 0, 0, 0], np.uint32).view(np.int32)
         return jnp.asarray(words)[None]
     words = jnp.asarray(seed)
-    if not jnp.issubdtype(words.dtype, jnp.integer) or words.shape not in ((), (3,)):
+    legal = words.shape in ((), (3,), (SEED_WORDS,))
+    if not jnp.issubdtype(words.dtype, jnp.integer) or not legal:
         raise invalid("dropout_seed", "an int or integer[]", words)
-    words = jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32)
-    return (words if words.ndim else jnp.stack([words, words * 0, words * 0]))[None]
+    words = jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32).reshape(-1)
+    zero = words[:1] * 0
+    return jnp.concatenate([words, *[zero] * (SEED_WORDS - words.shape[0])])[None]

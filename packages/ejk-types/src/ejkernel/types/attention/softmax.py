@@ -7,11 +7,15 @@ is ``-exp(sink - lse) * delta`` summed over rows. (FlashAttention, arXiv 2205.14
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+
+from ejkernel.types.arrays import result_dtype
 
 OUT, LSE = "ejkernel_out", "ejkernel_lse"
 
@@ -73,3 +77,66 @@ def sink_gradient(sink: jax.Array | None, lse: jax.Array, delta: jax.Array) -> j
     alive = lse > -jnp.inf
     share = jnp.exp(sink[:, :, None] - jnp.where(alive, lse, jnp.inf))
     return -jnp.sum(share * jnp.where(alive, delta, 0.0), axis=(0, 2))[None]
+
+
+def merge_over_devices(
+    o: jax.Array, lse: jax.Array, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns ``merge_parts`` of the parts of all devices along bound mesh axes, on each of them.
+
+    Two all-reduces: of the largest lse, and of the weighted outputs with their weights.
+    """
+    wide = result_dtype(jnp.float32, o, lse)
+    lse = lse.astype(wide)
+    top = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
+    base = jnp.where(top > -jnp.inf, top, 0)
+    weight = jnp.exp(lse - base)[..., None]
+    terms = jnp.where(weight > 0, o.astype(wide), 0) * weight
+    sums = jax.lax.psum(jnp.concatenate([terms, weight], -1), axes)
+    total = sums[..., -1]
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1, total)
+    return sums[..., :-1] / total[..., None], jnp.where(is_empty, -jnp.inf, base + jnp.log(total))
+
+
+def count_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns o ``[..., h, dv]`` and lse ``[..., h]`` of rows with the sinks ``[h, sinks]``.
+
+    Rows that see no key stay as they are.
+    """
+    of_heads = jax.nn.logsumexp(sinks.astype(lse.dtype), axis=-1)
+    of_rows = jnp.where(lse > -jnp.inf, jnp.broadcast_to(of_heads, lse.shape), -jnp.inf)
+    return merge_parts([o, jnp.zeros_like(o)], [lse, of_rows])
+
+
+def merge_parts(
+    outs: Sequence[jax.Array], lses: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns ``(o, lse)`` of the attention over the union of disjoint sets of keys.
+
+    With ``w_i = exp(lse_i - lse)`` and ``lse = log(sum_i exp(lse_i))`` the output is
+    ``sum_i w_i o_i``. A part with lse -inf counts nothing, whatever its output holds; a row for
+    which all parts are so gives 0 and -inf. Differentiable in both.
+
+    Args:
+        outs: ``[..., dv]``, one array for each set of keys.
+        lses: ``[...]``, natural log.
+
+    Returns:
+        Both in the accumulation dtype: float32, or float64 if one of the arrays is.
+    """
+    wide = result_dtype(jnp.float32, *outs, *lses)
+    lses = [lse.astype(wide) for lse in lses]
+    # the result does not depend on the maximum, so no gradient has to go through it
+    top = jax.lax.stop_gradient(reduce(jnp.maximum, lses))
+    base = jnp.where(top > -jnp.inf, top, 0)
+    weights = [jnp.exp(lse - base) for lse in lses]
+    total = reduce(jnp.add, weights)
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1, total)
+    # 0 * NaN is NaN, and a kernel need not write rows that see nothing
+    terms = [
+        jnp.where((w > 0)[..., None], o.astype(wide), 0) * (w / total)[..., None]
+        for o, w in zip(outs, weights, strict=True)
+    ]
+    return reduce(jnp.add, terms), jnp.where(is_empty, -jnp.inf, base + jnp.log(total))

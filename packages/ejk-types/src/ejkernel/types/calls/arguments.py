@@ -8,6 +8,16 @@ QKV = frozenset({"query", "key", "value"})
 ATTENTION = QKV | {"mask_info", "softmax_scale"}
 """What every kernel of softmax attention over contiguous keys reads."""
 FLASH = ATTENTION | {"softmax_aux", "logits_soft_cap", "return_lse"}
+RING = FLASH | {
+    "axis_name",
+    "layout",
+    "q_segment_ids",
+    "kv_segment_ids",
+    "causal",
+    "causal_offset",
+    "sliding_window",
+}
+"""What attention over a sharded sequence reads; its masks stay apart until positions are known."""
 PACKED = frozenset({"cum_seqlens_q", "cum_seqlens_k"})
 DROPOUT = frozenset({"dropout_prob", "dropout_seed"})
 PATTERN = frozenset({"block_mask", "q_block_size", "kv_block_size"})

@@ -21,6 +21,7 @@ class Kind(enum.Enum):
     TOKENS = "places of a sequence, which no device can work on without the others"
     COUNT = "how much there is of something, from call to call another number"
     ROWS = "independent rows, from call to call another number"
+    TERMS = "independent problems of which each row of the result has one, others add 0"
     COLUMNS = "features that are computed apart from each other"
     FEATURE = "a size of the model"
 
@@ -50,7 +51,12 @@ class Axis:
     @property
     def free(self) -> bool:
         """Returns whether it may be spread over a mesh."""
-        return self.kind in (Kind.BATCH, Kind.HEADS, Kind.KEY_HEADS, Kind.ROWS, Kind.COLUMNS)
+        return self.kind not in (Kind.TOKENS, Kind.COUNT, Kind.FEATURE)
+
+    @property
+    def is_summed(self) -> bool:
+        """Returns whether devices that share out its entries have results to be added up."""
+        return self.kind is Kind.TERMS
 
 
 def _all(kind: Kind, words: str) -> dict[str, Axis]:
@@ -70,10 +76,11 @@ AXES: dict[str, Axis] = {
     **_all(Kind.COUNT, "q_blocks kv_blocks"),
     # of a grouped matmul, of a mean
     **_all(Kind.ROWS, "rows"),
+    **_all(Kind.TERMS, "groups"),
     **_all(Kind.COLUMNS, "columns channels"),
     **_all(Kind.FEATURE, "head_dim v_dim key_dim q_dim nope_dim rope_dim latent latent_dim"),
     **_all(Kind.FEATURE, "cache_dim padded_head_dim packing page_size sinks selected"),
-    **_all(Kind.FEATURE, "groups all_groups inner"),
+    **_all(Kind.FEATURE, "all_groups inner"),
     # of a convolution over tokens: taps, and the tokens before the present one
     **_all(Kind.FEATURE, "width history"),
 }

@@ -67,6 +67,13 @@ class GroupedMatmul(Call):
         values.integer_to_array(a, "group_offset")
 
     @classmethod
+    def check_contents(cls, a: Arguments) -> None:
+        """The groups end inside the rows of lhs."""
+        total, rows = int(a["group_sizes"].sum(dtype=np.int64)), a["lhs"].shape[0]
+        if total > rows:
+            raise out_of_range("sum(group_sizes)", f"at most the {rows} rows of lhs", total)
+
+    @classmethod
     def canonicalize(cls, a: Arguments) -> None:
         """Shapes that fit each other, and the dtype of the output."""
         canonicalize.precision(a)
@@ -99,7 +106,13 @@ class GroupedMatmul(Call):
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:
-        """Each shard of rows has the part of every group that lies in it."""
+        """Each shard of rows has the part of every group in it, each shard of groups its own."""
+        if shard.parts("groups") > 1:
+            first, before = a["group_offset"], shard.offset("groups")
+            a["group_offset"] = before if first is None else first + before
+            if a["existing_out"] is not None:  # a term of one device's
+                is_first = shard.index("groups") == 0
+                a["existing_out"] = jnp.where(is_first, a["existing_out"], 0)
         if shard.parts("rows") == 1:
             return
         ends = jnp.cumsum(a["group_sizes"].astype(jnp.int32))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ejkernel.types.calls.axes import Kind, meaning
+from ejkernel.types.calls.axes import AXES, Kind, bare, meaning
 
 MeshAxes = tuple[str, ...]
 
@@ -26,6 +26,7 @@ class Layout:
         legal: words that may be spread.
         spread: word -> mesh axes.
         source: what says how words are spread, for messages.
+        sequence_hint: what to do in place of sharding a sequence, for messages.
     """
 
     operation: str
@@ -33,6 +34,7 @@ class Layout:
     legal: frozenset[str]
     spread: dict[str, MeshAxes] = field(default_factory=dict)
     source: str = "in_specs"
+    sequence_hint: str = "use ring_attention to shard a sequence"
 
     def axes(self, word: str) -> MeshAxes:
         return self.spread.get(word.lstrip("#"), ())
@@ -40,6 +42,12 @@ class Layout:
     def parts(self, word: str) -> int:
         """Over how many devices the word is spread."""
         return math.prod(self.mesh_sizes[a] for a in self.axes(word))
+
+    @property
+    def summed_axes(self) -> frozenset[str]:
+        """The mesh axes over which the devices' results of a call are terms of a sum."""
+        summed = [w for w in self.spread if bare(w) in AXES and AXES[bare(w)].is_summed]
+        return frozenset(axis for word in summed for axis in self.spread[word])
 
     def spec(self, words: Sequence[str], shape: Sequence[int] | None = None) -> PartitionSpec:
         """The spec of an array with these axes; axes of size 1 stay whole."""
@@ -107,5 +115,5 @@ class Shard:
                 a[name] = jax.lax.dynamic_slice_in_dim(a[name], first * width, count * width, at)
                 continue
             picked = (self.offset("heads") + jnp.arange(heads)) // group - before
-            index = (picked[:, None] * width + jnp.arange(width)).reshape(-1)
+            index = (picked[:, None] * width + jnp.arange(width)[None]).reshape(-1)
             a[name] = jnp.take(a[name], index, axis=at)

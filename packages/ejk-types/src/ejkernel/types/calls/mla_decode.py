@@ -5,7 +5,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.types.attention.softmax import name_residuals
 from ejkernel.types.calls.decode import DecodeCall
 from ejkernel.types.calls.paged import PagedCall
 from ejkernel.types.calls.spec import Arguments
@@ -57,6 +56,22 @@ class MLADecode(DecodeCall, PagedCall):
             raise out_of_range("latent_dim", f"1 to {limit}, the last axis of latent_cache", dim)
 
     @classmethod
+    def visible_keys(cls, a: Arguments) -> tuple[Any, Any]:
+        query, lengths = a["query"], a["context_lens"]
+        tokens = 1 if query.ndim == 3 else query.shape[1]
+        capacity = a["block_tables"].shape[1] * a["latent_cache"].shape[1]
+        row = jnp.arange(lengths.shape[0] * tokens, dtype=jnp.int32)
+        sequence = row // tokens
+        visible = jnp.clip(lengths, 0, capacity)[sequence] - tokens + row % tokens + 1
+        return sequence, visible
+
+    @classmethod
+    def with_rows(cls, a: Arguments, tables: Any, lengths: Any) -> Arguments:
+        query = a["query"]
+        rows = query.reshape(-1, *query.shape[-2:])
+        return {**a, "query": rows, "block_tables": tables, "context_lens": lengths}
+
+    @classmethod
     def problem(cls, a: Mapping[str, Any]) -> LatentProblem:
         query, cache = a["query"], a["latent_cache"]
         return LatentProblem.from_arguments(
@@ -69,7 +84,6 @@ class MLADecode(DecodeCall, PagedCall):
             max_pages=a["block_tables"].shape[1],
             tokens=1 if query.ndim == 3 else query.shape[1],
             layout=KVLayout.latent(query.shape[-1]),
-            return_lse=a["return_lse"],
         )
 
     @classmethod
@@ -87,19 +101,9 @@ class MLADecode(DecodeCall, PagedCall):
         return in_order(operands)
 
     @classmethod
-    def outputs_of_stages(
-        cls, arrays: Mapping[str, Any], problem: LatentProblem, outputs: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        """Returns the outputs of the call from the arrays of the last stage."""
-        rows = arrays["query"].shape[:-1]
-        o, *lse = outputs
-        return name_residuals(o.reshape(*rows, problem.latent_dim), *(x.reshape(rows) for x in lse))
-
-    @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """Zero, with an lse of minus infinity, where an axis has no entries."""
         query, cache = a["query"], a["latent_cache"]
         if 0 not in (*query.shape, *cache.shape[:2], a["block_tables"].shape[1]):
             return None
-        lse = jnp.full(query.shape[:-1], -jnp.inf, jnp.float32)
-        return jnp.zeros((*query.shape[:-1], a["latent_dim"]), query.dtype), lse
+        return cls._nothing_seen(query, a["latent_dim"])

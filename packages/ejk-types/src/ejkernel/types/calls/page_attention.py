@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from ejkernel.types.calls.decode import DecodeCall
 from ejkernel.types.calls.paged import PagedCall
 from ejkernel.types.calls.softmax import AttentionCall
@@ -35,11 +33,8 @@ class PageAttention(DecodeCall, PagedCall, AttentionCall):
         k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         num_splits: int | None = None,
+        return_lse: bool = False,
     ) -> None: ...
-
-    @classmethod
-    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        return ("batch heads v_dim" if a["query"].ndim == 3 else "batch 1 heads v_dim",)
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
@@ -66,15 +61,7 @@ class PageAttention(DecodeCall, PagedCall, AttentionCall):
         return in_order(operands | broadcast_operands(arrays))
 
     @classmethod
-    def outputs_of_stages(
-        cls, arrays: Mapping[str, Any], problem: PagedProblem, outputs: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        """Returns the outputs of the call from the arrays of the last stage."""
-        return (outputs[0].reshape(*arrays["query"].shape[:-1], problem.value_dim),)
-
-    @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         query, values, table = a["query"], a["value_cache"], a["block_tables"]
-        shape = (*query.shape[:-1], values.shape[3])
-        empty = 0 in (*shape, *values.shape, *table.shape)
-        return (jnp.zeros(shape, query.dtype),) if empty else None
+        is_empty = 0 in (*query.shape[:-1], *values.shape, *table.shape)
+        return cls._nothing_seen(query, values.shape[3]) if is_empty else None

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, is_symbolic
-from ejkernel.types.attention.softmax import name_output
+from ejkernel.types.attention.softmax import (
+    count_sinks,
+    merge_over_devices,
+    name_lse,
+    name_output,
+)
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.values import concrete_indices, concrete_value
 from ejkernel.types.calls.words import describe_value, out_of_range
 from ejkernel.types.masks.segments import check_starts
 from ejkernel.types.serving.problem import RaggedProblem
+from ejkernel.types.serving.sharded_pages import local_rows
+from ejkernel.types.serving.write import row_positions
 
 _FOREIGN_ORDERS = ((0, 2, 1, 3), (1, 2, 0, 3))
 """Where caches of other libraries keep our axes: heads before a page's tokens, or before all."""
@@ -24,6 +31,52 @@ _FOREIGN_ORDERS = ((0, 2, 1, 3), (1, 2, 0, 3))
 
 class PagedCall(Call):
     """A call that reads a cache of pages, its first array of pages, through ``block_tables``."""
+
+    shards_pages: ClassVar[bool] = True
+    NOT_OVER_DEVICES: ClassVar[tuple[str, ...]] = ("sliding_window", "tree_mask", "positions")
+    """Arguments that say which keys a row sees by their places."""
+
+    # ---- pages of one sequence on several devices -------------------------------------------
+
+    @classmethod
+    def visible_keys(cls, a: Arguments) -> tuple[Any, Any]:
+        """Returns the sequence of every query row, and the keys that it sees of it."""
+        raise NotImplementedError
+
+    @classmethod
+    def with_rows(cls, a: Arguments, tables: Any, lengths: Any) -> Arguments:
+        """Returns the call in which every query row is a sequence, of this table and length."""
+        raise NotImplementedError
+
+    @classmethod
+    def attend_to_shard(cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]) -> Any:
+        """Returns the result of a call, the attention of the devices merged.
+
+        Raises:
+            ValueError: an argument that depends on the places of keys.
+        """
+        for name in cls.NOT_OVER_DEVICES:
+            if a.get(name) is not None:
+                raise ValueError(
+                    f"{name}: given with pages that are sharded over devices, expected None: a "
+                    "device does not know the places of its keys; shard heads or rows instead"
+                )
+        axes, sinks = shard.layout.axes("pages"), a["softmax_aux"]
+        sequence, visible = cls.visible_keys(a)
+        page_size = a[cls.boundary.pools[0]].shape[1]
+        sizes = shard.local("pages"), shard.sizes["pages"], page_size
+        tables = a["block_tables"].reshape(-1, cls._table_columns(a))
+        local = local_rows(tables, sequence, visible, shard.offset("pages"), sizes)
+        part = {**cls.with_rows(a, *local), "softmax_aux": None, "return_lse": True}
+        o, lse, *others = run(part)
+        merged, lse = merge_over_devices(o, lse, axes)
+        if sinks is not None:
+            merged, lse = count_sinks(merged, lse, sinks)
+        query = a[cls.boundary.names[0]]
+        rows = query.shape[:-1]
+        outputs = merged.astype(o.dtype).reshape(*rows, o.shape[-1]), lse.reshape(rows), *others
+        selected = cls.select_outputs(a, outputs)
+        return selected[0] if len(selected) == 1 else selected
 
     @classmethod
     def _lengths(cls) -> str:
@@ -119,25 +172,53 @@ class PagedCall(Call):
 class RaggedCall(PagedCall):
     """A call of packed query rows of several sequences over a cache of pages."""
 
+    sequence_hint: ClassVar[str] = (
+        "shard heads or pages, or give each device its own rows and tables in a shard_map"
+    )
+
+    @classmethod
+    def _valid_sequences(cls, a: Arguments) -> Any:
+        """Returns the number of sequences that count."""
+        return a["num_seqs"].reshape(())
+
+    @classmethod
+    def visible_keys(cls, a: Arguments) -> tuple[Any, Any]:
+        capacity = cls._table_columns(a) * a[cls.boundary.pools[0]].shape[1]
+        count, tokens = cls._valid_sequences(a), a["queries"].shape[0]
+        arrays = a[cls._lengths()], a["query_start_loc"], count
+        sequence, position = row_positions(*arrays, tokens, capacity)
+        return sequence, position + 1
+
+    @classmethod
+    def with_rows(cls, a: Arguments, tables: Any, lengths: Any) -> Arguments:
+        starts = jnp.arange(a["queries"].shape[0] + 1, dtype=jnp.int32)
+        rows = {cls._lengths(): lengths, "block_tables": tables, "query_start_loc": starts}
+        return {**a, **rows}
+
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
-        """Zero where an axis of the queries, the cache or the table has no entries."""
+        """Zero, lse -inf, where an axis of the queries, the cache or the table has no entries."""
         queries, cache = a["queries"], a[cls.boundary.pools[0]]
         shapes = (*queries.shape, *cache.shape, *a["block_tables"].shape)
-        return (jnp.zeros(queries.shape, queries.dtype),) if 0 in shapes else None
+        if 0 not in shapes:
+            return None
+        lse = jnp.full(queries.shape[:-1], -jnp.inf, jnp.float32)
+        return jnp.zeros(queries.shape, queries.dtype), lse
 
     @classmethod
     def stage_outputs(cls, problem: RaggedProblem) -> tuple[str, ...]:
         """Returns the names of the arrays that the last stage leaves."""
-        return ("o",)
+        return ("o", "lse") if problem.paged.return_lse else ("o",)
 
     @classmethod
     def outputs_of_stages(
         cls, arrays: Mapping[str, Any], problem: RaggedProblem, outputs: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Returns the outputs of the call from the arrays of the last stage."""
-        o, *cache = outputs
-        return (name_output(o), *cache)
+        o, *others = outputs
+        if problem.paged.return_lse:
+            others[0] = name_lse(others[0])
+        return (name_output(o), *others)
 
     @classmethod
     def fold_batch(cls, *args: Any) -> None:

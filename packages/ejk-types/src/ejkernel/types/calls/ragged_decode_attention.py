@@ -3,21 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls.decode import DecodeCall
-from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.words import Array, F, I
+from ejkernel.types.calls.spec import Arguments
+from ejkernel.types.calls.words import Array, F, I, out_of_range
 from ejkernel.types.serving.operands import broadcast_operands, in_order
 from ejkernel.types.serving.problem import PagedProblem
 
 
-class RaggedDecodeAttention(DecodeCall, Call):
+class RaggedDecodeAttention(DecodeCall):
     """One decode token per sequence over a contiguous cache."""
 
     name = "ragged_decode_attention"
+    sequence_hint = "shard batch or heads"
     normal_samples = True
 
     @staticmethod
@@ -32,11 +31,20 @@ class RaggedDecodeAttention(DecodeCall, Call):
         softmax_scale: float | None = None,
         sliding_window: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
+        return_lse: bool = False,
     ) -> None: ...
 
     @classmethod
-    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        return ("batch heads v_dim" if a["query"].ndim == 3 else "batch 1 heads v_dim",)
+    def check_contents(cls, a: Arguments) -> None:
+        """Rows of keys lie inside the cache."""
+        length = a["key"].shape[1]
+        for name in ("sequence_start", "sequence_end"):
+            bounds = a[name]
+            outside = np.flatnonzero((bounds < 0) | (bounds > length))
+            if outside.size:
+                r = int(outside[0])
+                legal = f"0 to {length}, the tokens of key"
+                raise out_of_range(f"{name}[{r}]", legal, int(bounds[r]))
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> PagedProblem:
@@ -59,19 +67,10 @@ class RaggedDecodeAttention(DecodeCall, Call):
         return in_order(operands | broadcast_operands(arrays))
 
     @classmethod
-    def outputs_of_stages(
-        cls, arrays: Mapping[str, Any], problem: PagedProblem, outputs: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        """Returns the outputs of the call from the arrays of the last stage."""
-        o = outputs[0].reshape(*arrays["query"].shape[:-1], problem.value_dim)
-        return (name_output(o),)
-
-    @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         query, value = a["query"], a["value"]
-        shape = (*query.shape[:-1], value.shape[3])
-        empty = 0 in (*shape, query.shape[-1], value.shape[1])
-        return (jnp.zeros(shape, query.dtype),) if empty else None
+        is_empty = 0 in (*query.shape, value.shape[1], value.shape[3])
+        return cls._nothing_seen(query, value.shape[3]) if is_empty else None
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.calls import canonicalize, values
@@ -17,7 +18,7 @@ class RaggedPageAttention(RaggedCall):
     """Mixed prefill and decode over a paged cache that already holds the new tokens."""
 
     name = "ragged_page_attention"
-    outputs = ("tokens heads head_dim",)
+    outputs = ("tokens heads head_dim", "tokens heads")
     normal_samples = True
 
     @staticmethod
@@ -35,6 +36,7 @@ class RaggedPageAttention(RaggedCall):
         sliding_window: int | tuple[int, int] | None = None,
         k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+        return_lse: bool = False,
     ) -> None: ...
 
     @classmethod
@@ -59,6 +61,11 @@ class RaggedPageAttention(RaggedCall):
         canonicalize.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
         super().canonicalize(a)
         canonicalize.scalar_index(a, "num_seqs")
+
+    @classmethod
+    def with_rows(cls, a: Arguments, tables: Any, lengths: Any) -> Arguments:
+        count = jnp.asarray(a["queries"].shape[0], jnp.int32)
+        return {**super().with_rows(a, tables, lengths), "num_seqs": count}
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> RaggedProblem:

@@ -1,6 +1,6 @@
 """The call of ragged_page_attention_v3."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,13 +13,14 @@ from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
 from ejkernel.types.serving.operands import broadcast_operands, in_order
 from ejkernel.types.serving.problem import RaggedProblem
+from ejkernel.types.serving.write import read_rows, write_rows, write_slots
 
 
 class RaggedPageAttentionv3(RaggedCall):
     """Cache update and mixed prefill/decode attention in one call."""
 
     name = "ragged_page_attention_v3"
-    outputs = ("tokens heads head_dim", "=kv_cache")
+    outputs = ("tokens heads head_dim", "tokens heads", "=kv_cache")
     divisors = ("q_scale", "k_scale", "v_scale")
     normal_samples = True
     whole_groups = True  # every device writes the keys it holds
@@ -43,6 +44,7 @@ class RaggedPageAttentionv3(RaggedCall):
         q_scale: float | F[Array, ""] | None = None,
         k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+        return_lse: bool = False,
     ) -> None: ...
 
     @classmethod
@@ -58,6 +60,37 @@ class RaggedPageAttentionv3(RaggedCall):
         # rows past the valid ones may hold anything
         cls.check_sequences(a, m)
         cls.check_tables(a, m)
+
+    @classmethod
+    def check_contents(cls, a: Arguments) -> None:
+        """Decoding sequences have one row each, and no two rows are written to one place."""
+        decoding, _, valid = map(int, a["distribution"])
+        starts, lens = a["query_start_loc"][: valid + 1].astype(np.int64), a["kv_lens"]
+        counts = np.diff(starts)
+        other = np.flatnonzero(counts[:decoding] != 1)
+        if other.size:
+            r = int(other[0])
+            raise ValueError(
+                f"distribution[0]: given {decoding}, so that sequence {r} has one row, expected at "
+                f"most {r}: query_start_loc gives it {int(counts[r])} rows"
+            )
+        page_size, table = a["kv_cache"].shape[1], a["block_tables"].reshape(len(lens), -1)
+        owners = np.repeat(np.arange(valid), counts)
+        tokens = np.arange(len(owners)) - starts[owners] + lens[owners] - counts[owners]
+        pages = table[owners, tokens // page_size].astype(np.int64)
+        places = pages * page_size + tokens % page_size
+        order = np.argsort(places, kind="stable")
+        twice = np.flatnonzero(np.diff(places[order]) == 0)
+        if twice.size:
+            first, second = order[twice[0] : twice[0] + 2]
+            page, row = map(int, divmod(places[first], page_size))
+            pair = " and ".join(
+                f"token {int(tokens[i])} of sequence {int(owners[i])}" for i in (first, second)
+            )
+            raise ValueError(
+                f"block_tables: given page {page} to write {pair} to its row {row}, expected pages "
+                "of its own wherever a sequence writes"
+            )
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:
@@ -81,6 +114,39 @@ class RaggedPageAttentionv3(RaggedCall):
         table, n = a["block_tables"], a["kv_lens"].shape[0]
         if table.ndim == 1 and n and table.shape[0] % n:
             raise invalid("block_tables", f"a flat table of {n} equal rows", table)
+
+    @classmethod
+    def _valid_sequences(cls, a: Arguments) -> Any:
+        return a["distribution"][2]
+
+    @classmethod
+    def with_rows(cls, a: Arguments, tables: Any, lengths: Any) -> Arguments:
+        """Returns the call that reads; what it writes is what the cache holds there.
+
+        A device that has not the page of a row has no place for its key.
+        """
+        cache, (tokens, heads, dim) = a["kv_cache"], a["keys"].shape
+        rows = super().with_rows(a, tables, lengths)
+        starts = rows["query_start_loc"]
+        slots = write_slots(lengths, tables, starts, tokens, tokens, cache.shape[1])
+        keys, new_values = read_rows(cache, *slots, heads, dim)
+        ends = jnp.full(3, tokens, jnp.int32)
+        return {**rows, "keys": keys, "values": new_values, "distribution": ends}
+
+    @classmethod
+    def attend_to_shard(cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]) -> Any:
+        """Writes the new tokens whose pages this device has, then attends."""
+        cache, n = a["kv_cache"], a["kv_lens"].shape[0]
+        tables = a["block_tables"].reshape(n, -1)
+        arrays = a["kv_lens"], tables, a["query_start_loc"], a["distribution"][2]
+        page, offset = write_slots(*arrays, a["queries"].shape[0], cache.shape[1])
+        page = jnp.where(page >= 0, page - shard.offset("pages"), -1)
+        new = (
+            x if x.dtype == cache.dtype else quantise(x, a[scale], cache.dtype)
+            for x, scale in ((a["keys"], "k_scale"), (a["values"], "v_scale"))
+        )
+        written = write_rows(cache, *new, page, offset)
+        return super().attend_to_shard({**a, "kv_cache": written}, shard, run)
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> RaggedProblem:
@@ -112,7 +178,12 @@ class RaggedPageAttentionv3(RaggedCall):
 
     @classmethod
     def stage_outputs(cls, problem: RaggedProblem) -> tuple[str, ...]:
-        return ("o", "k")
+        return (*super().stage_outputs(problem), "k")
+
+    @classmethod
+    def select_outputs(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the output, the lse if the call requests it, and the cache."""
+        return outputs if a["return_lse"] else (outputs[0], outputs[-1])
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -9,20 +9,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ejkernel.types.calls.axes import AXES, bare
-from ejkernel.types.calls.layout import MeshAxes
-from ejkernel.types.calls.sharding import ShardingRule
+from ejkernel.types.calls.layout import Layout, MeshAxes
+from ejkernel.types.calls.sharding import ShardingRule, Words
 
 
 def sharding_notes(
-    rule: ShardingRule, axes: Mapping[str, Sequence[tuple[str, ...]]], arrays: Mapping[str, Any]
+    rule: ShardingRule,
+    axes: Mapping[str, Sequence[tuple[str, ...]]],
+    arrays: Mapping[str, Any],
+    output: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Returns the notes on a call under plain ``jit``; none where no array is sharded.
 
     ``axes``: words of the axes of the arrays of each argument; ``arrays``: the arguments that are
-    arrays or masks, abstract or not.
+    arrays or masks, abstract or not; ``output``: words of the axes of the first output.
     """
     named = [
         (name, rule.words(words, x.shape), words, x)
@@ -40,21 +43,125 @@ def sharding_notes(
     words = sorted(layout.spread, key=lambda word: list(AXES).index(bare(word)))
     spread = ", ".join(f"{word} over {' and '.join(layout.axes(word))}" for word in words)
     notes = [f"sharded: {spread or 'no axis'}"]
+    if layout.summed_axes:
+        shape = [rule.sizes.get(word, 1) for word in output]
+        full = jax.ShapeDtypeStruct(tuple(shape), named[0][3].dtype)
+        present = set().union(*map(layout.axes, output)) if output else set()
+        over = " and ".join(sorted(layout.summed_axes))
+        size = _size(full, _parts(present, mesh_sizes))
+        notes.append(f"all-reduce of the output, {size}, over {over}: devices have terms of it")
+    moves: list[tuple[str, float]] = []
     for (name, words, forms, x), mesh_axes in zip(named, split, strict=True):
         present = set().union(*map(layout.axes, words))
         for form, word, now in zip(forms, words, mesh_axes, strict=True):
             moved = set(now).difference(layout.axes(word))
             if moved:
                 collective = "all-to-all" if moved <= present else "all-gather"
-                size = _size(x, _parts(present, mesh_sizes))
-                axis = form.lstrip("#")
+                parts = _parts(present, mesh_sizes)
+                axis, size = form.lstrip("#"), _size(x, parts)
                 notes.append(f"{collective} of {name}, {size} on each device: {axis} stays whole")
+                moves.append((name, _bytes(x) / parts))
         missing = used - present
         if missing and jnp.issubdtype(x.dtype, jnp.floating) and np.dtype(x.dtype).itemsize > 1:
             size = _size(x, _parts(present, mesh_sizes))
             over = " and ".join(sorted(missing))
             notes.append(f"backward: all-reduce of the gradient of {name}, {size}, over {over}")
+    idle = [axis for axis, size in mesh_sizes.items() if size > 1 and axis not in used]
+    if idle:
+        notes.append(f"not sharded over {' and '.join(idle)}: devices along it compute the same")
+    if moves or idle:
+        words_by_name = [(name, words) for name, words, *_ in named]
+        notes += _better_layout(rule, layout, idle, words_by_name, dict(moves))
     return tuple(notes)
+
+
+def place_arrays(
+    arrays: Mapping[str, Any],
+    axes: Mapping[str, Sequence[str]],
+    specs: Mapping[str, PartitionSpec | None],
+    mesh: Any,
+) -> tuple[dict[str, Any], MeshAxes]:
+    """Returns the types of arrays that lie as specs say, and the mesh axes that have pages apart.
+
+    The latter are left out of the types: what they cause is not what the compiler would do.
+    """
+    over_pages: MeshAxes = ()
+    for name, words in axes.items():
+        for word, entry in zip(words, specs.get(name) or (), strict=False):
+            if word == "pages" and entry is not None:
+                over_pages = entry if isinstance(entry, tuple) else (entry,)
+    others = {axis: size for axis, size in mesh.shape.items() if axis not in over_pages}
+    smaller_mesh = AbstractMesh(tuple(others.values()), tuple(others))
+    placed = {}
+    for name, x in arrays.items():
+        words = axes.get(name, ())
+        entries = [
+            None if word == "pages" else entry
+            for word, entry in zip(words, specs.get(name) or (), strict=False)
+        ]
+        sharding = NamedSharding(smaller_mesh, PartitionSpec(*entries))
+        placed[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return placed, over_pages
+
+
+def pages_notes(rule: ShardingRule, output: str, axes: MeshAxes) -> tuple[str, ...]:
+    """Returns the notes on pages over mesh axes; ``output``: words of the first output's axes."""
+    *rows, dim = (rule.sizes.get(word, 1) for word in output.split())
+    rows_bytes = math.prod(rows) * np.dtype(np.float32).itemsize
+    over = " and ".join(axes)
+    return (
+        f"pages over {over}: each device attends to its own, merged by lse",
+        f"all-reduce of the output with its weights, {_in_words(rows_bytes * (dim + 1))}, and of "
+        f"the largest lse, {_in_words(rows_bytes)}, over {over}, for all rows and heads",
+    )
+
+
+def _better_layout(
+    rule: ShardingRule,
+    layout: Layout,
+    idle: Sequence[str],
+    arrays: Sequence[tuple[str, Words]],
+    moved: Mapping[str, float],
+) -> list[str]:
+    """Returns the note on arrays that should lie otherwise, and what that saves; may be empty.
+
+    Mesh axes that are in use stay where they are; each ``idle`` one goes to the first axis of the
+    call that its devices divide.
+    """
+    better = layout
+    for axis in idle:
+        better = _with_mesh_axis(rule, better, axis)
+    changed = {word for word, axes in better.spread.items() if axes != layout.axes(word)}
+    names_by_layout: dict[str, list[str]] = {}
+    for name, words in arrays:
+        if name in moved or changed.intersection(words):
+            spread = [f"{w} over {' and '.join(better.axes(w))}" for w in words if better.axes(w)]
+            key = " and ".join(spread) or "no axis sharded"
+            names_by_layout.setdefault(key, []).append(name)
+    if not names_by_layout:
+        return []
+    layouts = "; ".join(
+        f"{', '.join(dict.fromkeys(names))} with {spread}"
+        for spread, names in names_by_layout.items()
+    )
+    saved = sum(moved.values())
+    gain = f"saves {_in_words(saved)} on each device" if saved else "shares out the work"
+    return [f"better layout, {gain}: {layouts}"]
+
+
+def _with_mesh_axis(rule: ShardingRule, layout: Layout, axis: str) -> Layout:
+    """Returns the layout with one more mesh axis, the same one if no axis of the call takes it."""
+    for word in AXES:
+        size = rule.sizes.get(word)
+        if size is None or not rule.words((word,), (size,))[0]:
+            continue
+        requested: dict[str, MeshAxes] = {word: (*layout.axes(word), axis)}
+        requested |= {other: axes for other, axes in layout.spread.items() if other != word}
+        entries = [((other,), [axes]) for other, axes in requested.items()]
+        trial = rule.layout(layout.mesh_sizes, entries)
+        if axis in trial.axes(word) and trial.spread.keys() >= layout.spread.keys():
+            return trial
+    return layout
 
 
 def _is_on_mesh(x: Any) -> bool:
@@ -80,7 +187,15 @@ def _parts(axes: set[str], mesh_sizes: Mapping[str, int]) -> int:
 
 def _size(x: Any, parts: int) -> str:
     """Returns the size of a part of an array in words."""
-    size = math.prod(x.shape) * np.dtype(x.dtype).itemsize / parts
+    return _in_words(_bytes(x) / parts)
+
+
+def _bytes(x: Any) -> int:
+    return math.prod(x.shape) * np.dtype(x.dtype).itemsize
+
+
+def _in_words(size: float) -> str:
+    """Returns a number of bytes in words."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.3g} {unit}"

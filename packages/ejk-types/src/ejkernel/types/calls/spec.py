@@ -13,16 +13,20 @@ import numpy as np
 from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
 from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.axes import bare, mask_axes
+from ejkernel.types.calls.layout import Layout
 from ejkernel.types.calls.sharding import ShardingRule
-from ejkernel.types.calls.sharding_notes import sharding_notes
+from ejkernel.types.calls.sharding_notes import pages_notes, place_arrays, sharding_notes
 from ejkernel.types.calls.signature import Boundary, axes_of
 from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.structure import Unsupported
+from ejkernel.types.mods import Mod
 
 Arguments = dict[str, Any]
 Step = Callable[[Arguments], None]
 _NUMBER = {int}
+TREES = (MaskInfo, Mod)
+"""Arguments that consist of arrays."""
 
 
 class Call:
@@ -45,6 +49,8 @@ class Call:
         normal_samples: whether sample inputs are normally distributed, of both signs.
         merged: arguments that ``check_values`` or ``canonicalize`` moves into another one, and the
             name of that one. A kernel that reads the latter has no need to read the former.
+        sequence_hint: what a caller does in place of sharding a sequence, for messages.
+        shards_pages: whether pages of a cache may be spread over devices (``attend_to_shard``).
         whole_groups: whether a device of a mesh needs all query heads of its key heads.
         boundary: the parameters, read from ``signature``.
         StaticArguments: tuple with a field for every parameter but ``mask_info``.
@@ -62,6 +68,8 @@ class Call:
     divisors: ClassVar[tuple[str, ...]] = ()
     normal_samples: ClassVar[bool] = False
     merged: ClassVar[Mapping[str, str]] = {}
+    sequence_hint: ClassVar[str] = Layout.sequence_hint
+    shards_pages: ClassVar[bool] = False
     whole_groups: ClassVar[bool] = False
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
@@ -89,7 +97,7 @@ class Call:
         static = [name for name in names if name in cls.boundary.static_names]
         cls.Options = namedtuple(f"{cls.__name__}Options", static)
         cls._before, cls._inside = (
-            tuple(dict.fromkeys(step for name, step in table.items() if name in names))
+            tuple(dict.fromkeys(step for name, step in table.items() if name in cls.boundary.names))
             for table in (values.BY_NAME, canonicalize.BY_NAME)
         )
 
@@ -100,6 +108,13 @@ class Call:
         """Check Python and numpy values, call builders, turn scalars that vary into arrays."""
         for step in cls._before:
             step(a)
+
+    @classmethod
+    def check_contents(cls, a: Arguments) -> None:
+        """Check values that a call relies on or clips; every index array is a NumPy array.
+
+        A call does not ask: these values are on a device, or looking costs too much each time.
+        """
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:
@@ -150,8 +165,9 @@ class Call:
         override, axes = cls.argument_axes(dict(a)), {}
         for p in cls.boundary.parameters:
             value = a[p.name]
-            if isinstance(value, MaskInfo):
-                axes[p.name] = [mask_axes(x) for x in jax.tree.leaves(value)]
+            leaves = leaf_axes(value)
+            if leaves is not None:
+                axes[p.name] = leaves
             elif hasattr(value, "shape") and hasattr(value, "dtype"):
                 axes[p.name] = [tuple(axes_of(p, value, override))]
         return axes
@@ -181,7 +197,31 @@ class Call:
             and [x.shape for x in jax.tree.leaves(arrays[name])]
             == [x.shape for x in jax.tree.leaves(a[name])]
         }
-        return sharding_notes(cls.sharding_rule(a), axes, alike)
+        first = next(iter(cls.output_axes(dict(a))), "")
+        output = () if first.startswith("=") else tuple(first.split())
+        return sharding_notes(cls.sharding_rule(a), axes, alike, output)
+
+    @classmethod
+    def placement_notes(
+        cls, a: Mapping[str, Any], arrays: Mapping[str, Any], mesh: Any, in_specs: Any
+    ) -> tuple[str, ...]:
+        """Returns sentences about the sharding of a call by ``mesh=`` and ``in_specs=``.
+
+        ``a``: the canonical arguments of one shard; ``arrays``: the caller's.
+        """
+        names = [p.name for p in cls.boundary.array_parameters]
+        specs = dict(zip(names, in_specs or (), strict=False))
+        # a mask is several arrays, whose sharding follows from the others
+        arrays = {name: x for name, x in arrays.items() if not isinstance(x, MaskInfo)}
+        unsharded = {**a, **arrays, "mask_info": None}
+        axes = {name: words[0] for name, words in cls.array_axes(unsharded).items()}
+        arrays = {name: arrays[name] for name in arrays if name in axes}
+        placed, over_pages = place_arrays(arrays, axes, specs, mesh)
+        notes = cls.sharding_notes({**unsharded, **placed}, placed)
+        if not over_pages:
+            return notes
+        rule = cls.sharding_rule(unsharded)
+        return (*pages_notes(rule, cls.output_axes(unsharded)[0], over_pages), *notes)
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:
@@ -191,6 +231,14 @@ class Call:
         ``offset(word)``, its first index, and ``local(word)``, its size.
         """
         canonicalize.local_seeds(a, shard, *cls.seeds)
+
+    @classmethod
+    def attend_to_shard(cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]) -> Any:
+        """Returns the result of a call of which each device has some of the pages.
+
+        ``a``: the arguments of one shard; ``run``: computes a call of one device.
+        """
+        raise NotImplementedError
 
     # ---- the two steps of a call ------------------------------------------------------------
 
@@ -307,6 +355,8 @@ class Call:
             x = a[name]
             if isinstance(x, np.dtype):
                 x = x.name
+            elif isinstance(x, Mod):
+                x = x.form
             elif hasattr(x, "shape") and hasattr(x, "dtype"):
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype)
             values.append(x)
@@ -323,6 +373,8 @@ class Call:
             x = a[name]
             if isinstance(x, np.dtype):
                 x = x.name
+            elif isinstance(x, Mod):
+                x = x.form
             elif hasattr(x, "shape") and hasattr(x, "dtype"):
                 x = None
             values.append(x)
@@ -330,11 +382,11 @@ class Call:
 
     @classmethod
     def array_arguments(cls, a: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays among the arguments, and the mask, by name."""
+        """The arrays among the arguments, the mask and the mods, by name."""
         arrays = {}
         for name in cls.boundary.names:
             x = a[name]
-            if isinstance(x, MaskInfo) or (hasattr(x, "shape") and hasattr(x, "dtype")):
+            if isinstance(x, TREES) or (hasattr(x, "shape") and hasattr(x, "dtype")):
                 arrays[name] = x
         return arrays
 
@@ -384,3 +436,15 @@ class Call:
             samples |= drawn.tables(a, rng, cls.boundary.pools[0])
         names = cls.boundary.float_names if cls.normal_samples else ()
         return samples | drawn.normal(a, rng, names)
+
+
+def leaf_axes(value: Any) -> list[tuple[str, ...]] | None:
+    """Returns the words of the axes of each array of a mask or a mod; None for other values.
+
+    The arrays of a mod are whole on every device: its function indexes them by global indices.
+    """
+    if isinstance(value, MaskInfo):
+        return [mask_axes(x) for x in jax.tree.leaves(value)]
+    if isinstance(value, Mod):
+        return [("_",) * len(x.shape) for x in jax.tree.leaves(value)]
+    return None

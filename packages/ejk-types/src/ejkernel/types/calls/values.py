@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from ejkernel.types.calls.words import invalid, out_of_range
+from ejkernel.types.masks.mask_info import ModMaskInfo
 from ejkernel.types.masks.segments import check_starts
 
 Arguments = dict[str, Any]
@@ -116,5 +117,33 @@ def _build_bias(a: Arguments) -> None:
     a["init_bias"] = None
 
 
-BY_NAME = {"init_bias": _build_bias, "cum_seqlens_q": _packed_pair, "cu_seqlens": _packed}
+def _function_of_mask(a: Arguments) -> None:
+    """Takes the function out of a mask that was made of one; elsewhere it becomes an array."""
+    mask = a["mask_info"]
+    if not isinstance(mask, ModMaskInfo):
+        return
+    if "mask_mod" not in a:
+        a["mask_info"] = mask.dense
+        return
+    a["mask_info"] = mask.plain
+    if a["mask_mod"] is not None:
+        legal = "None together with a mask_info from MaskInfo.from_mask_mod"
+        raise invalid("mask_mod", legal, a["mask_mod"])
+    q, k = a["query"].shape, a["key"].shape
+    expected = {"batch": q[0], "heads": q[2], "q": q[1], "kv": k[1]}
+    reads = {"batch": "b", "heads": "h"}
+    for axis, size in expected.items():
+        matters = axis not in reads or reads[axis] in mask.mask_mod.program.reads
+        if matters and getattr(mask.sizes, axis) != size:
+            value = f"from_mask_mod of {axis} {getattr(mask.sizes, axis)}"
+            raise invalid("mask_info", f"a mask of {axis} {size}", value)
+    a["mask_mod"] = mask.mask_mod
+
+
+BY_NAME = {
+    "mask_info": _function_of_mask,
+    "init_bias": _build_bias,
+    "cum_seqlens_q": _packed_pair,
+    "cu_seqlens": _packed,
+}
 """What is done with an argument of this name, in this order."""

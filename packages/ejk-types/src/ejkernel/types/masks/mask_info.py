@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import types
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal
 
+import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 
-from ejkernel.types.arrays import static_int
+from ejkernel.types.arrays import static_int, static_length
 from ejkernel.types.errors import invalid
 from ejkernel.types.masks import apply, convert, sharding, summary
 from ejkernel.types.masks.apply import intersect
 from ejkernel.types.masks.constructors import Constructors
-from ejkernel.types.masks.fields import NO_RULE, Lengths, lengths_of, register, with_private
+from ejkernel.types.masks.fields import (
+    NO_RULE,
+    Lengths,
+    MaskFields,
+    lengths_of,
+    register,
+    with_private,
+)
 from ejkernel.types.masks.rules import MAX_DISTANCE, Rule, window_tuple
 from ejkernel.types.masks.segments import segment_ids_to_cu_seqlens
 from ejkernel.types.masks.sharding import MaskSharding
 from ejkernel.types.masks.summary import BlockSummary
+from ejkernel.types.mods import MASK, Mod, block_states, dense_pairs, trace_mod
 
 
 def _offset(offset: int) -> int:
@@ -53,6 +67,40 @@ class MaskInfo(Constructors):
     __slots__ = ()
     __module__ = "ejkernel.types.mask_info"
     """Its name in keys of stored configs, in recorded calls and in pickles; stays."""
+
+    @staticmethod
+    def from_mask_mod(
+        mask_mod: Callable[..., Any],
+        q_len: int,
+        kv_len: int,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        block_size: int = 128,
+    ) -> MaskInfo:
+        """The mask of ``mask_mod(b, h, q, k) -> bool``, with the blocks that it leaves visible.
+
+        Every pair is evaluated once, here, a chunk at a time; calls of ``flash_attention`` then
+        skip the hidden blocks and evaluate the function in blocks that are neither hidden nor
+        full. Other operations, and the methods of the mask that look at pairs, make a dense mask
+        of it.
+
+        mask_mod: a function of int32 scalars; it may index arrays that it closes over.
+        batch, heads: how many there are, if the function depends on ``b`` or ``h``.
+        block_size: rows and keys of a block; a multiple of a kernel's tiles skips most.
+
+        Raises:
+            InvalidArgument: no such function, or one that captures traced arrays.
+        """
+        sizes = (static_length(q_len, "q_len"), static_length(kv_len, "kv_len"))
+        counts = [static_int(n, name, low=1) for n, name in ((batch, "batch"), (heads, "heads"))]
+        size, mod = static_int(block_size, "block_size", low=1), trace_mod(MASK, mask_mod)
+        if any(isinstance(x, Tracer) for x in mod.arrays):
+            legal = "a function that captures no traced array: its blocks are found here"
+            raise invalid("mask_mod", legal, "a captured tracer")
+        options = dict(zip(("batch", "heads"), counts, strict=True), block_size=size)
+        mod = Mod(mod.program, mod.arrays, None, block_states(mod, *sizes, **options), size)
+        return ModMaskInfo.from_parts(MaskInfo(), mod, Lengths(*counts, *sizes))
 
     # shape
 
@@ -314,3 +362,127 @@ class MaskInfo(Constructors):
             return text
         print(text)
         return None
+
+
+@jtu.register_pytree_with_keys_class
+class ModMaskInfo(MaskInfo):
+    """A mask of fields, ``plain``, and of a traced ``mask_mod``; ``from_mask_mod`` makes it.
+
+    Calls take the two apart (``calls.values``), so that kernels get masks of fields alone.
+    """
+
+    __slots__ = ("__dict__", "mask_mod", "plain", "sizes")
+    __module__ = "ejkernel.types.mask_info"
+
+    plain: MaskInfo
+    mask_mod: Mod
+    sizes: Lengths
+
+    @classmethod
+    def from_parts(cls, plain: MaskInfo, mask_mod: Mod, sizes: Lengths) -> ModMaskInfo:
+        """Returns the mask of both; ``sizes``: the lengths that the blocks were found for."""
+        new = object.__new__(cls)
+        fields = {name: getattr(plain, name) for name in MaskFields.__slots__}
+        new._store(fields | {"plain": plain, "mask_mod": mask_mod, "sizes": sizes})
+        return new
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
+        children = ((jtu.GetAttrKey(name), getattr(self, name)) for name in ("plain", "mask_mod"))
+        return tuple(children), tuple(self.sizes)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple, children: tuple) -> ModMaskInfo:
+        plain, mask_mod = children
+        if not isinstance(plain, MaskInfo):  # JAX puts arbitrary objects in the place of parts
+            new = object.__new__(cls)
+            new._store({"plain": plain, "mask_mod": mask_mod, "sizes": Lengths(*static)})
+            return new
+        return cls.from_parts(plain, mask_mod, Lengths(*static))
+
+    @cached_property
+    def dense(self) -> MaskInfo:
+        """The same mask with the function's pairs as an array."""
+        pairs = dense_pairs(self.mask_mod, self.sizes)
+        return self.plain & MaskInfo(attention_mask=pairs)
+
+    def __repr__(self) -> str:
+        return f"{self.plain!r} & {self.mask_mod!r}"
+
+    def __reduce__(self):
+        return type(self.dense).__reduce__(self.dense)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, ModMaskInfo):
+            return self is other
+        mine, theirs = self.mask_mod, other.mask_mod
+        same = mine.program == theirs.program and self.sizes == other.sizes
+        arrays = zip(mine.arrays, theirs.arrays, strict=True) if same else ()
+        return same and self.plain == other.plain and all(a is b for a, b in arrays)
+
+    def __hash__(self) -> int:
+        return hash((self.plain, self.mask_mod.program, self.sizes))
+
+    def __and__(self, other: Any) -> MaskInfo:
+        if isinstance(other, ModMaskInfo):
+            return self & other.dense
+        if not isinstance(other, MaskInfo):
+            return NotImplemented
+        return type(self).from_parts(self.plain & other, self.mask_mod, self.sizes)
+
+    def __rand__(self, other: Any) -> MaskInfo:
+        if not isinstance(other, MaskInfo):
+            return NotImplemented
+        return type(self).from_parts(other & self.plain, self.mask_mod, self.sizes)
+
+    @property
+    def terms(self) -> Any:
+        """Nobody reads the fields of this mask alone: they are not all of it."""
+        legal = "a mask of fields: materialize_attention_mask() makes one of a mask_mod"
+        raise invalid("mask_info", legal, repr(self))
+
+    @property
+    def shape(self) -> Lengths:
+        return self.sizes
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.sizes.batch
+
+    @property
+    def q_len(self) -> int | None:
+        return self.sizes.q
+
+    @property
+    def kv_len(self) -> int | None:
+        return self.sizes.kv
+
+
+def _of_dense(name: str, member: Any) -> Any:
+    """Returns a member of MaskInfo that a ModMaskInfo asks its dense form."""
+    if isinstance(member, property):
+        return property(lambda self: getattr(self.dense, name), doc=member.__doc__)
+
+    @functools.wraps(member)
+    def method(self: ModMaskInfo, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.dense, name)(*args, **kwargs)
+
+    return method
+
+
+def _of_plain(name: str, member: Any) -> Any:
+    """Returns a method that adds a rule to the fields and keeps the function."""
+
+    @functools.wraps(member)
+    def method(self: ModMaskInfo, *args: Any, **kwargs: Any) -> MaskInfo:
+        plain = getattr(self.plain, name)(*args, **kwargs)
+        return ModMaskInfo.from_parts(plain, self.mask_mod, self.sizes)
+
+    return method
+
+
+_RULES = ("apply_causal", "apply_sliding_window", "apply_chunked")
+for _name, _member in {**vars(MaskFields), **vars(MaskInfo)}.items():
+    _reads_pairs = isinstance(_member, (property, types.FunctionType))
+    if _reads_pairs and not _name.startswith("_") and _name not in vars(ModMaskInfo):
+        _wrap = _of_plain if _name in _RULES else _of_dense
+        setattr(ModMaskInfo, _name, _wrap(_name, _member))

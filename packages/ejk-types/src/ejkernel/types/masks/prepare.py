@@ -56,7 +56,8 @@ class Tiling(NamedTuple):
         return cdiv(self.kv_len, self.block_kv)
 
 
-def _at(values: Any, number: Any) -> Any:
+def entry_at(values: Any, number: Any) -> Any:
+    """Returns the entry of a block: an int where both are known, else int32 ``[]``."""
     if isinstance(values, np.ndarray):
         if isinstance(number, (int, np.integer)):
             return int(values[number])
@@ -104,19 +105,19 @@ class PreparedMask:
 
         Python ints or int32 ``[]``; an empty range has start == stop.
         """
-        return _at(self.by_query.start, qi), _at(self.by_query.stop, qi)
+        return entry_at(self.by_query.start, qi), entry_at(self.by_query.stop, qi)
 
     def q_range(self, ki: Any) -> tuple[Any, Any]:
         """Half-open range of query blocks that key block ``ki`` must visit."""
-        return _at(self.by_key.start, ki), _at(self.by_key.stop, ki)
+        return entry_at(self.by_key.start, ki), entry_at(self.by_key.stop, ki)
 
     def kv_full_range(self, qi: Any) -> tuple[Any, Any]:
         """Part of ``kv_range`` whose tiles are visible as a whole: they need no element mask."""
-        return _at(self.by_query.full_start, qi), _at(self.by_query.full_stop, qi)
+        return entry_at(self.by_query.full_start, qi), entry_at(self.by_query.full_stop, qi)
 
     def q_full_range(self, ki: Any) -> tuple[Any, Any]:
         """Part of ``q_range`` whose tiles are visible as a whole: they need no element mask."""
-        return _at(self.by_key.full_start, ki), _at(self.by_key.full_stop, ki)
+        return entry_at(self.by_key.full_start, ki), entry_at(self.by_key.full_stop, ki)
 
     def tile_needed(self, qi: Any, ki: Any) -> Any:
         """False if the tile is known to be visible as a whole; bool or traced bool."""

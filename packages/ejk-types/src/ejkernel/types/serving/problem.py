@@ -86,6 +86,7 @@ class PagedProblem:
             # a longer window hides nothing, and int32 holds a position minus this one
             "window_left": None if window is None else min(window[0], 2**30),
             "num_splits": a.get("num_splits"),
+            "return_lse": a.get("return_lse", False),
         } | sizes
         if "layout" not in fields:
             dims = (fields["kv_heads"], fields["dim"], fields["value_dim"])

@@ -10,20 +10,22 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ejkernel.types.attention.dropout import P1, P2, P3, P4, fmix
+from ejkernel.types.attention.dropout import P1, P2, P3, P4, P5, fmix
 
 
 def row_words(seed: jax.Array, batch: int, heads: int, rows: int) -> jax.Array:
-    """Returns the row words uint32 ``[b, h, 2, q]`` for the seed words int32 ``[1, 3]``.
+    """Returns the row words uint32 ``[b, h, 2, q]`` for the seed words int32 ``[1, 5]``.
 
-    The seed words are the seed and the indices of the first batch row and head.
+    The seed words are the seed and the indices of the first batch row, head, query and key.
     """
     words = seed[0].astype(jnp.uint32)
     b = words[1] + jnp.arange(batch, dtype=jnp.uint32)[:, None, None]
     h = words[2] + jnp.arange(heads, dtype=jnp.uint32)[None, :, None]
     key = fmix(fmix(fmix(words[0] + P1) + b * P2) + h * P3)
-    index = jnp.arange(rows, dtype=jnp.uint32)[None, None]
+    index = words[3] + jnp.arange(rows, dtype=jnp.uint32)[None, None]
     r = fmix(key + index * P4)
     s = fmix(r ^ P1)
+    # kernels count keys from 0
+    r = r + words[4] * P5
     # shift-xor is linear: (x ^ s) ^ ((x ^ s) >> 13) is x ^ (x >> 13) ^ (s ^ (s >> 13))
     return jnp.stack([r, s ^ (s >> 13)], axis=2)

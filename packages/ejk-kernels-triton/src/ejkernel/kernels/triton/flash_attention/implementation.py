@@ -17,16 +17,23 @@ from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.products import precision_name, refused_precision
 from ejkernel.kernels.triton.flash_attention import lists, single_row, tiles
 from ejkernel.kernels.triton.flash_attention.fits import neighbours
-from ejkernel.kernels.triton.flash_attention.launch import AttentionLaunch
+from ejkernel.kernels.triton.flash_attention.launch import AttentionLaunch, is_fused
 from ejkernel.kernels.triton.flash_attention.static_lists import build_static_lists, list_key
-from ejkernel.kernels.triton.flash_attention.terms import row_terms
+from ejkernel.kernels.triton.flash_attention.terms import (
+    logit_shift,
+    logit_unit,
+    natural_logarithm,
+    row_terms,
+)
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.context.kernel import ContextParallel
 from ejkernel.types.attention.mixins import SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
+from ejkernel.types.attention.rows import LN2
 from ejkernel.types.calls import arguments
 from ejkernel.types.masks.structure import HULL, LISTED, block_ranges, operands, split_mask
 
@@ -82,6 +89,15 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
             o, lse, *saved = call(launch, **operands).values()
             outputs = o, lse
         return super().backward(work, arrays, outputs, saved, cotangents)
+
+    def row_unit(self, problem: Problem) -> float:
+        return LN2 if is_fused(problem) else logit_unit(problem)
+
+    def row_shift(self, problem: Problem) -> float:
+        return natural_logarithm(logit_shift(problem)) / self.row_unit(problem)
+
+    def saved_rows(self, rows: list[Any]) -> list[Any]:
+        return rows
 
     def backward_tiles(self, work: Work) -> Iterable[tuple[int, int]]:
         key_tiles = (tile for _, tile in _key_passes(work))
@@ -161,3 +177,18 @@ def _with_operands(
 
 
 flash_attention = FlashAttention()
+
+
+class RingAttention(ContextParallel, TritonKernel):
+    """Flash attention over a sequence that is sharded along a mesh axis.
+
+    Call it inside ``shard_map``. Dtypes, head dims and ``cfg`` are as in ``flash_attention``,
+    which computes every piece of the visiting keys.
+    """
+
+    call = calls.RingAttention
+    reads = arguments.RING | arguments.DROPOUT | {"bias", "precision"}
+    flash = flash_attention
+
+
+ring_attention = RingAttention()

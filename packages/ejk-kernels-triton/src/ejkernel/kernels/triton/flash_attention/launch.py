@@ -24,6 +24,11 @@ TINY = 2.0**-120
 GRADIENT_OPERANDS = {"do": BATCHED, "base": BATCHED, "delta": BATCHED}
 
 
+def is_fused(problem: Problem) -> bool:
+    """Returns whether saved row values are in base 2, as a soft cap bounds the logits."""
+    return problem.soft_cap is not None and problem.soft_cap < 2.0**16
+
+
 @dataclass(frozen=True)
 class AttentionLaunch(Launch):
     """Base of the launches of flash attention.
@@ -173,9 +178,7 @@ class AttentionLaunch(Launch):
         elif p.scale <= 0.0 and cap is None:
             scale = -1.0 if p.scale < 0.0 else 0.0
         cap_factor = float(2 / cap * LOG2E * (1.0 if p.biased else p.scale)) if cap else None
-        return groups.Logits(
-            scale, self.slope, self.gradient, cap_factor, FUSED=cap is not None and cap < 2.0**16
-        )
+        return groups.Logits(scale, self.slope, self.gradient, cap_factor, FUSED=is_fused(p))
 
     def common(self, maps: bool) -> dict[str, Any]:
         """Returns the arguments that every kernel here takes; ``maps``: TMA is used."""

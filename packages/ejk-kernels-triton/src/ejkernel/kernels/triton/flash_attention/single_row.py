@@ -15,9 +15,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
-from ejkernel.kernels.triton.page_attention.implementation import page_attention
-from ejkernel.kernels.triton.page_attention.tiles import Tiles
+from ejkernel.kernels.triton.serving import decode_tiles
+from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles
+from ejkernel.kernels.triton.serving.implementation import page_attention
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.stages import run_stages
@@ -59,14 +59,14 @@ def decode_problem(problem: Problem) -> PagedProblem:
     )
 
 
-def choose(problem: Problem, target: Target) -> Tiles | None:
+def choose(problem: Problem, target: Target) -> DecodeTiles | None:
     """Returns the tiles of decoding, None where it does not support the call."""
-    return paged_tiles.choose(decode_problem(problem), target) if can_decode(problem) else None
+    return decode_tiles.choose(decode_problem(problem), target) if can_decode(problem) else None
 
 
-def neighbours(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
+def neighbours(problem: Problem, target: Target, chosen: DecodeTiles) -> list[DecodeTiles]:
     """Returns tiles of decoding that are worth timing."""
-    found = paged_tiles.neighbours(decode_problem(problem), target, chosen)
+    found = decode_tiles.neighbours(decode_problem(problem), target, chosen)
     return [replace(tiles, pages=None) for tiles in found]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ejkernel.kernels.triton.common.dims import exact_dim, split_dim
 from ejkernel.kernels.triton.flash_attention import single_row
 from ejkernel.kernels.triton.kernel import overridden
-from ejkernel.kernels.triton.page_attention.tiles import Tiles as DecodeTiles
+from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import config_field
 from ejkernel.types.attention.problem import Problem

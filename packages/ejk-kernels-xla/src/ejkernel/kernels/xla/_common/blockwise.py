@@ -1,6 +1,6 @@
 """Blockwise softmax attention, forward and backward: the core of every flash-type operation.
 
-    x = scale * q k^T (+ bias);  x = cap * tanh(x / cap);  x = -inf where hidden
+    x = scale * q k^T (+ bias);  x = score_mod(x);  x = cap * tanh(x / cap);  x = -inf where hidden
     lse = log(sum_j exp(x) + sum_s exp(sink));  p = exp(x - lse);  o = drop(p) v
 
     forward   per query block, over the key blocks its mask visits: online softmax.
@@ -28,9 +28,11 @@ from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.layout import Layout
+from ejkernel.kernels.xla._common.mods import TileScores
 from ejkernel.kernels.xla._common.tiles import Blocks
 from ejkernel.ops.second_order import operation
 from ejkernel.ops.varying import vary, varying_axes
+from ejkernel.types.attention.rows import DEAD, Rows, RowScales, exponent
 from ejkernel.types.masks.hidden import cleared
 
 
@@ -46,6 +48,7 @@ class Spec:
     precision: Any = None
     logits_dtype: Any = jnp.float32
     operation: str = field(default_factory=operation)
+    scored: bool = False  # by a score_mod
 
     @classmethod
     def from_problem(cls, problem: Any, blocks: Blocks) -> Spec:
@@ -58,6 +61,7 @@ class Spec:
             dropout_prob=problem.dropout_prob,
             precision=getattr(problem, "precision", None),
             logits_dtype=jnp.dtype(getattr(problem, "logits_dtype", jnp.float32)),
+            scored=getattr(problem, "score_mod", None) is not None,
         )
 
     def layout(self, q: Any, k: Any) -> Layout:
@@ -68,23 +72,38 @@ class Spec:
         """The natural logit of a logit of 1, as ``softmax`` has them."""
         if self.soft_cap is not None:
             return self.soft_cap
-        return abs(self.scale) if bias is None and self.scale else 1.0
+        plain = bias is None and not self.scored
+        return abs(self.scale) if plain and self.scale else 1.0
 
 
 class Grads(NamedTuple):
-    """Gradients; dq, dk, dv, dbias in the accumulation dtype, None for an absent bias."""
+    """Gradients; dq, dk, dv, dbias in the accumulation dtype, None for an absent bias.
+
+    ``dscores``: of the arrays that a score_mod captures, ``TileScores.floats``.
+    """
 
     dq: jax.Array
     dk: jax.Array
     dv: jax.Array
     dbias: jax.Array | None
+    dscores: tuple[jax.Array, ...] = ()
+
+
+class Logits(NamedTuple):
+    """Logits of a tile; tanh(x / cap) with a cap; the pullback of a score_mod if asked for."""
+
+    x: jax.Array
+    tanh: jax.Array | None
+    pull: Any
 
 
 class _Tiles:
     """The logits of one tile and their derivative, shared by both passes."""
 
-    def __init__(self, spec: Spec, q, k, v, bias, mask, dropout: Dropout | None):
-        self.spec, self.mask, self.dropout = spec, mask, dropout
+    def __init__(
+        self, spec: Spec, q, k, v, bias, mask, dropout: Dropout | None, scores: TileScores | None
+    ):
+        self.spec, self.mask, self.dropout, self.scores = spec, mask, dropout, scores
         self.layout = spec.layout(q, k)
         options = {"precision": spec.precision, "at_least": spec.logits_dtype}
         self.dots = DotPolicy.for_arrays(q, k, v, **options)
@@ -96,27 +115,34 @@ class _Tiles:
     def zeros(self, *shape: int) -> jax.Array:
         return vary(jnp.zeros(shape, self.acc), self.axes)
 
-    def logits(self, q, k, qi, ki) -> tuple[jax.Array, jax.Array | None]:
-        """Logits ``[b, hk, g, bq, bk]`` in units, and tanh(x / cap) when there is a cap."""
+    def logits(self, q, k, qi, ki, differentiate: bool = False) -> Logits:
+        """Logits ``[b, hk, g, bq, bk]`` in units, with the terms of their derivative."""
         spec, layout = self.spec, self.layout
         x = layout.by_head(self.dots.rows_cols(q, k))
-        t = None
-        if self.bias is None and spec.soft_cap is None and spec.scale:
+        t = pull = None
+        visible = self.mask.tile(qi, ki)
+        if self.bias is None and spec.soft_cap is None and self.scores is None and spec.scale:
             x = x if spec.scale > 0 else -x
         else:
             x = x * spec.scale
             if self.bias is not None:
                 tile = blk.take_tile(self.bias, qi, ki, layout.block_q, layout.block_kv)
                 x = x + sm.narrowed(layout.grouped(tile), self.acc)
+            if self.scores is not None:
+                if differentiate:
+                    x, pull = self.scores.with_pullback(x, qi, ki)
+                else:
+                    x = self.scores(x, qi, ki)
+                if visible is not None:  # a function may be NaN where no pair is visible
+                    x = jnp.where(layout.grouped(visible), x, 0.0)
             if spec.soft_cap is not None:
                 x = t = jnp.tanh(x / spec.soft_cap)
-        visible = self.mask.tile(qi, ki)
         if visible is not None:
             x = jnp.where(layout.grouped(visible), x, -jnp.inf)
         visited = getattr(self.mask, "visited", None)
         if visited is not None:
             x = blk.hide_unvisited(x, visited(qi, ki))
-        return x, t
+        return Logits(x, t, pull)
 
     def dropout_keep_mask(self, qi, ki) -> jax.Array | None:
         """bool ``[b, hk, g, bq, bk]``; None without dropout."""
@@ -162,7 +188,8 @@ def forward(
     *,
     mask: blk.BlockMask,
     dropout: Dropout | None = None,
-) -> tuple[jax.Array, sm.Rows]:
+    scores: TileScores | None = None,
+) -> tuple[jax.Array, Rows]:
     """Output and row normaliser, both in the accumulation dtype.
 
     Args:
@@ -170,17 +197,18 @@ def forward(
         bias: ``[#b, #h, #q, k]`` or None.
         mask: prepared for ``spec.layout(q, k)``'s blocks.
         dropout: None = keep everything.
+        scores: the score_mod, if ``spec.scored``.
 
     Returns:
         o ``[b, q, h, dv]``, 0 for a row that sees no key, and the normaliser ``[b, q, h]`` in
         ``spec.unit(bias)``. ``softmax.merge`` joins such pairs over disjoint keys;
         ``softmax.finalize_rows`` counts the sinks.
     """
-    tiles = _Tiles(spec, q, k, v, bias, mask, dropout)
+    tiles = _Tiles(spec, q, k, v, bias, mask, dropout, scores)
     layout, dv = tiles.layout, v.shape[-1]
     if layout.empty:
         rows = (layout.batch, layout.q_len, q.shape[2])
-        return tiles.zeros(*rows, dv), sm.Rows(tiles.zeros(*rows) - jnp.inf, tiles.zeros(*rows))
+        return tiles.zeros(*rows, dv), Rows(tiles.zeros(*rows) - jnp.inf, tiles.zeros(*rows))
     q_blocks = _flat(layout.split_q(q))
     k_blocks, v_blocks = (_flat(layout.split_kv(x)) for x in _seen(mask, k, v))
     state_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q)
@@ -190,7 +218,7 @@ def forward(
 
         def visit_kv(t: Any, state: sm.RowState) -> sm.RowState:
             ki = blk.block_number(mask, "kv_index", qi, t)
-            x, _ = tiles.logits(q_tile, layout.tile(blk.take_block(k_blocks, ki)), qi, ki)
+            x = tiles.logits(q_tile, layout.tile(blk.take_block(k_blocks, ki)), qi, ki).x
             m, rescale, p = sm.shift(state.m, x, tiles.unit)
             keep = tiles.dropout_keep_mask(qi, ki)
             weights = p if keep is None else jnp.where(keep, p, 0.0)
@@ -211,7 +239,7 @@ def forward(
 
     order = getattr(mask, "q_order", None)
     _, (o, rows) = blk.scan_blocks(query_block, None, q_blocks, layout.nq, order)
-    return layout.join_q(o), sm.Rows(*(layout.join_rows(x) for x in rows))
+    return layout.join_q(o), Rows(*(layout.join_rows(x) for x in rows))
 
 
 def row_delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None, dtype: Any) -> jax.Array:
@@ -229,7 +257,8 @@ def backward(
     *,
     mask: blk.BlockMask,
     dropout: Dropout | None = None,
-    row_scales: sm.RowScales,
+    scores: TileScores | None = None,
+    row_scales: RowScales,
     delta: jax.Array,
     do: jax.Array,
 ) -> Grads:
@@ -239,12 +268,13 @@ def backward(
     so the gradients of parts over disjoint keys simply add up. ``softmax.sink_gradient`` computes
     the gradient of the sinks.
     """
-    tiles = _Tiles(spec, q, k, v, bias, mask, dropout)
+    tiles = _Tiles(spec, q, k, v, bias, mask, dropout, scores)
     tiles.axes = tiles.axes | varying_axes(*row_scales[:2], delta, do)
     layout, acc = tiles.layout, tiles.acc
+    dscores = () if scores is None else tuple(tiles.zeros(*x.shape) for x in scores.floats)
     if layout.empty:
         dbias = None if bias is None else tiles.zeros(*bias.shape)
-        return Grads(*(tiles.zeros(*x.shape) for x in (q, k, v)), dbias)
+        return Grads(*(tiles.zeros(*x.shape) for x in (q, k, v)), dbias, dscores)
     # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
     q, do = (jnp.where(row_scales.alive[..., None], x, jnp.zeros((), x.dtype)) for x in (q, do))
     q_blocks, do_blocks = _flat(layout.split_q(q)), _flat(layout.split_q(do))
@@ -252,7 +282,7 @@ def backward(
     # summed transposed, from transposed copies of q and do
     q_columns, do_columns = (_flat(layout.split_q(x).swapaxes(-1, -2)) for x in (q, do))
     m_blocks = layout.split_rows(row_scales.m, 0.0)
-    scale_blocks = layout.split_rows(row_scales.log2_scale, sm.DEAD)
+    scale_blocks = layout.split_rows(row_scales.log2_scale, DEAD)
     delta_blocks = layout.split_rows(jnp.where(row_scales.alive, delta, 0.0), 0.0)
     row_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q, 1)
 
@@ -260,15 +290,15 @@ def backward(
         k_tile, v_tile = (layout.tile(x) for x in tile)
 
         def visit_q(t: Any, state: Any):
-            dk, dv, dq, dbias = state
+            dk, dv, dq, dbias, dscores = state
             qi = blk.block_number(mask, "q_index", ki, t)
             rows = (blk.take_block(x, qi) for x in (q_blocks, do_blocks))
             q_tile, do_tile = (layout.tile(x) for x in rows)
-            x, tanh = tiles.logits(q_tile, k_tile, qi, ki)
+            x, tanh, pull = tiles.logits(q_tile, k_tile, qi, ki, differentiate=True)
             m, log2_scale = (
                 blk.take_block(rows, qi).reshape(row_shape) for rows in (m_blocks, scale_blocks)
             )
-            p = jnp.exp2(sm.exponent(x, m, tiles.unit) + log2_scale)
+            p = jnp.exp2(exponent(x, m, tiles.unit) + log2_scale)
             dp = layout.by_head(tiles.dots.rows_cols(do_tile, v_tile))
             weights, keep = p, tiles.dropout_keep_mask(qi, ki)
             if keep is not None:
@@ -277,6 +307,10 @@ def backward(
             ds = p * (dp - blk.take_block(delta_blocks, qi).reshape(row_shape))
             if tanh is not None:
                 ds = ds * (1.0 - tanh * tanh)
+            if pull is not None:
+                ds, new = pull(ds)
+                ds = jnp.where(p > 0.0, ds, 0.0)
+                dscores = tuple(a + b.astype(acc) for a, b in zip(dscores, new, strict=True))
             if dbias is not None:
                 dbias = blk.add_tile(dbias, qi, ki, _sum_like(ds, layout, dbias.shape))
             ds = layout.by_row(ds)
@@ -286,7 +320,7 @@ def backward(
             dk = dk + tiles.dots.weigh(q_tile, ds)
             dq_tile = tiles.dots.weigh(ds, k_tile)
             dq = blk.add_block(dq, qi, dq_tile.reshape(dq.shape[1:]))
-            return dk, dv, dq, dbias
+            return dk, dv, dq, dbias, dscores
 
         columns = ((*x.shape[:2], x.shape[3], x.shape[2]) for x in (k_tile, v_tile))
         start = (*(tiles.zeros(*shape) for shape in columns), *carry)
@@ -294,10 +328,10 @@ def backward(
         return tuple(carry), (dk.swapaxes(-1, -2), dv.swapaxes(-1, -2))
 
     dbias = None if tiles.bias is None else tiles.zeros(*tiles.bias.shape)
-    carry = (tiles.zeros(*q_blocks.shape), dbias)
+    carry = (tiles.zeros(*q_blocks.shape), dbias, dscores)
     blocks = tuple(_flat(layout.split_kv(x)) for x in _seen(mask, k, v))
     order = getattr(mask, "kv_order", None)
-    (dq, dbias), (dk, dv) = blk.scan_blocks(key_block, carry, blocks, layout.nk, order)
+    (dq, dbias, dscores), (dk, dv) = blk.scan_blocks(key_block, carry, blocks, layout.nk, order)
     if dbias is not None:
         dbias = dbias[:, :, : layout.q_len, : layout.kv_len]
     return Grads(
@@ -305,6 +339,7 @@ def backward(
         layout.join_kv(dk) * jnp.asarray(spec.scale, acc),
         layout.join_kv(dv),
         dbias,
+        dscores,
     )
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ejkernel.kernels.xla._common.blockwise import row_delta
-from ejkernel.kernels.xla._common.softmax import finalize_rows, sink_gradient
-from ejkernel.kernels.xla._common.tiles import Passes
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla._common.blockwise import Spec, row_delta
+from ejkernel.kernels.xla._common.dots import accumulation_dtype
+from ejkernel.kernels.xla._common.tiles import Blocks, Passes
 from ejkernel.kernels.xla.flash_attention import tiles
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types.attention.rows import finalize_rows, sink_gradient
 
 
 class BlockwiseKernel(XlaKernel):
@@ -33,6 +36,25 @@ class BlockwiseKernel(XlaKernel):
     def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
         """Returns gradients by name; ``rows`` are keywords of ``blockwise.backward``."""
         raise NotImplementedError
+
+    # ---- a part of the keys, as in ``SoftmaxKernel`` ------------------------------------------
+
+    def row_unit(self, problem: Any) -> float:
+        return Spec.from_problem(problem, Blocks(1, 1)).unit(problem.bias)
+
+    def part_dtypes(self, problem: Any) -> tuple[Any, Any]:
+        arrays = (problem.query, problem.key, problem.value)
+        acc = accumulation_dtype(*arrays, at_least=jnp.dtype(problem.logits_dtype))
+        return acc, acc
+
+    def part(self, work: Work, arrays: Arrays) -> tuple[Any, Any]:
+        o, rows, _ = self.rows(work, arrays)
+        return o, rows
+
+    def part_gradients(
+        self, work: Work, arrays: Arrays, *, scales: Any, delta: Any, dlse: Any, o: Any, do: Any
+    ) -> Mapping[str, Any]:
+        return self.gradients(work, arrays, row_scales=scales, delta=delta, do=do)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         o, rows, unit = self.rows(work, arrays)

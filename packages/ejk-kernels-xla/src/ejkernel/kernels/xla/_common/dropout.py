@@ -17,11 +17,7 @@ from ejkernel.types.attention.dropout import M1, M2, P1, P2, P3, P4, P5, fmix, f
 
 
 def seed_words(seed: Any) -> jax.Array:
-    """uint32 ``[3]``: seed, global index of batch row 0, global index of head 0.
-
-    ``seed`` is None (0), an int, an integer array ``[]``, or an integer array ``[3]`` that already
-    holds the three words, for a call that is one shard of a larger one.
-    """
+    """uint32 ``[5]``: seed, global indices of batch row, head, query and key 0."""
     return jax.lax.bitcast_convert_type(operands.seed_words(seed)[0], jnp.uint32)
 
 
@@ -57,18 +53,15 @@ class Dropout:
         heads: int,
         q_len: int,
         kv_len: int,
-        *,
-        q_index: Any = None,
-        kv_index: Any = None,
     ) -> Dropout:
-        """Masks of a ``[batch, heads, q_len, kv_len]`` call; the index arrays default to arange."""
+        """Masks of a ``[batch, heads, q_len, kv_len]`` call."""
         words = seed_words(seed)
         b = jnp.arange(batch, dtype=jnp.uint32) + words[1]
         h = jnp.arange(heads, dtype=jnp.uint32) + words[2]
         base = fmix(fmix(fmix(words[0] + P1) + b * P2)[:, None] + (h * P3)[None])
-        q = jnp.arange(q_len, dtype=jnp.int32) if q_index is None else q_index
-        k = jnp.arange(kv_len, dtype=jnp.int32) if kv_index is None else kv_index
-        return cls(base, q.astype(jnp.uint32), k.astype(jnp.uint32))
+        q = jnp.arange(q_len, dtype=jnp.uint32) + words[3]
+        k = jnp.arange(kv_len, dtype=jnp.uint32) + words[4]
+        return cls(base, q, k)
 
     def keep(self, prob: float, rows: Any = None, cols: Any = None) -> jax.Array:
         """bool ``[batch, heads, rows, cols]``, True with probability ``1 - prob``."""

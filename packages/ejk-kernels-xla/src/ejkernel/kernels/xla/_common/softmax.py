@@ -7,26 +7,20 @@ a row without visible logits has m = -inf, which becomes 0 before it is subtract
 
 The difference is taken first, of two values that were computed alike, then multiplied: a compiler
 that fuses a multiplication with the following subtraction would round x otherwise than the maximum,
-by an ulp, which is 1024 at 1e10. For the same reason a finished row keeps its maximum and the
-logarithm of its sum apart: lse, which adds the two, loses the smaller one when logits are large.
+by an ulp, which is 1024 at 1e10. Finished rows are ``ejkernel.types.attention.rows``.
 
 Sources: Milakov and Gimelshein 2018 (online normaliser); Dao 2023, FlashAttention-2, section 3.1.
 """
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
-# log2_scale of a row that sees no key; finite, so that no array holds an infinity
-DEAD = -3e38
-FAINT = -1e30  # the smallest log2_scale of a row that sees a key
+from ejkernel.types.attention.rows import Rows, exponent, finite
 
 
 class RowState(NamedTuple):
@@ -35,34 +29,6 @@ class RowState(NamedTuple):
     acc: jax.Array
     m: jax.Array
     l: jax.Array  # noqa: E741
-
-
-class Rows(NamedTuple):
-    """Normaliser of finished rows, over keys alone: the maximum in units (-inf: no key) and log2
-    of the sum relative to it."""
-
-    m: jax.Array
-    l2: jax.Array
-
-
-class RowScales(NamedTuple):
-    """Row values for the backward pass; m is finite, ``log2_scale`` is DEAD without keys.
-
-    p = 2**(c (x - m) + log2_scale) for a key, 2**((sink - top) * log2(e) + sinks) for a sink.
-    """
-
-    m: jax.Array
-    log2_scale: jax.Array
-    sinks: jax.Array | None = None
-
-    @property
-    def alive(self) -> jax.Array:
-        return self.log2_scale >= FAINT
-
-
-def finite(m: jax.Array) -> jax.Array:
-    """``m`` with -inf replaced by 0."""
-    return jnp.where(m == -jnp.inf, 0.0, m)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -79,13 +45,6 @@ def _narrowed_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
     return narrowed(primals[0], dtype), tangents[0].astype(dtype)
 
 
-def exponent(x: jax.Array, m: jax.Array, unit: float) -> jax.Array:
-    """c (x - m), never above 0: m is a maximum that x may be recomputed for."""
-    below = jnp.minimum(x - m, 0.0)
-    c = unit * LOG2E
-    return below if abs(c - 1.0) < 1e-12 else below * c
-
-
 def shift(m: jax.Array, x: jax.Array, unit: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the maximum including ``x`` ``[..., c]``, the accumulators' factor and weights."""
     m_new = jnp.maximum(m, x.max(-1))
@@ -98,64 +57,3 @@ def finish(state: RowState) -> tuple[jax.Array, Rows]:
     """Normalised output ``[..., r, dv]`` and normaliser; a row without keys gives 0."""
     total = jnp.where(state.m == -jnp.inf, 1.0, state.l)
     return state.acc / total[..., None], Rows(state.m, jnp.log2(total))
-
-
-def merge(
-    a: tuple[jax.Array, Rows], b: tuple[jax.Array, Rows], unit: float
-) -> tuple[jax.Array, Rows]:
-    """Join two finished parts of the same rows over disjoint keys."""
-    (o_a, rows_a), (o_b, rows_b) = a, b
-    m = jnp.maximum(rows_a.m, rows_b.m)
-    w_a, w_b = (jnp.exp2(exponent(r.m, finite(m), unit) + r.l2) for r in (rows_a, rows_b))
-    total = jnp.where(m == -jnp.inf, 1.0, w_a + w_b)
-    o = o_a * (w_a / total)[..., None] + o_b * (w_b / total)[..., None]
-    return o, Rows(m, jnp.log2(total))
-
-
-def finalize_rows(
-    o: jax.Array, rows: Rows, sinks: jax.Array | None, unit: float
-) -> tuple[jax.Array, jax.Array, RowScales]:
-    """Output, natural lse and ``RowScales`` of finished rows, with the sinks counted once.
-
-    o ``[b, q, h, dv]``, rows ``[b, q, h]``, sinks ``[h, n]`` natural logits. Rows that saw no key
-    give 0 and -inf.
-    """
-    empty = rows.m == -jnp.inf
-    m = finite(rows.m)
-    if sinks is None or sinks.shape[-1] == 0:
-        lse = jnp.where(empty, rows.m, m * unit + rows.l2 * LN2)
-        return o, lse, RowScales(m, jnp.where(empty, DEAD, -rows.l2))
-    top, weight = _sink_sum(sinks.astype(m.dtype))
-    # the larger of the two maxima is the reference; one difference decides for both
-    top, weight = top[None, None], weight[None, None]
-    gap = m * unit - top
-    key, sink = (jnp.minimum(d, 0.0) * LOG2E for d in (gap, -gap))
-    l2 = jnp.log2(jnp.exp2(key + rows.l2) + jnp.exp2(sink) * weight)
-    lse = jnp.where(empty, rows.m, jnp.maximum(m * unit, top) + l2 * LN2)
-    o = o * jnp.where(empty, 0.0, jnp.exp2(key + rows.l2 - l2))[..., None]
-    key, sink = (jnp.where(empty, DEAD, jnp.maximum(x - l2, FAINT)) for x in (key, sink))
-    return o, lse, RowScales(m, key, sink)
-
-
-def _sink_sum(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest sink ``[h]``, finite, and the sum of exponentials relative to it."""
-    top = jnp.maximum(sinks.max(-1), jnp.finfo(sinks.dtype).min)
-    return top, jnp.exp2((sinks - top[:, None]) * LOG2E).sum(-1)
-
-
-def sink_gradient(
-    sinks: jax.Array | None, row_scales: RowScales, delta: jax.Array
-) -> jax.Array | None:
-    """d(sinks) ``[h, n]`` = -sum over rows of exp(sink - lse) * delta; rows without keys add 0.
-
-    delta ``[b, q, h]`` = sum(do * o) - dlse.
-    """
-    if sinks is None:
-        return None
-    if row_scales.sinks is None:
-        return jnp.zeros_like(sinks)
-    wide = sinks.astype(delta.dtype)
-    top, _ = _sink_sum(wide)
-    p = jnp.exp2(((wide - top[:, None]) * LOG2E)[None, None] + row_scales.sinks[..., None])
-    grad = -(p * jnp.where(row_scales.alive, delta, 0.0)[..., None]).sum((0, 1))
-    return grad.astype(sinks.dtype)

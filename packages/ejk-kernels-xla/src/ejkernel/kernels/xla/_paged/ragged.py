@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._paged.core import Tiles
+from ejkernel.kernels.xla._common.dots import accumulation_dtype
+from ejkernel.kernels.xla._paged.core import NEG_INF, Tiles
 from ejkernel.kernels.xla._paged.decode import attend_call, step_tokens
 from ejkernel.kernels.xla._paged.kernel import Groups
 from ejkernel.kernels.xla._paged.layouts import CombinedPages, Tables
@@ -93,8 +94,11 @@ def attend_ragged(
     sinks: jax.Array | None,
     logit_scales: tuple[Any, ...],
     v_scale: jax.Array | None,
-) -> jax.Array:
-    """Read-only attention over either form of combined pages; ``logit_scales`` are multiplied."""
+) -> tuple[jax.Array, jax.Array]:
+    """Read-only attention over either form of combined pages; ``logit_scales`` are multiplied.
+
+    Returns the output in the queries' dtype, and lse ``[tokens, heads]``, -inf for padding.
+    """
     (t, h, d), kv_heads = queries.shape, sequences.kv_heads
     pages, tables = sequences.pages, sequences.tables
     table = Tables(pages.shape[1], pages.shape[0], tables.shape[1])
@@ -102,12 +106,13 @@ def attend_ragged(
     row_bytes = shape.group * 2 * kv_heads * d * queries.dtype.itemsize
     tokens = step_tokens(table, table.capacity, row_bytes, groups.num_kv_pages_per_block)
     if t == 0 or tables.shape[0] == 0:
-        return jnp.zeros(queries.shape, queries.dtype)
+        lse = jnp.full((t, h), NEG_INF, accumulation_dtype(queries, pages))
+        return jnp.zeros(queries.shape, queries.dtype), lse
     tiles, row = tile_queries(
         shape, sequences.starts, sequences.lens, sequences.count, table.capacity
     )
     q = queries.reshape(t, kv_heads, h // max(kv_heads, 1), d)
-    o, _ = attend_call(
+    o, lse = attend_call(
         problem,
         CombinedPages(table, kv_heads, d),
         (pages, tables),
@@ -119,5 +124,7 @@ def attend_ragged(
         v_scale=v_scale,
         group=shape.group,
     )
-    o = o.reshape(row.size, h, d).astype(queries.dtype)
-    return jnp.zeros(queries.shape, queries.dtype).at[row.reshape(-1)].set(o, mode="drop")
+    o, lse = o.reshape(row.size, h, d).astype(queries.dtype), lse.reshape(row.size, h)
+    row = row.reshape(-1)
+    o = jnp.zeros(queries.shape, queries.dtype).at[row].set(o, mode="drop")
+    return o, jnp.full((t, h), NEG_INF, lse.dtype).at[row].set(lse, mode="drop")

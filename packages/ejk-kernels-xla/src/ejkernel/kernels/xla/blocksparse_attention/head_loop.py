@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.dropout import Dropout
@@ -28,6 +27,7 @@ from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
 from ejkernel.ops.differentiate import Arrays
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import size_of
+from ejkernel.types.attention.rows import LN2, LOG2E
 from ejkernel.types.masks.blocks import cdiv, pad_to
 from ejkernel.types.masks.prepare import Tiling
 
@@ -75,7 +75,7 @@ class HeadLoop:
         # a float query is scaled once instead of its logits, which are then in base 2 as they are
         self.spec, self.factor = spec, 1.0
         if bias is None and spec.soft_cap is None and spec.logits_dtype == q.dtype:
-            self.spec, self.factor = replace(spec, scale=sm.LN2), spec.scale * sm.LOG2E
+            self.spec, self.factor = replace(spec, scale=LN2), spec.scale * LOG2E
 
     def rows(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
         """``[b, q, h, ...]`` -> ``[b, q, hk, g, ...]``."""

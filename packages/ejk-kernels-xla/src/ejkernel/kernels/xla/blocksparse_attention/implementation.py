@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common import blockwise
-from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.blockwise_kernel import BlockwiseKernel
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.tiles import Blocks, Passes
@@ -18,6 +17,7 @@ from ejkernel.kernels.xla.blocksparse_attention.tiles import tile_of
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import zeros
 from ejkernel.types import calls
+from ejkernel.types.attention.rows import DEAD, Rows, RowScales
 from ejkernel.types.calls import arguments
 
 
@@ -58,14 +58,14 @@ class BlockSparseAttention(BlockwiseKernel):
 
         outputs = (loop.new_rows(arrays["value"].shape[-1]), loop.new_rows(), loop.new_rows())
         o, *rows = map(loop.from_rows, loop.map(attend_head, outputs)[0])
-        return o, sm.Rows(*rows), loop.spec.unit(arrays.get("bias"))
+        return o, Rows(*rows), loop.spec.unit(arrays.get("bias"))
 
     def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
         q, v, bias, saved = arrays["query"], arrays["value"], arrays.get("bias"), rows["row_scales"]
         loop = HeadLoop(work.problem, work.tiles.bwd, arrays, by_key=True)
         loop.sequences |= {
             "m": loop.rows(saved.m),
-            "log2_scale": loop.rows(saved.log2_scale, sm.DEAD),
+            "log2_scale": loop.rows(saved.log2_scale, DEAD),
             "delta": loop.rows(rows["delta"]),
             "do": loop.rows(rows["do"]),
         }
@@ -73,7 +73,7 @@ class BlockSparseAttention(BlockwiseKernel):
         def differentiate_head(
             *x: Any, m: jax.Array, log2_scale: jax.Array, **options: Any
         ) -> tuple:
-            scales = sm.RowScales(m, log2_scale)
+            scales = RowScales(m, log2_scale)
             part = blockwise.backward(loop.spec, *x, row_scales=scales, **options)
             dq = part.dq if loop.factor == 1.0 else part.dq * loop.factor
             return (dq, part.dk, part.dv), part.dbias

@@ -17,10 +17,10 @@ import jax
 
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
-from ejkernel.kernels.xla._common.softmax import finalize_rows
 from ejkernel.kernels.xla.cudnn.support import Pattern
 from ejkernel.kernels.xla.flash_attention.tiles import GPU_BLOCK
 from ejkernel.types import MaskInfo, prepare_mask
+from ejkernel.types.attention.rows import finalize_rows
 from ejkernel.types.attention.softmax import name_output
 
 _FLAG = re.compile(

@@ -9,10 +9,12 @@ from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.blockwise_kernel import BlockwiseKernel
 from ejkernel.kernels.xla._common.dropout import Dropout
+from ejkernel.kernels.xla._common.mods import ModMask, TileScores
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, prepare_mask
 from ejkernel.types.calls import arguments
 from ejkernel.types.masks.combine import mask_of
+from ejkernel.types.mods import MODS
 
 
 class FlashAttention(BlockwiseKernel):
@@ -20,7 +22,8 @@ class FlashAttention(BlockwiseKernel):
 
     Matmuls accumulate in float32, in float64 when an array or ``logits_dtype`` is float64.
     ``cfg``: ``q_blocksize`` and ``kv_blocksize`` of ``fwd_params`` and of ``bwd_params``.
-    Differentiable in reverse mode in query, key, value, bias and softmax_aux, through o and lse.
+    Differentiable in reverse mode in query, key, value, bias, softmax_aux and the arrays that a
+    score_mod captures, through o and lse.
     """
 
     call = calls.FlashAttention
@@ -28,7 +31,7 @@ class FlashAttention(BlockwiseKernel):
         arguments.FLASH
         | arguments.PACKED
         | arguments.DROPOUT
-        | {"bias", "precision", "logits_dtype"}
+        | {"bias", "precision", "logits_dtype", *MODS}
     )
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
@@ -36,25 +39,32 @@ class FlashAttention(BlockwiseKernel):
         packed = ("cum_seqlens_q", "cum_seqlens_k", "attention_mask")
         mask = a["mask_info"] if a["cum_seqlens_q"] is None else mask_of(a)
         arrays = {name: x for name, x in self.call.array_arguments(a).items() if name not in packed}
+        for name in MODS:
+            mod = arrays.pop(name, None)
+            arrays |= {} if mod is None else mod.leaves()
         return {**arrays, "mask_info": mask}
 
     def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:
         spec, bias = Spec.from_problem(work.problem, work.tiles.fwd), arrays.get("bias")
         q, k, v = (arrays[name] for name in ("query", "key", "value"))
-        o, rows = blockwise.forward(spec, q, k, v, bias, **_seen(spec, arrays))
+        o, rows = blockwise.forward(spec, q, k, v, bias, **_options(work, spec, arrays))
         return o, rows, spec.unit(bias)
 
     def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
         spec = Spec.from_problem(work.problem, work.tiles.bwd)
         q, k, v = (arrays[name] for name in ("query", "key", "value"))
-        seen = _seen(spec, arrays)
-        grads = blockwise.backward(spec, q, k, v, arrays.get("bias"), **rows, **seen)
+        options = _options(work, spec, arrays)
+        grads = blockwise.backward(spec, q, k, v, arrays.get("bias"), **rows, **options)
         by_name = {"query": grads.dq, "key": grads.dk, "value": grads.dv, "bias": grads.dbias}
+        scores = options["scores"]
+        if scores is not None:
+            names = (work.problem.score_mod.names[i] for i in scores.smooth)
+            by_name |= dict(zip(names, grads.dscores, strict=True))
         return {name: x for name, x in by_name.items() if name in arrays}
 
 
-def _seen(spec: Spec, arrays: Arrays) -> dict[str, Any]:
-    """Returns the mask in the blocks of a pass, and the dropout."""
+def _options(work: Work, spec: Spec, arrays: Arrays) -> dict[str, Any]:
+    """Returns the mask in the blocks of a pass, the dropout and the score_mod."""
     q, k = arrays["query"], arrays["key"]
     layout = spec.layout(q, k)
     sizes = {"q_len": layout.q_len, "kv_len": layout.kv_len}
@@ -63,7 +73,12 @@ def _seen(spec: Spec, arrays: Arrays) -> dict[str, Any]:
     if spec.dropout_prob > 0.0:
         seed = arrays.get("dropout_seed")
         dropout = Dropout.make(seed, layout.batch, q.shape[2], layout.q_len, layout.kv_len)
-    return {"mask": prepare_mask(arrays["mask_info"], **sizes, **blocks), "dropout": dropout}
+    mask: Any = prepare_mask(arrays["mask_info"], **sizes, **blocks)
+    if work.problem.mask_mod is not None:
+        mask = ModMask(mask, work.problem.mask_mod.mod(arrays), layout)
+    score = work.problem.score_mod
+    scores = None if score is None else TileScores(score.mod(arrays), layout)
+    return {"mask": mask, "dropout": dropout, "scores": scores}
 
 
 flash_attention = FlashAttention()

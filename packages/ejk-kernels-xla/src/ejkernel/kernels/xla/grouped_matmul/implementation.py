@@ -30,6 +30,7 @@ class GroupedMatmul(XlaKernel):
 
     call = calls.GroupedMatmul
     reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision", "rhs_scale"}
+    partitioned = True  # the compiler would gather what a loop over rows reads
 
     def choose(self, problem: Any, target: Any) -> RowTile:
         return row_tile(problem.lhs.shape[0], problem.rhs.shape[0])

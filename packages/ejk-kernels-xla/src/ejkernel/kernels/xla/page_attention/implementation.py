@@ -31,7 +31,7 @@ class PageAttention(SplitKernel):
         arguments.PAGES
         | arguments.DECODE_OPTIONS
         | arguments.CACHE_SCALES
-        | {"query", "key_cache", "value_cache", "num_splits"}
+        | {"query", "key_cache", "value_cache", "num_splits", "return_lse"}
     )
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
@@ -45,7 +45,7 @@ class PageAttention(SplitKernel):
         splits = split_count(table, p.num_splits, work.tiles.num_splits)
         lens = jnp.clip(arrays["context_lens"], 0, table.capacity)
         rows = jnp.arange(b, dtype=jnp.int32)
-        o, _ = attend_call(
+        o, lse = attend_call(
             p,
             SplitPages(table),
             (keys, values, tables),
@@ -57,7 +57,8 @@ class PageAttention(SplitKernel):
             v_scale=arrays.get("v_scale"),
             splits=splits,
         )
-        return (o.reshape(*query.shape[:-1], dv).astype(query.dtype),), ()
+        o = o.reshape(*query.shape[:-1], dv).astype(query.dtype)
+        return (o, lse.reshape(query.shape[:-1])), ()
 
 
 page_attention = PageAttention()

@@ -46,7 +46,9 @@ class RaggedDecodeAttention(XlaKernel):
     """
 
     call = calls.RaggedDecodeAttention
-    reads = arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end"}
+    reads = (
+        arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end", "return_lse"}
+    )
     partitioned = True  # the compiler would end the loops of all devices together
 
     def choose(self, problem: Any, target: Any) -> Step:
@@ -60,7 +62,7 @@ class RaggedDecodeAttention(XlaKernel):
         row_bytes = b * hk * (d + dv) * query.dtype.itemsize
         tokens = max(at_most(tokens, length), 1) if tokens else step_tokens(None, length, row_bytes)
         start, stop = (jnp.clip(arrays[f"sequence_{x}"], 0, length) for x in ("start", "end"))
-        o, _ = attend_call(
+        o, lse = attend_call(
             p,
             Contiguous(length),
             (key, value),
@@ -70,7 +72,8 @@ class RaggedDecodeAttention(XlaKernel):
             sinks=arrays.get("softmax_aux"),
             scales=(p.softmax_scale,),
         )
-        return (o.reshape(*query.shape[:-1], dv).astype(query.dtype),), ()
+        o = o.reshape(*query.shape[:-1], dv).astype(query.dtype)
+        return (o, lse.reshape(query.shape[:-1])), ()
 
 
 ragged_decode_attention = RaggedDecodeAttention()

@@ -25,12 +25,12 @@ class RaggedPageAttention(GroupKernel):
     """
 
     call = calls.RaggedPageAttention
-    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES
+    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"return_lse"}
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem
         sequences = Sequences(*(arrays[name] for name in PAGES), p.kv_pages.shape[2] // 2)
-        o = attend_ragged(
+        outputs = attend_ragged(
             p,
             work.tiles,
             arrays["queries"],
@@ -39,7 +39,7 @@ class RaggedPageAttention(GroupKernel):
             logit_scales=(p.softmax_scale, arrays.get("k_scale")),
             v_scale=arrays.get("v_scale"),
         )
-        return (o,), ()
+        return outputs, ()
 
 
 ragged_page_attention = RaggedPageAttention()

@@ -6,11 +6,11 @@ from typing import Any
 
 from ejkernel.kernels.xla._paged.kernel import GroupKernel
 from ejkernel.kernels.xla._paged.ragged import Sequences, attend_ragged
-from ejkernel.kernels.xla.ragged_page_attention_v3.write import write_rows, write_slots
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import quantise
 from ejkernel.types.calls import arguments
+from ejkernel.types.serving.write import write_rows, write_slots
 
 
 class RaggedPageAttentionv3(GroupKernel):
@@ -23,7 +23,10 @@ class RaggedPageAttentionv3(GroupKernel):
 
     call = calls.RaggedPageAttentionv3
     reads = (
-        arguments.RAGGED_UPDATE | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"q_scale"}
+        arguments.RAGGED_UPDATE
+        | arguments.DECODE_OPTIONS
+        | arguments.CACHE_SCALES
+        | {"q_scale", "return_lse"}
     )
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
@@ -44,7 +47,7 @@ class RaggedPageAttentionv3(GroupKernel):
         if q_scale is not None:
             # rounded to the cache's dtype, kept in the query's: dot products are exact either way
             q = quantise(q, q_scale, cache.dtype).astype(q.dtype)
-        out = attend_ragged(
+        out, lse = attend_ragged(
             work.problem,
             work.tiles,
             q,
@@ -53,7 +56,7 @@ class RaggedPageAttentionv3(GroupKernel):
             logit_scales=(work.problem.softmax_scale, q_scale, k_scale),
             v_scale=v_scale,
         )
-        return (out, cache), ()
+        return (out, lse, cache), ()
 
 
 ragged_page_attention_v3 = RaggedPageAttentionv3()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ejkernel.kernels.pallas.common import units
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.gpu.flash_attention import operands, preference, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward, backward_orders
@@ -25,6 +26,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
+from ejkernel.types.attention.context.kernel import ContextParallel
 from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
@@ -119,6 +121,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         o, lse, base = operands.folding(p, attend, tensors)
         return (o, lse), base
 
+    def row_unit(self, problem: Problem) -> float:
+        return units.unit(problem)
+
     def backward_tiles(self, work: Work) -> Iterable[tuple[int, int]]:
         return ((t.block_q, t.block_kv) for t in (work.tiles.bwd, OF_QUERIES))
 
@@ -168,5 +173,28 @@ class FlashMLA(FromLatent, FlashAttention):
 
 
 flash_attention = FlashAttention()
+
+
+class RingAttention(ContextParallel, PallasKernel):
+    """Flash attention over a sequence that is sharded along a mesh axis, on Hopper GPUs.
+
+    Call it inside ``shard_map``. Dtypes, head dims, masks and ``cfg`` are as in
+    ``flash_attention``, which computes every piece of the visiting keys.
+    """
+
+    call = calls.RingAttention
+    reads = arguments.RING | {"precision"}
+    chip = staticmethod(current_chip)
+    reads_warpgroups = True
+    flash = flash_attention
+
+    def priority_for(self, call: BoundCall) -> int:
+        """Behind the kernels for every GPU where those are faster in the most pieces."""
+        problem = self.problem_of(call)
+        priorities = [preference.priority(p) for _, p in problem.calls]
+        return max(priorities, key=priorities.count)
+
+
+ring_attention = RingAttention()
 mla_attention = FlashMLA()
 scaled_dot_product_attention = ScaledDotProductAttention()

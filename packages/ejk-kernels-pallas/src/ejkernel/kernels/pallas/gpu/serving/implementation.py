@@ -80,7 +80,8 @@ class Ragged(XlaGradients, ComposedKernel, PallasKernel):
         return 110 if self.problem_of(call).paged.page_size <= MAX_COMPARED_PAGE else -1
 
     def choose(self, problem: RaggedProblem, target: Any) -> Any:
-        return replace(super().choose(problem, target), long=long_prefill_of(problem, target.cores))
+        long = long_prefill_of(problem, target.cores)
+        return replace(super().choose(problem, target), long_prefill=long)
 
     def heuristic(self, call: BoundCall) -> dict[str, Any]:
         problem = self.problem_of(call)

@@ -25,7 +25,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
-from ejkernel.types.attention.mixins import SoftmaxKernel
+from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
 from ejkernel.types.masks.hidden import cleared, seen_keys
@@ -53,7 +53,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         p = self.call.problem(a)
-        p = replace(p, precision=precision_level(a["precision"], p.dtype) or "")
+        p = replace(p, precision=precision_level(a.get("precision"), p.dtype) or "")
         # raises for masks that tiles have no rules for
         self.call.read_mask(a, lambda mask: tile_rules(mask, p.q_len, p.kv_len))
         return p
@@ -139,4 +139,20 @@ def _natural(x: jax.Array, length: int, dim: int) -> jax.Array:
     return x[:, :, :length, :dim].swapaxes(1, 2)
 
 
+class FlashMLA(FromLatent, FlashAttention):
+    """The kernels of flash attention on keys and values expanded from latent rows; see
+    ``mla_attention``.
+
+    Dtypes, head dims (with the rotary part; of values), masks and ``cfg`` are as in
+    ``flash_attention``; float32 matmuls take one bfloat16 pass. The backward pass expands again: no
+    expanded array is saved.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    """
+
+    call = calls.FlashMLA
+    reads = arguments.FLASH_MLA
+
+
 flash_attention = FlashAttention()
+mla_attention = FlashMLA()

@@ -39,7 +39,7 @@ class PageAttention(XlaGradients, PallasKernel, StagedKernel):
         arguments.PAGES
         | arguments.DECODE_OPTIONS
         | arguments.CACHE_SCALES
-        | {"query", "key_cache", "value_cache"}
+        | {"query", "key_cache", "value_cache", "return_lse"}
     )
     stages: ClassVar[Mapping[str, Stage]] = {"decode": decode_pages}
     chip = staticmethod(current_chip)

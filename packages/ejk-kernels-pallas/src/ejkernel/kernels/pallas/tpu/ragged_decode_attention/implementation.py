@@ -35,7 +35,9 @@ class RaggedDecodeAttention(XlaGradients, PallasKernel, StagedKernel):
     """
 
     call = calls.RaggedDecodeAttention
-    reads = arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end"}
+    reads = (
+        arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end", "return_lse"}
+    )
     stages: ClassVar[Mapping[str, Stage]] = {"decode": decode_rows}
     chip = staticmethod(current_chip)
 

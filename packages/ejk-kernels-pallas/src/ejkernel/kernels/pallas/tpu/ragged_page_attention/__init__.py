@@ -1,0 +1,1 @@
+"""Packed rows of any mix of prefill and decoding over a paged cache, for TPUs."""

@@ -1,0 +1,458 @@
+"""Attention of packed query rows over a paged cache on a TPU, prefill and decoding in one kernel.
+
+    o_i = sum_j softmax(x_i)_j v_j,  x_ij = scale * q_i k_j for the keys j <= i of the sequence
+
+One program loops over steps: a step is a block of keys of a block of queries of a sequence. While
+a step is computed its successor's keys arrive, and its queries and its sequence's block table where
+these differ, so that copies never pause at the end of a sequence. New keys of the call, if it
+writes them, are read from the call's own array and copied to their pages meanwhile.
+
+Blocks hold all heads of each token, as pages do. A step has one of three forms, chosen on the
+device: a single query row, whose tiles are the query heads of a kv head; a block of queries of
+which all see all keys; and one with a mask. The last two take the heads apart first, once a block
+of keys, and then loop over kv heads, whose tiles are as in flash attention: the matmuls of a strip
+of rows are issued before the exponentials of the strip above it.
+
+Bound: decoding is limited by memory (2 hk d elements a token for 4 h d FLOPs), prefill by the
+matrix units: a key that is fetched meets 1024 rows of its kv head where there are as many.
+
+Sources: Kwon et al. 2023 (paged caches); Milakov and Gimelshein 2018 (online softmax);
+Ragged Paged Attention (arXiv 2604.15464).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.compat import result
+from ejkernel.kernels.pallas.tpu.common.masks import fit
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import overlapped
+from ejkernel.kernels.pallas.tpu.page_attention.decode import FLOOR, HIDDEN, dot
+from ejkernel.kernels.pallas.tpu.ragged_page_attention.copies import (
+    CHUNK,
+    Buffers,
+    Copies,
+    Memories,
+    QuerySpan,
+)
+from ejkernel.kernels.pallas.tpu.ragged_page_attention.heads import gather_heads, load_head
+from ejkernel.kernels.pallas.tpu.ragged_page_attention.tiles import LANES, SUBLANES, Layout
+from ejkernel.ops.differentiate import Arrays
+from ejkernel.types.attention.problem import LOG2E
+
+LOGITS, VALUES, SINKS = range(3)  # lanes of the factors of a row
+
+
+class Scratch(NamedTuple):
+    """Vector memory that steps share.
+
+    Attributes:
+        q_rows, o_rows: float32 ``[tokens * heads, width]`` of a block of queries.
+        q, k, v: heads apart, ``[kv heads, rows or tokens, width]``.
+        wide: an 8-bit block of keys and values in bfloat16.
+        m, total, acc: maximum (equal in all lanes), sum (by lane) and output of each row.
+    """
+
+    q_rows: Any
+    o_rows: Any
+    q: Any
+    k: Any
+    v: Any
+    wide: Any
+    m: Any
+    total: Any
+    acc: Any
+
+
+class Position(NamedTuple):
+    """The step of the loop: which blocks it multiplies, and which buffers it uses.
+
+    Attributes:
+        sequence, after: its sequence, and the next one that has rows.
+        queries, keys: indices of its blocks.
+        table_slot, q_slot, kv_slot: buffers.
+    """
+
+    sequence: Any
+    after: Any
+    queries: Any
+    keys: Any
+    table_slot: Any
+    q_slot: Any
+    kv_slot: Any
+
+
+def _add_tile(
+    layout: Layout, x: jax.Array, v: jax.Array, scratch: Scratch, at: tuple[Any, ...]
+) -> None:
+    """Adds a tile of base-2 logits ``[rows, tokens]`` to the state of the rows ``at``."""
+    m_old = scratch.m[at]
+    m = jnp.maximum(m_old, jnp.max(x, axis=1, keepdims=True))
+    alpha = jnp.exp2(m_old - m)
+    parts = [jnp.exp2(x[:, n : n + LANES] - m) for n in range(0, x.shape[1], LANES)]
+    total = functools.reduce(jnp.add, parts)
+    p = jnp.concatenate([part.astype(v.dtype) for part in parts], axis=1)
+    scratch.m[at] = m
+    scratch.total[at] = scratch.total[at] * alpha + total
+    acc = scratch.acc[at]
+    scratch.acc[at] = acc * fit(alpha, acc.shape[1]) + dot(layout.paged, p, v, (1, 0))
+
+
+def _logits(layout: Layout, scores: jax.Array, factor: jax.Array) -> jax.Array:
+    """Returns base-2 logits; ``factor`` as ``row_factors`` has it."""
+    cap = layout.paged.soft_cap
+    return scores * factor if cap is None else (cap * LOG2E) * jnp.tanh(scores * factor)
+
+
+def _normalized(
+    scratch: Scratch, at: tuple[Any, ...], sinks: jax.Array, values: jax.Array
+) -> jax.Array:
+    """Returns the output of the rows ``at``; zeros where they have seen nothing."""
+    m, total = scratch.m[at][:, :1], jnp.sum(scratch.total[at], axis=1, keepdims=True)
+    seen, top = total > 0.0, jnp.maximum(m, sinks)
+    shrink = jnp.exp2(m - top)
+    total = jnp.where(seen, total * shrink + jnp.exp2(sinks - top), 1.0)
+    return jnp.where(seen, scratch.acc[at] * (shrink * values / total), 0.0)
+
+
+class Steps(NamedTuple):
+    """The computations of a step."""
+
+    layout: Layout
+    scratch: Scratch
+    factors: Any
+
+    def begin(self, span: QuerySpan, q: Any) -> None:
+        """Takes the heads of a block of queries apart and resets the states of its rows."""
+        layout, s = self.layout, self.scratch
+        heads = layout.heads
+
+        def reset(rows: int) -> None:
+            for ref, value in ((s.m, FLOOR), (s.total, 0.0), (s.acc, 0.0)):
+                ref[:, :rows] = jnp.full((ref.shape[0], rows, ref.shape[2]), value, jnp.float32)
+
+        @pl.when(span.tokens == 1)
+        def _one_row() -> None:
+            s.q_rows[:heads] = q[0].astype(jnp.float32)
+            reset(layout.decode_rows)
+
+        @pl.when(span.tokens > 1)
+        def _many_rows() -> None:
+            size = layout.tiles.queries
+            s.q_rows[: size * heads] = q[...].astype(jnp.float32).reshape(size * heads, -1)
+            for head in range(heads):
+                rows = pl.ds(head % layout.group * size, size)
+                s.q[head // layout.group, rows] = gather_heads(layout, s.q_rows, head)
+            reset(layout.rows)
+
+    def add(self, span: QuerySpan, block: Any, kv: Any, first: Any, stop: Any) -> None:
+        """Adds a block of keys, visible from ``first`` to ``stop``, to the states."""
+        size = self.layout.block
+        start = block * size
+        sees_all = start + size <= span.position + 1
+        if self.layout.paged.window_left is not None:
+            last = span.position + span.tokens - 1
+            sees_all &= start >= last - self.layout.paged.window_left
+        if self.scratch.wide is not None:
+            self.scratch.wide[...] = kv[...].astype(jnp.bfloat16)
+            kv = self.scratch.wide
+
+        @pl.when(span.tokens == 1)
+        def _one_row() -> None:
+            self._add_to_one_row(kv, first - start, stop - start)
+
+        @pl.when(span.tokens > 1)
+        def _many_rows() -> None:
+            for head in range(self.layout.paged.kv_heads):
+                self.scratch.k[head], self.scratch.v[head] = load_head(self.layout, kv, head)
+            pl.when(sees_all)(lambda: self._add_to_rows(None))
+            pl.when(~sees_all)(lambda: self._add_to_rows(span.position - start))
+
+    def _add_to_one_row(self, kv: Any, first: Any, stop: Any) -> None:
+        """Adds a block to the heads of a single row, which sees the tokens of a range."""
+        layout, s = self.layout, self.scratch
+        rows = layout.decode_rows
+        token = lax.broadcasted_iota(jnp.int32, (rows, layout.block), 1)
+        seen = (token >= first) & (token < stop)
+
+        def scores(head: int) -> tuple[jax.Array, jax.Array]:
+            k, v = load_head(layout, kv, head)
+            q = s.q_rows[pl.ds(head * layout.group, rows)]
+            return dot(layout.paged, q, k, (1, 1)), v
+
+        def add(head: int, ready: tuple[jax.Array, jax.Array]) -> None:
+            factor = self.factors[head, :, LOGITS : LOGITS + 1]
+            x = jnp.where(seen, _logits(layout, ready[0], factor), HIDDEN)
+            _add_tile(layout, x, ready[1], s, (head, pl.ds(0, rows)))
+
+        overlapped(range(layout.paged.kv_heads), scores, add)
+
+    def _add_to_rows(self, offset: Any) -> None:
+        """Adds a block to all rows of a block of queries.
+
+        ``offset``: position of the first query minus that of the first key; None: no mask.
+        """
+        layout, s = self.layout, self.scratch
+        p, size, strip = layout.paged, layout.tiles.queries, layout.strip
+        seen = None
+        if offset is not None:
+            query, key = (lax.broadcasted_iota(jnp.int32, (size, layout.block), n) for n in (0, 1))
+            distance = key - query
+            seen = distance <= offset
+            if p.window_left is not None:
+                seen &= distance >= offset - p.window_left
+            # rows of a strip are the queries, once for each of its heads
+            seen = jnp.concatenate([seen.astype(jnp.int32)] * (strip // size), axis=0) > 0
+
+        def add_head(head: Any, carry: None) -> None:
+            k, v, factor = s.k[head], s.v[head], self.factors[head][:1, LOGITS : LOGITS + 1]
+
+            def scores(first: int) -> jax.Array:
+                return dot(p, s.q[head, pl.ds(first, strip)], k, (1, 1))
+
+            def add(first: int, ready: jax.Array) -> None:
+                x = _logits(layout, ready, factor)
+                x = x if seen is None else jnp.where(seen, x, HIDDEN)
+                _add_tile(layout, x, v, s, (head, pl.ds(first, strip)))
+
+            overlapped(range(0, layout.rows, strip), scores, add)
+
+        lax.fori_loop(0, p.kv_heads, add_head, None)
+
+    def finish(self, span: QuerySpan, o: Any) -> None:
+        """Stores the outputs of a block of queries, all heads of a token together."""
+        layout, s = self.layout, self.scratch
+        heads, group, size = layout.heads, layout.group, layout.tiles.queries
+
+        def row_factors(head: int) -> tuple[jax.Array, jax.Array]:
+            factors = self.factors[head]
+            return factors[:, SINKS : SINKS + 1], factors[:, VALUES : VALUES + 1]
+
+        @pl.when(span.tokens == 1)
+        def _one_row() -> None:
+            for head in range(layout.paged.kv_heads):
+                at = (head, pl.ds(0, layout.decode_rows))
+                rows = _normalized(s, at, *row_factors(head))
+                s.o_rows[pl.ds(head * group, group)] = rows[:group]
+            o[0] = s.o_rows[:heads].astype(o.dtype)
+
+        @pl.when(span.tokens > 1)
+        def _many_rows() -> None:
+            for head in range(heads):
+                kv_head, n = divmod(head, group)
+                factors = (x[n : n + 1] for x in row_factors(kv_head))
+                rows = _normalized(s, (kv_head, pl.ds(n * size, size)), *factors)
+                s.o_rows[pl.ds(head, size, stride=heads)] = rows
+            o[...] = s.o_rows[...].reshape(o.shape).astype(o.dtype)
+
+
+def _kernel(layout: Layout, *all_refs: Any) -> None:
+    refs = list(all_refs)
+    starts, lens, tables, q, factors, pool, *refs = refs
+    new, refs = (refs[0], refs[1:]) if layout.writes else (None, refs)
+    o, *refs = refs
+    if layout.writes:
+        pool, *refs = refs
+    buffers, refs = Buffers(*refs[:7]), refs[7:]
+    if not layout.paged.is_eight_bit:
+        refs = [*refs[:5], None, *refs[5:]]
+    copies = Copies(layout, Memories(starts, lens, tables, q, o, pool, new), buffers)
+    steps = Steps(layout, Scratch(*refs), factors)
+    count, rows, size = layout.problem.sequences, layout.problem.rows, layout.tiles.queries
+
+    def has_rows(sequence: Any) -> Any:
+        return starts[sequence + 1] > starts[sequence]
+
+    def following(sequence: Any) -> Any:
+        """Returns the next sequence that has rows, or their number."""
+        return lax.while_loop(
+            lambda r: (r < count) & ~has_rows(jnp.minimum(r, count - 1)),
+            lambda r: r + 1,
+            sequence + 1,
+        )
+
+    def step(at: Position) -> Position:
+        span = copies.span(at.sequence, at.queries)
+        ends_queries = at.keys + 1 >= span.stop
+        ends = ends_queries & (span.row + size >= starts[at.sequence + 1])
+        begins = at.keys == span.first
+        sequence = jnp.where(ends, at.after, at.sequence)
+        has_next = sequence < count
+        queries = jnp.where(ends, 0, at.queries + ends_queries)
+        next_span = copies.span(jnp.minimum(sequence, count - 1), queries)
+        keys = jnp.where(ends_queries, next_span.first, at.keys + 1)
+        after = lax.cond(ends & has_next, lambda: following(at.after), lambda: at.after)
+        table_slot = jnp.where(ends, 1 - at.table_slot, at.table_slot)
+        q_slot = jnp.where(ends_queries, 1 - at.q_slot, at.q_slot)
+        if layout.writes:
+
+            @pl.when(begins & (at.queries == 0))
+            def _write() -> None:
+                copies.write_pages(at.sequence, at.table_slot)
+
+        @pl.when(ends & has_next)
+        def _next_table() -> None:
+            copies.wait_table(table_slot)
+            pl.when(after < count)(lambda: copies.fetch_table(after, at.table_slot))
+
+        @pl.when(has_next)
+        def _next_keys() -> None:
+            copies.fetch_keys(next_span, keys, table_slot, 1 - at.kv_slot)
+
+        @pl.when(ends_queries & has_next)
+        def _next_queries() -> None:
+            copies.fetch_queries(next_span, q_slot)
+
+        @pl.when(begins)
+        def _begin() -> None:
+            copies.wait_queries(span, at.q_slot)
+            steps.begin(span, buffers.q.at[at.q_slot])
+
+        copies.wait_keys(span, at.keys, at.kv_slot)
+        copies.clear_hidden(span, at.keys, at.kv_slot)
+        first, stop = copies.visible_tokens(span, at.keys)
+        steps.add(span, at.keys, buffers.kv.at[at.kv_slot], first, stop)
+
+        @pl.when(ends_queries)
+        def _finish() -> None:
+            copies.wait_output(at.q_slot)
+            steps.finish(span, buffers.o.at[at.q_slot])
+            copies.store_output(span, at.q_slot)
+
+        return Position(sequence, after, queries, keys, table_slot, q_slot, 1 - at.kv_slot)
+
+    for slot in range(3):
+        buffers.pending[slot] = 0
+    buffers.zeros[...] = jnp.zeros_like(buffers.zeros)
+    gaps = ((0, starts[0]), (starts[count], rows))
+    for gap in gaps:
+        copies.zero_rows(*gap, wait=False)
+    zero = jnp.int32(0)
+    sequence = following(zero - 1)
+    after = following(sequence)
+
+    @pl.when(sequence < count)
+    def _first() -> None:
+        copies.fetch_table(sequence, 0)
+        pl.when(after < count)(lambda: copies.fetch_table(after, 1))
+        span = copies.span(sequence, zero)
+        copies.fetch_queries(span, 0)
+        copies.wait_table(0)
+        copies.fetch_keys(span, span.first, 0, 0)
+
+    first = copies.span(jnp.minimum(sequence, count - 1), zero).first
+    position = Position(sequence, after, zero, first, zero, zero, zero)
+    lax.while_loop(lambda at: at.sequence < count, step, position)
+    for slot in range(2):
+        copies.wait_output(slot)
+    if layout.writes:
+        copies.wait_writes()
+    for gap in gaps:
+        copies.zero_rows(*gap, wait=True)
+
+
+def row_factors(layout: Layout, arrays: Arrays) -> jax.Array:
+    """Returns float32 ``[kv heads, decode rows, 128]``: in lane LOGITS the factor of scores, to
+    base 2 or to the soft cap; in VALUES that of outputs; in SINKS the base-2 log of the sum of the
+    exponentials of the sinks."""
+    p = layout.paged
+
+    def per_head(x: jax.Array | float) -> jax.Array:
+        """``[1, 1 or heads or kv heads]`` for all query heads of a kv head."""
+        x = jnp.asarray(x, jnp.float32).reshape(-1)
+        x = jnp.repeat(x, p.heads // x.shape[0]).reshape(p.kv_heads, p.group)
+        return jnp.pad(x, ((0, 0), (0, layout.decode_rows - p.group)))
+
+    scale = p.scale * (LOG2E if p.soft_cap is None else 1.0 / p.soft_cap)
+    logits = per_head(arrays.get("logit_scale", arrays.get("k_scale", 1.0))) * scale
+    sinks: Any = HIDDEN
+    if "sink" in arrays:
+        sinks = jax.nn.logsumexp(arrays["sink"].astype(jnp.float32), axis=-1) * LOG2E
+    factors = [logits, per_head(arrays.get("v_scale", 1.0)), per_head(jnp.maximum(sinks, HIDDEN))]
+    return jnp.pad(jnp.stack(factors, axis=2), ((0, 0), (0, 0), (0, LANES - len(factors))))
+
+
+def canonical_ranges(layout: Layout, arrays: Arrays) -> Arrays:
+    """Returns starts that never decrease, without rows of sequences past the valid ones, and
+    context lengths that the table can hold."""
+    count, rows = layout.problem.sequences, layout.problem.rows
+    starts = jnp.clip(lax.cummax(jnp.asarray(arrays["starts"], jnp.int32)), 0, rows)
+    valid = jnp.clip(arrays["valid"][-1], 0, count)
+    starts = jnp.where(jnp.arange(count + 1) <= valid, starts, starts[valid])
+    lens = jnp.clip(arrays["lens"], 0, layout.paged.capacity).astype(jnp.int32)
+    return {"starts": starts, "lens": lens}
+
+
+def attend(
+    layout: Layout, arrays: Arrays, pool: jax.Array, new: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Returns o ``[T, heads, width]``, and the pool where the call writes it.
+
+    ``arrays`` are the operands of ``ejkernel.types.serving.operands`` with q ``[T, heads, width]``
+    and starts and lens as ``canonical_ranges`` returns them; ``pool`` and ``new`` as in
+    ``copies.Memories``.
+    """
+    p, t, chip = layout.paged, layout.tiles, layout.chip
+    rows, width = layout.problem.rows, layout.width
+    columns = -(-p.max_pages // LANES) * LANES
+    tables = jnp.asarray(arrays["tables"], jnp.int32)[:, None]
+    tables = jnp.pad(tables, ((0, 0), (0, 0), (0, columns - p.max_pages)))
+    factors = row_factors(layout, arrays)
+    operands = [arrays["starts"], arrays["lens"], tables, arrays["q"], factors, pool]
+    operands += [new] if layout.writes else []
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    specs = [hbm, hbm, pl.BlockSpec(memory_space=pltpu.VMEM), *[hbm] * (len(operands) - 5)]
+    outputs = [result(arrays["q"].shape, p.query_dtype, *operands)]
+    outputs += [result(pool.shape, pool.dtype, *operands)] if layout.writes else []
+    queries, dtype = (t.queries, layout.heads, width), arrays["q"].dtype
+    block = (layout.block, layout.token_rows, width)
+    state = max(layout.rows, layout.decode_rows)
+    f32 = functools.partial(pltpu.VMEM, dtype=jnp.dtype(jnp.float32))
+    return tuple(
+        pl.pallas_call(
+            functools.partial(_kernel, layout),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=(1,),
+                in_specs=specs,
+                out_specs=[hbm] * len(outputs),
+                scratch_shapes=[
+                    pltpu.SMEM((2, 1, columns), jnp.int32),
+                    pltpu.VMEM((2, *queries), dtype),
+                    pltpu.VMEM((2, *block), pool.dtype),
+                    pltpu.VMEM((2, *queries), dtype),
+                    pltpu.VMEM((CHUNK, *queries[1:]), dtype),
+                    pltpu.SMEM((3,), jnp.int32),
+                    pltpu.SemaphoreType.DMA((5, 2)),
+                    # rows of a score tile of one token may reach past its heads
+                    f32((t.queries * layout.heads + SUBLANES, width)),
+                    f32((t.queries * layout.heads, width)),
+                    pltpu.VMEM((p.kv_heads, layout.rows, width), dtype),
+                    *[pltpu.VMEM((p.kv_heads, layout.block, width), dtype)] * 2,
+                    *([pltpu.VMEM(block, jnp.bfloat16)] if p.is_eight_bit else []),
+                    *[f32((p.kv_heads, state, LANES))] * 2,
+                    f32((p.kv_heads, state, width)),
+                ],
+            ),
+            out_shape=outputs,
+            input_output_aliases={5: 1} if layout.writes else {},
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("arbitrary",),
+                vmem_limit_bytes=int(min(chip.vmem, max(layout.vmem() * 3 // 2, 16 * 2**20))),
+            ),
+            cost_estimate=pl.CostEstimate(
+                flops=4 * rows * p.capacity * p.heads * p.dim,
+                transcendentals=rows * p.capacity * p.heads,
+                bytes_accessed=p.batch * p.capacity * p.kv_heads * p.token_bytes,
+            ),
+            interpret=chip.interpret,
+            name="ejkernel_ragged_attention",
+        )(*operands)
+    )

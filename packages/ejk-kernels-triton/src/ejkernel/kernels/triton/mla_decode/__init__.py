@@ -1,1 +1,0 @@
-"""Latent attention over pages in Triton."""

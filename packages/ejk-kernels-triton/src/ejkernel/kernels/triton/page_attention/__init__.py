@@ -1,1 +1,0 @@
-"""Paged decoding in Triton."""

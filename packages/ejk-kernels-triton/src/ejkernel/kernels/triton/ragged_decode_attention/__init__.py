@@ -1,1 +1,0 @@
-"""Decoding from a contiguous cache in Triton."""

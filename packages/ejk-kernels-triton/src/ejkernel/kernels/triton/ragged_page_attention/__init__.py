@@ -1,1 +1,0 @@
-"""Ragged attention over pages in Triton."""

@@ -1,1 +1,0 @@
-"""Ragged attention that also writes the cache, in Triton."""

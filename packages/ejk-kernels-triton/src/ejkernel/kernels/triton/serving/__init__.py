@@ -1,0 +1,1 @@
+"""Attention over caches in Triton: decoding, prefill, and their schedule and merge."""

@@ -1,0 +1,322 @@
+"""Paged decoding, first of two kernels: partial attention over equal ranges of the cache.
+
+Math, per batch row and query head over the visible keys j (base 2 inside):
+
+    x_j = scale * k_scale * q . k_j, soft-capped;  m = max x_j;  l = sum exp(x_j - m)
+    acc = sum exp(x_j - m) v_j      (the merge divides; partial results in float16 are acc / l)
+
+Work split: the key tiles of all sequences, laid end to end, are split into equal work ranges
+(``work_ranges``); one program per (range, kv head, chunk of query heads). The number of programs
+depends on shapes and on the chip only; a program finds its sequences from the lengths, so uneven
+contexts cost as much as even ones. What range r holds of sequence b goes to slot r + b of the
+partial results: both only grow along the ranges, so no two partial results have the same slot.
+Programs of the same range and different heads are neighbours: together they read full cache rows.
+All query heads of a kv head are rows of one matmul, padded to 16.
+A sequence costs SETUP_TILES tiles more than it has: a range that begins another one waits for its
+queries and first keys, and stores its results; it gets SETUP_TILES tiles fewer.
+With SPLITS > 0 every sequence has SPLITS equal ranges instead.
+
+A sequence has one query row at its end, or up to TOKENS of them (``counts``, None: all; the first
+is row ``rows``, None: TOKENS times its index): then they are rows of one matmul with their heads,
+and each sees the keys up to its position. No row sees keys before ``begins``. Keys and values may
+lie in one array, V_OFFSET elements apart; v None: the first DV columns of a key are its value, read
+once for both matmuls. With ``k_tail``, k is a descriptor of runs of rows, and this one of the
+columns that are not values; a block lies inside a page.
+
+Bound: reading keys and values once; with a group of 4 heads there are 4 FLOPs a byte. At B64,
+context 8192, 8 kv heads, D128 in bfloat16: 2.15 GB, 0.5 ms at 4.3 TB/s.
+
+Sources: Dao et al., "Flash-Decoding for long-context inference" (2023), for the split;
+Osama et al., "Stream-K" (arXiv 2301.03598), section 4, for equal ranges of uneven work;
+Kwon et al., "PagedAttention" (arXiv 2309.06180), section 4.1, for the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ejkernel.kernels.triton import compat
+from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import power_of_two, struct
+from ejkernel.kernels.triton.serving.attend_block import (
+    Keys,
+    attend_block,
+    init_state,
+    join_columns,
+    store_rows,
+)
+from ejkernel.kernels.triton.serving.decode_tiles import query_rows
+from ejkernel.kernels.triton.serving.groups import DecodeSizes, Partial, RowLayout, SequenceTables
+from ejkernel.kernels.triton.serving.launch import (
+    PagedLaunch,
+    cache_group,
+    dot_options,
+    logits_group,
+    sequential,
+)
+from ejkernel.kernels.triton.serving.merge import (
+    average_factor,
+    compute_output_factor,
+    load_head_scale,
+    partial_logit,
+)
+from ejkernel.kernels.triton.serving.pages import clamp_run, compute_cache_rows, load_block_pages
+from ejkernel.kernels.triton.serving.params import column_parts
+from ejkernel.kernels.triton.serving.queries import load_raw_queries, prepare_queries
+from ejkernel.kernels.triton.serving.work_ranges import (
+    find_sequence_split,
+    find_work_range,
+    load_extent,
+    sequence_cost,
+    store_sequence_starts,
+)
+from ejkernel.kernels.triton.targets import Target, instructions
+from ejkernel.types.serving.problem import ITEMSIZE
+
+# sequences that a program looks at together: lanes of one warp are summed without the other warps,
+# and the compiler unrolls the rounds
+MIN_LANES, MAX_ROUNDS = 32, 8
+
+
+@triton.jit
+def paged_split(
+    q, cache, sequences, k_scale, v_scale, sinks, partial, starts, o, sizes, logits, layout, dots,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, SPLITS: tl.constexpr,
+    SETUP_TILES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes ``partial`` results and ``starts``, or with one split a sequence the output."""
+    GROUP: tl.constexpr = layout.ALL // layout.KV
+    TOKENS: tl.constexpr = layout.TOKENS
+    left = sizes.left
+    pid = tl.program_id(0)
+    chunk = pid % layout.CHUNKS
+    hk = (pid // layout.CHUNKS) % layout.KV
+    work_range = pid // (layout.CHUNKS * layout.KV)
+    capacity = sizes.max_pages * cache.PAGE
+
+    # tiles t .. end, counted over all sequences; sequence b begins at tile ``before``
+    b = 0
+    before = 0
+    if SPLITS > 0:
+        t, end, b = find_sequence_split(
+            work_range, sequences, capacity, sizes, BLOCK, TOKENS, SPLITS
+        )
+        has_work = True
+    else:
+        lane = tl.arange(0, LANES)
+        t, end, b, before, total = find_work_range(
+            work_range, lane, sequences, capacity, sizes, BLOCK, TOKENS, SETUP_TILES, LANES, ROUNDS
+        )
+        if pid == 0:
+            store_sequence_starts(
+                starts, total, lane, sequences, capacity, sizes, BLOCK, TOKENS, SETUP_TILES, LANES,
+                ROUNDS,
+            )  # fmt: skip
+        has_work = t < end if SETUP_TILES == 0 else tl.maximum(t, before + SETUP_TILES) < end
+
+    member = chunk * layout.BLOCK + tl.arange(0, layout.BLOCK)
+    token = member // GROUP
+    if TOKENS == 1:
+        inside = member < GROUP
+        heads = hk * GROUP + member
+        row_of = heads
+    else:
+        heads = hk * GROUP + member % GROUP
+        row_of = token * layout.ALL + heads
+    v = cache.v
+    if v is not None:
+        v = v + cache.V_OFFSET
+
+    while has_work:
+        length, begin, first_tile, tiles = load_extent(
+            sequences, b, None, capacity, sizes, BLOCK, TOKENS
+        )
+        stop = tl.minimum(end, before + sequence_cost(tiles, SETUP_TILES))
+        table = sequences.tables + b.to(tl.int64) * sizes.max_pages
+
+        tile0 = first_tile + t - before
+        if SETUP_TILES > 0:
+            tile0 = first_tile + tl.maximum(t - before - SETUP_TILES, 0)
+        # looked up a step ahead: a look-up inside the step would halve the depth of the pipeline.
+        # The first one overlaps with loading the queries
+        page = load_block_pages(table, tile0 * BLOCK, length, cache.PAGE, BLOCK)
+        row = b.to(tl.int64) * (TOKENS * layout.ALL)
+        if sequences.rows is not None:
+            row = tl.load(sequences.rows + b).to(tl.int64) * layout.ALL
+        position = None
+        if TOKENS > 1:
+            count = TOKENS
+            if sequences.counts is not None:
+                count = tl.load(sequences.counts + b)
+            inside = token < count
+            position = length - count + token
+        factor = logits.scale
+        if k_scale.array is not None:
+            at = k_scale.array + b * k_scale.row + hk * k_scale.head
+            factor *= tl.load(at).to(tl.float32)
+        POSITIVE: tl.constexpr = logits.POSITIVE and k_scale.array is None
+        if dots.RAW_QUERIES:
+            queries = load_raw_queries(q, row + row_of, inside, factor, logits, cache.K, POSITIVE)
+        else:
+            queries = prepare_queries(
+                q, row + row_of, inside, factor, logits, cache.K, dots, POSITIVE
+            )
+        m, l, sums = init_state(cache.V, layout.BLOCK)  # noqa: E741
+        opaque = None
+        if dots.OPAQUE:
+            opaque = length > 0
+        for tile in tl.range(tile0, first_tile + stop - before - SETUP_TILES):
+            j = tile * BLOCK + tl.arange(0, BLOCK)
+            cache_rows = compute_cache_rows(page, tile * BLOCK, sizes.pages, cache.PAGE, BLOCK)
+            current_page = page
+            page = load_block_pages(table, (tile + 1) * BLOCK, length, cache.PAGE, BLOCK)
+            loaded = j < length
+            if sizes.WINDOW or sequences.begins is not None:
+                loaded = loaded & (j >= begin)
+            run = None
+            if cache.k_tail is not None:
+                run = clamp_run(
+                    current_page, tile * BLOCK, length - 1, sizes.pages, cache.PAGE, BLOCK
+                )
+            keys = Keys(
+                j, cache_rows, loaded, run, position,
+                left if sizes.WINDOW and TOKENS > 1 else None, None,
+            )  # fmt: skip
+            m, l, _e, sums = attend_block(  # noqa: E741
+                queries, m, l, None, sums, cache, v, hk, keys, logits, dots, PTX, opaque
+            )
+
+        m = partial_logit(m, queries.slopes, l)
+        acc, acc_tail = join_columns(sums, cache.V)
+        if dots.BIASED:
+            acc = acc * 2.0**24
+        if o is not None:
+            value_scale = load_head_scale(v_scale, b, hk)
+            factor = compute_output_factor(m, l, sinks, b, heads, inside, value_scale)
+            acc = acc * factor[:, None]
+            if cache.V.TAIL > 0:
+                acc_tail = acc_tail * factor[:, None]
+            store_rows(o, row + row_of, acc, acc_tail, inside, cache.V)
+        else:
+            slot = work_range + b if SPLITS == 0 else work_range
+            partial_row = slot.to(tl.int64) * (TOKENS * layout.ALL) + row_of
+            if partial.acc.dtype.element_ty == tl.float16:
+                factor = average_factor(l)
+                acc = acc * factor[:, None]
+                if cache.V.TAIL > 0:
+                    acc_tail = acc_tail * factor[:, None]
+            tl.store(partial.m + partial_row, m, mask=inside)
+            tl.store(partial.l + partial_row, l, mask=inside)
+            store_rows(partial.acc, partial_row, acc, acc_tail, inside, cache.V)
+
+        if SPLITS == 0:
+            t = stop
+            before += sequence_cost(tiles, SETUP_TILES)
+            b += 1
+            has_work = t + SETUP_TILES < end
+        else:
+            has_work = False
+
+
+@dataclass(frozen=True)
+class PagedSplit(PagedLaunch):
+    """Launch of ``paged_split``.
+
+    Results: acc ``[slots, rows, dv]``, m, l ``[slots, rows]``, starts ``[b + 1]``, or with one
+    split a sequence the output o ``[b, rows, dv]``.
+    """
+
+    kernel = paged_split
+    batching: ClassVar = sequential("q k v lens tables begins rows counts k_scale v_scale sink")
+
+    def outputs(self):
+        p = self.problem
+        if self.direct:
+            return {"o": struct(p.query_dtype, p.batch, self.rows, p.value_dim)}
+        row = struct("float32", self.slots, self.rows)
+        return {
+            "acc": struct(self.partial_dtype, self.slots, self.rows, p.value_dim),
+            "m": row,
+            "l": row,
+            "starts": struct("int32", p.batch + 1) if self.tiles.splits is None else None,
+        }
+
+    @property
+    def query_block(self) -> tuple[int, int]:
+        """Query rows of a program, and programs for the rows of a kv head."""
+        return query_rows(self.problem, self.tiles.max_rows)
+
+    def grid(self, target):
+        return (self.ranges * self.problem.kv_heads * self.query_block[1],)
+
+    def options(self, target):
+        t = self.tiles
+        options = {"num_warps": t.num_warps, "num_stages": t.num_stages}
+        if target.platform != "cuda":
+            return options
+        # without a bound the assembler spills to fit more programs than are meant to run together
+        registers = min(255, 2048 // (t.num_warps * t.programs_per_core) // 8 * 8)
+        return options | {"maxnreg": registers}
+
+    def cache_operands(self) -> tuple[In | TensorMap | None, TensorMap | None, In | None]:
+        """Returns keys by pointer, or by descriptors of both parts of a row, and values."""
+        p, t = self.problem, self.tiles
+        k_view, v_view = (
+            "int16" if ITEMSIZE[dtype] == 1 else None for dtype in (p.key_dtype, p.value_dtype)
+        )
+        k, tail = self.operand("k", k_view), None
+        if t.tma and k is not None:
+            columns = column_parts(p)[0][1]
+            width = 1 if k_view is None else 2  # elements that are loaded as one
+            dim, main, columns = p.dim // width, p.value_dim // width, columns // width
+            shape = (p.pages * p.page_size, dim)
+            tail = TensorMap(k.index, shape, (t.block, columns), view=k_view)
+            k = runs_map(k.index, dim, (t.block, main), k_view)
+        return k, tail, self.operand("k" if p.layout.value_offset else "v", v_view)
+
+    def arguments(self, target: Target) -> dict[str, Any]:
+        p, t, (rows, chunks) = self.problem, self.tiles, self.query_block
+        lanes = max(MIN_LANES, power_of_two(p.batch) // MAX_ROUNDS)
+        names = ("lens", "tables", "begins", "rows", "counts")
+        return {
+            "cache": cache_group(p, *self.cache_operands(), convert_once=t.convert_once),
+            "sequences": SequenceTables(*map(self.operand, names)),
+            "k_scale": self.scale("k_scale"),
+            "v_scale": self.scale("v_scale"),
+            "sinks": self.sinks(),
+            "partial": Partial(*map(self.result, ("acc", "m", "l"))),
+            "starts": self.result("starts"),
+            "o": self.result("o"),
+            "sizes": DecodeSizes(
+                p.batch, self.ranges, p.max_pages, p.pages, p.window_left or 0,
+                WINDOW=p.window_left is not None,
+            ),
+            "logits": logits_group(p),
+            "layout": RowLayout(p.heads, p.kv_heads, chunks, rows, p.tokens),
+            "dots": dot_options(
+                p, target,
+                RAW_QUERIES=p.layout.is_latent and (p.key_dtype == p.query_dtype or t.convert_once),
+                OPAQUE=t.opaque,
+                FORM=t.form,
+                BIASED=t.form == "int8_split",
+            ),
+            "BLOCK": t.block,
+            "LANES": lanes,
+            "ROUNDS": -(-power_of_two(p.batch) // lanes),
+            "SPLITS": t.splits or 0,
+            "SETUP_TILES": 0 if t.splits else t.setup_tiles,
+            "PTX": instructions(target),
+        }  # fmt: skip
+
+    def bind(self, target):
+        bound = super().bind(target)
+        if not (self.tiles.form and compat.has_gluon()):
+            return bound
+        from ejkernel.kernels.triton.serving import mla_decode_sm90
+
+        if not mla_decode_sm90.is_supported(self.problem, self.tiles):
+            return bound
+        launch = mla_decode_sm90.LatentSplit(self, operands=self.operands)
+        return replace(launch.bind(target), stand_in=bound)

@@ -1,0 +1,150 @@
+"""Stages of serving calls in Triton, a launch each.
+
+A decoding call has ``decode_sequences`` and ``merge_sequences``; a ragged call builds its schedule,
+may write the cache, decodes, prefills and merges.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.serving.decode_tiles import count_work_ranges
+from ejkernel.kernels.triton.serving.ragged_tiles import RaggedTiles, decode_problem, decode_ranges
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types.serving.problem import RaggedProblem
+
+if TYPE_CHECKING:
+    from ejkernel.kernels.triton.serving.decode import PagedSplit
+
+ONLY_MERGED = ("v_scale", "sink")  # operands that only the merge reads
+
+
+def decode_sequences(work: Work, arrays: Arrays) -> Arrays:
+    """Returns partial results of every split, or the output where each sequence has one split."""
+    from ejkernel.kernels.triton.serving.decode import PagedSplit
+
+    launch = PagedSplit(work.problem, work.tiles, _count_ranges(work))
+    if launch.direct:
+        return call(launch, **arrays)
+    return call(launch, **{name: x for name, x in arrays.items() if name not in ONLY_MERGED})
+
+
+def merge_sequences(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the output of partial results, and the log-sum-exp if the call returns it."""
+    from ejkernel.kernels.triton.serving.merge import PagedMerge
+
+    if "o" in arrays:
+        return {}
+    launch = PagedMerge(work.problem, work.tiles, _count_ranges(work))
+    merged = call(launch, **select_arrays(arrays, *launch.batching))
+    return {"o": merged["o"], **({"lse": merged["lse_out"]} if "lse_out" in merged else {})}
+
+
+def _count_ranges(work: Work) -> int:
+    p, t = work.problem, work.tiles
+    return t.splits * p.batch if t.splits else count_work_ranges(p, t, work.target)
+
+
+def build_schedule(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the tables of ``types.serving.schedule.RaggedSchedule``."""
+    from ejkernel.kernels.triton.serving.schedule import RaggedScheduleLaunch
+
+    launch = RaggedScheduleLaunch(work.problem, work.tiles, work.target)
+    return call(launch, **select_arrays(arrays, "starts", "lens", "valid"))
+
+
+def write_cache(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the cache with the new keys and values, and the scale of the logits after that."""
+    from ejkernel.kernels.triton.serving.write import RaggedWrite
+
+    names = ("keys", "values", "tables", "sequences", "header", "k_scale", "v_scale")
+    written = call(
+        RaggedWrite(work.problem, work.tiles, work.target),
+        **select_arrays(arrays, *names),
+        first_rows=arrays["d_rows"],
+        # XLA then copies a slice of stacked caches before the launch, at full speed (``in_place``)
+        cache_in=jax.lax.optimization_barrier(arrays["k"]),
+    )
+    scale = arrays.get("logit_scale", arrays.get("k_scale"))
+    return {"k": written["cache"]} | ({} if scale is None else {"k_scale": scale})
+
+
+def decode_rows(work: Work, arrays: Arrays) -> Arrays:
+    """Returns partial results of the sequences that are decoded."""
+    p, t = work.problem, work.tiles
+    partial = call(
+        decode_launch(p, t, work.target),
+        **select_arrays(arrays, "q", "k", "tables", "k_scale"),
+        lens=arrays["d_lens"],
+        begins=arrays["d_begins"],
+        rows=arrays["d_rows"],
+        counts=arrays["d_counts"],
+    )
+    return {f"d_{name}": x for name, x in partial.items()}
+
+
+def decode_launch(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> PagedSplit:
+    """Returns the split kernel over decoded sequences; the other sequences have length 0."""
+    from ejkernel.kernels.triton.serving.decode import PagedSplit
+
+    ranges = decode_ranges(problem, tiles, target)
+    return PagedSplit(decode_problem(problem, tiles), tiles.decode, ranges)
+
+
+def skip_long_prefill(work: Work, arrays: Arrays) -> Arrays:
+    """Returns nothing: Triton has no kernel for long prefill.
+
+    A stage in its place reads ``work_tiles`` and ``decode_rows``, and returns ``o`` with the rows
+    of its sequences, the other rows unset.
+    """
+    return {}
+
+
+def prefill_rows(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the output with the rows of short prefill, and partial results of split tiles."""
+    from ejkernel.kernels.triton.serving.prefill import RaggedPrefill
+
+    names = ("q", "k", "tables", "sequences", "header", "k_scale", "v_scale", "sink")
+    results = call(
+        RaggedPrefill(work.problem, work.tiles, work.target),
+        **select_arrays(arrays, *names),
+        first_rows=arrays["d_rows"],
+        o_in=arrays.get("o"),
+    )
+    outputs = ("o", "lse")
+    return {name if name in outputs else f"p_{name}": x for name, x in results.items()}
+
+
+def merge_rows(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the output, and the log-sum-exp, with the rows of partial results."""
+    return _merge_partials(work, arrays, None)
+
+
+def merge_rows_and_cache(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the output, the log-sum-exp, and the cache of a call that wrote it."""
+    merged = _merge_partials(work, arrays, arrays["k"])
+    return {"k": merged.pop("cache"), **merged}
+
+
+def _merge_partials(work: Work, arrays: Arrays, cache: jax.Array | None) -> Arrays:
+    from ejkernel.kernels.triton.serving.ragged_merge import RaggedMerge
+
+    decoded = ("d_acc", "d_m", "d_l", "d_starts", "d_counts")
+    prefilled = ("sequences", "header", "p_acc", "p_m", "p_l")
+    return call(
+        RaggedMerge(work.problem, work.tiles, work.target),
+        **select_arrays(arrays, *decoded, *prefilled, "v_scale", "sink"),
+        first_rows=arrays["d_rows"],
+        o_in=arrays["o"],
+        cache_in=cache,
+        lse_in=arrays.get("lse"),
+    )
+
+
+def select_arrays(arrays: Arrays, *names: str) -> Arrays:
+    """Returns the arrays of these names that a call has."""
+    return {name: arrays[name] for name in names if name in arrays}

@@ -1,0 +1,80 @@
+# Made from ragged_page_attention.py by tools/stubs.py --write.
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules._configs import RaggedPageAttentionConfig
+from ejkernel.modules._op import Operation
+from ejkernel.ops import Platform
+from ejkernel.types.calls.words import Array, Cache, F, I
+
+@overload
+def ragged_page_attention(
+    queries: F[Array, "tokens heads head_dim"],
+    kv_pages: Cache[Array, "pages page_size combined_kv_heads head_dim"],
+    context_lens: I[Array, " sequences"],
+    block_tables: I[Array, "sequences max_blocks"],
+    query_start_loc: I[Array, " sequences_plus_1"],
+    num_seqs: int | I[Array, ""] | I[Array, "1"],
+    softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    return_lse: Literal[False] = False,
+    platform: str | Platform | None = None,
+    cfg: RaggedPageAttentionConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> jax.Array: ...
+@overload
+def ragged_page_attention(
+    queries: F[Array, "tokens heads head_dim"],
+    kv_pages: Cache[Array, "pages page_size combined_kv_heads head_dim"],
+    context_lens: I[Array, " sequences"],
+    block_tables: I[Array, "sequences max_blocks"],
+    query_start_loc: I[Array, " sequences_plus_1"],
+    num_seqs: int | I[Array, ""] | I[Array, "1"],
+    softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    return_lse: Literal[True],
+    platform: str | Platform | None = None,
+    cfg: RaggedPageAttentionConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def ragged_page_attention(
+    queries: F[Array, "tokens heads head_dim"],
+    kv_pages: Cache[Array, "pages page_size combined_kv_heads head_dim"],
+    context_lens: I[Array, " sequences"],
+    block_tables: I[Array, "sequences max_blocks"],
+    query_start_loc: I[Array, " sequences_plus_1"],
+    num_seqs: int | I[Array, ""] | I[Array, "1"],
+    softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    return_lse: bool,
+    platform: str | Platform | None = None,
+    cfg: RaggedPageAttentionConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+class RaggedPageAttention(Operation[RaggedPageAttentionConfig]): ...

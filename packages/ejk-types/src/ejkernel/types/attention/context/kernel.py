@@ -1,0 +1,240 @@
+"""A kernel of flash attention run over a sequence that is sharded along a mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.types.attention.context import masks, passes, ulysses
+from ejkernel.types.attention.context.pieces import Chunks, Piece
+from ejkernel.types.attention.context.ring import Plan, Ring
+from ejkernel.types.attention.context.strategy import (
+    Choice,
+    choose_strategy,
+    divides_heads,
+    requested_strategy,
+)
+from ejkernel.types.attention.context.transport import GatheredTransport, RingTransport
+from ejkernel.types.masks.mask_info import MaskInfo
+
+OPTIONS = ("softmax_scale", "logits_soft_cap", "dropout_prob", "precision", "logits_dtype")
+
+
+@dataclass(frozen=True)
+class ContextProblem:
+    """Static properties of one device's part of a call.
+
+    Attributes:
+        ring: the mesh axis and how the sequence lies on it.
+        plan: the steps and what each device computes in them.
+        static_options: arguments that every piece gets, by name.
+        choice: the strategy that "auto" means, and why.
+        calls: the distinct pieces with the problems of their kernel calls.
+        exchanged: the problem of the one kernel call after exchanging heads for sequence; None:
+            heads do not divide.
+    """
+
+    ring: Ring
+    plan: Plan
+    static_options: tuple[tuple[str, Any], ...]
+    choice: Choice
+    calls: tuple[tuple[Piece, Any], ...] = ()
+    exchanged: Any = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.static_options)
+
+
+@dataclass(frozen=True)
+class ContextTiles:
+    """The strategy and the tiles of its kernel calls.
+
+    Attributes:
+        strategy: "ring", "all_gather" or "ulysses".
+        calls: tiles of each piece, in the order of ``ContextProblem.calls``.
+        exchanged: tiles of the call after an exchange.
+    """
+
+    strategy: str
+    calls: tuple[Any, ...]
+    exchanged: Any = None
+
+
+class ContextParallel:
+    """Ring attention by ``flash``, a kernel of flash attention that computes parts of rows.
+
+    Every piece is a call of that kernel with its own tiles. Its gradients come from the kernel's
+    backward pass at the normaliser of the full row.
+    """
+
+    call: ClassVar[Any]
+    flash: ClassVar[Any]
+    """The kernel that computes the pieces."""
+    vary_over: ClassVar[Any]
+    has_backward: ClassVar[bool] = True
+    partitioned: ClassVar[bool] = False
+    saved_axes: ClassVar[str] = "batch q_len heads"
+
+    def problem(self, a: Mapping[str, Any]) -> ContextProblem:
+        ring = ring_of(a, strict=False)
+        options = {name: a[name] for name in OPTIONS if name in self.flash.call.boundary.defaults}
+        parts = _parts(a)
+        lengths = (a["query"].shape[1], a["key"].shape[1])
+        rules = masks.index_rules(parts)
+        plan = make_plan(ring, rules, *lengths, joined=not a["dropout_prob"])
+        choice = choose_strategy(a, ring, plan, rules)
+        static = ContextProblem(ring, plan, tuple(options.items()), choice)
+        calls, exchanged = self._problems(static, a)
+        return replace(static, calls=calls, exchanged=exchanged)
+
+    def _problems(self, static: ContextProblem, a: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns the distinct pieces with their problems, and the problem after an exchange."""
+        everything = Chunks(0, static.ring.chunks)
+        # a call that sees nothing has the dtypes and units of one that does
+        pieces = static.plan.distinct or (Piece(everything, everything, None),)
+        problems: list[Any] = []
+
+        def probe(arrays: Mapping[str, Any]) -> None:
+            arrays = {**arrays, "parts": _parts({**a, **arrays})}
+            p = passes.Pass(self, static, arrays)
+            for piece in pieces:
+                arguments = passes.piece_arguments(p, piece, *p.local_keys, 0)
+                problems.append(self.flash.problem(arguments))
+            if not divides_heads(a, static.ring):
+                problems.append(None)
+                return
+            exchange = ulysses.Exchange(static.ring, a["query"].shape[2])
+            floats = exchange.floats(ulysses.floats_of(arrays))
+            defaults = self.flash.call.boundary.defaults
+            arguments = exchange.arguments(defaults, static.options, floats, arrays)
+            problems.append(self.flash.problem(arguments))
+
+        jax.eval_shape(probe, self.call.array_arguments(a))
+        return tuple(zip(pieces, problems[:-1], strict=True)), problems[-1]
+
+    def unsupported_reason(self, problem: ContextProblem, target: Any) -> str | None:
+        reasons = (self.flash.unsupported_reason(p, target) for _, p in problem.calls)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def choose(self, problem: ContextProblem, target: Any) -> ContextTiles:
+        exchanged = problem.exchanged
+        return ContextTiles(
+            problem.choice.strategy,
+            tuple(self.flash.choose(p, target) for _, p in problem.calls),
+            None if exchanged is None else self.flash.choose(exchanged, target),
+        )
+
+    def apply_config(
+        self, chosen: ContextTiles, cfg: Any, problem: ContextProblem, target: Any
+    ) -> ContextTiles:
+        strategy = requested_strategy(cfg)
+        if strategy == "ulysses" and problem.exchanged is None and problem.ring.size > 1:
+            heads = "the number of heads does not divide by the devices of the axis"
+            raise ValueError(f"cfg: context_parallel='ulysses': {heads}")
+
+        def applied(tiles: Any, p: Any) -> Any:
+            return None if p is None else self.flash.apply_config(tiles, cfg, p, target)
+
+        pairs = zip(chosen.calls, problem.calls, strict=True)
+        return ContextTiles(
+            strategy or chosen.strategy,
+            tuple(applied(tiles, p) for tiles, (_, p) in pairs),
+            applied(chosen.exchanged, problem.exchanged),
+        )
+
+    def fields(self, chosen: ContextTiles) -> dict[str, Any]:
+        """Returns no tiles: full and causal pieces have different ones."""
+        return {}
+
+    def notes_on(self, problem: ContextProblem, target: Any) -> tuple[str, ...]:
+        n, choice = problem.ring.size, problem.choice
+        if n == 1:
+            return ()
+        steps = problem.plan.schedule.count
+        return (
+            f"context_parallel: auto is {choice.strategy} over {n} devices: {choice.reason}",
+            f"a device needs the keys of {steps} of {n} devices",
+        )
+
+    def call_of(self, work: Any, piece: Piece) -> tuple[Any, Any]:
+        """Returns the problem and the tiles of the kernel call of a piece."""
+        for (form, problem), tiles in zip(work.problem.calls, work.tiles.calls, strict=True):
+            if form == piece:
+                return problem, tiles
+        raise KeyError(piece)
+
+    def transport(self, work: Any, p: passes.Pass) -> Any:
+        gathered = work.tiles.strategy == "all_gather" and p.ring.size > 1
+        transport = GatheredTransport if gathered else RingTransport
+        return transport(p.ring, p.plan.schedule, p.local_keys)
+
+    def operands(self, a: Mapping[str, Any], problem: ContextProblem) -> dict[str, Any]:
+        """Returns the arrays of the call, all constraints as ``parts``."""
+        ring = ring_of(a, strict=True)
+        arrays = self.call.array_arguments(a)
+        for name in ("mask_info", "q_segment_ids", "kv_segment_ids"):
+            arrays.pop(name, None)
+        parts = _parts(a)
+        masks.check_keys(parts, ring.size * a["key"].shape[1])
+        return self.vary_over({**arrays, "parts": parts}, ring.axis_name)
+
+    def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        b, q_len, h, _ = a["query"].shape
+        if 0 not in (b, q_len, a["key"].shape[1], h):
+            return None
+        dtype = jnp.promote_types(jnp.float32, a["logits_dtype"])
+        o = jnp.zeros((b, q_len, h, a["value"].shape[3]), a["query"].dtype)
+        return o, jnp.full((b, q_len, h), -jnp.inf, dtype)
+
+    def forward(self, work: Any, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        return _passes(work).forward(work, arrays)
+
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
+        return _passes(work).backward(work, arrays, outputs, saved, cotangents)
+
+
+def _passes(work: Any) -> Any:
+    exchanged = work.tiles.strategy == "ulysses" and work.problem.ring.size > 1
+    return ulysses if exchanged else passes
+
+
+@lru_cache(maxsize=512)
+def _cached_plan(ring: Ring, rules: tuple, q_len: int, kv_len: int, joined: bool) -> Plan:
+    return Plan.make(ring, rules, q_len, kv_len, joined=joined)
+
+
+def make_plan(ring: Ring, rules: tuple, q_len: int, kv_len: int, *, joined: bool) -> Plan:
+    """Returns ``Plan.make``, which calls of one form share."""
+    return _cached_plan(ring, rules, q_len, kv_len, joined)
+
+
+def ring_of(a: Mapping[str, Any], *, strict: bool) -> Ring:
+    """Returns the mesh axis of a call; a ring of one device where it is not bound.
+
+    Raises:
+        ValueError: it is not bound and ``strict``.
+    """
+    name = a["axis_name"]
+    try:
+        size = jax.lax.axis_size(name)
+    except NameError:
+        if strict:
+            raise ValueError(
+                f"axis_name: {name!r} is not bound here; call inside shard_map over that axis"
+            ) from None
+        size = 1
+    return Ring(name, size, a["layout"] == "zigzag" and size > 1)
+
+
+def _parts(a: Mapping[str, Any]) -> masks.Parts:
+    # a MaskInfo without arrays checks the rule's values
+    rule = MaskInfo(
+        causal=a["causal"], causal_offset=a["causal_offset"], sliding_window=a["sliding_window"]
+    ).rule
+    return masks.parts_of(a["mask_info"], rule, a["q_segment_ids"], a["kv_segment_ids"])

@@ -1,0 +1,334 @@
+"""Forward and backward pass of one device: pieces of every step, merged by their rows.
+
+    forward   output and normaliser of the visiting keys are merged into those so far; sinks are
+              counted once, at the end.
+    backward  dq stays; k and v travel again, and with them the accumulators dk and dv, one step
+              behind, which arrive at the device that owns the keys. Every piece uses the
+              normaliser and delta of the full row, so the gradients of the pieces add up.
+
+The next keys are sent before the current ones are used, and the accumulators while a piece is
+computed, so that communication overlaps with computation. Devices that compute different pieces in
+a step take different branches of one ``switch``; no branch communicates. Memory is linear in the
+local lengths: own keys, the visiting and the next, and their accumulators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.types.attention.context import masks
+from ejkernel.types.attention.context.pieces import Chunks, Piece
+from ejkernel.types.attention.context.ring import run_steps
+from ejkernel.types.attention.rows import (
+    Rows,
+    RowScales,
+    finalize_rows,
+    merge,
+    sink_gradient,
+)
+
+Arrays = dict[str, Any]
+Pieces = tuple[Piece, ...]
+KEYS = ("key", "value")
+
+
+class Pass:
+    """One pass over the steps of a ring on one device."""
+
+    def __init__(self, kernel: Any, problem: Any, arrays: Arrays, work: Any = None) -> None:
+        self.kernel, self.problem, self.work = kernel, problem, work
+        self.ring, self.plan = problem.ring, problem.plan
+        self.arrays, self.parts = arrays, arrays["parts"]
+        self.query, self.bias = arrays["query"], arrays.get("bias")
+        self.lengths = (self.query.shape[1], arrays["key"].shape[1])
+        self.device = self.ring.device_index() if self.ring.size > 1 else 0
+
+    @property
+    def local_keys(self) -> tuple[Any, ...]:
+        """Keys, values and the arrays of masks that belong to keys."""
+        return (*(self.arrays[name] for name in KEYS), masks.travelling(self.parts))
+
+    def vary(self, x: Any) -> Any:
+        return self.kernel.vary_like(x, self.query)
+
+    def slice_of(self, chunks: Chunks, axis: int) -> slice:
+        """Rows of a shard of queries (``axis`` 0) or keys (1)."""
+        length = self.lengths[axis] // self.ring.chunks
+        return slice(chunks.first * length, (chunks.first + chunks.count) * length)
+
+    def source(self, step: Any) -> Any:
+        """The device whose keys are visiting."""
+        return self.plan.schedule.source(self.ring, step) if self.ring.size > 1 else 0
+
+    def switch(
+        self, step: Any, steps: Sequence[int], branch: Callable[[Pieces], Any], *operands: Any
+    ) -> Any:
+        """Runs ``branch`` of this device's pieces; ``step`` is one of ``steps``, perhaps traced."""
+        table = [self.plan.pieces[t] for t in steps]
+        every = tuple(dict.fromkeys(pieces for row in table for pieces in row))
+        if len(every) == 1:
+            return branch(every[0])(*operands)
+        index = jnp.asarray([[every.index(pieces) for pieces in row] for row in table], jnp.int32)
+        chosen = index[step - steps[0], self.device]
+        return jax.lax.switch(chosen, [branch(pieces) for pieces in every], *operands)
+
+    def piece_call(self, piece: Piece, visitors: Any, source: Any) -> tuple[Any, Arrays]:
+        """Returns the work and the operands of the kernel call of one piece."""
+        flash = self.kernel.flash
+        arguments = piece_arguments(self, piece, *visitors, source)
+        problem, tiles = self.kernel.call_of(self.work, piece)
+        work = replace(self.work, kernel=flash, problem=problem, tiles=tiles, fallback=None)
+        operands = flash.operands(arguments, problem)
+        return work, {name: x for name, x in operands.items() if x is not None}
+
+
+def piece_arguments(
+    p: Pass, piece: Piece, k: Any, v: Any, visiting: Any, source: Any
+) -> dict[str, Any]:
+    """Returns the canonical arguments of flash attention of one piece."""
+    rows, keys = p.slice_of(piece.q, 0), p.slice_of(piece.kv, 1)
+    bias = p.bias
+    if bias is not None:
+        bias = bias if bias.shape[2] == 1 else bias[:, :, rows]
+        bias = masks.columns(bias, source, p.lengths[1], keys)
+    mask = masks.piece_mask(
+        p.ring, p.parts, visiting, source, piece.shift, lengths=p.lengths, rows=rows, keys=keys
+    )
+    options = p.problem.options
+    arguments = {
+        "query": p.query[:, rows],
+        "key": k[:, keys],
+        "value": v[:, keys],
+        "bias": bias,
+        "mask_info": mask,
+        "dropout_seed": _seed(p, piece, source) if options["dropout_prob"] else None,
+        "return_lse": True,
+    }
+    return {**p.kernel.flash.call.boundary.defaults, **options, **arguments}
+
+
+def _seed(p: Pass, piece: Piece, source: Any) -> jax.Array:
+    """Seed words with the indices, in the whole sequence, of the first query and the first key."""
+    words = jnp.asarray(p.arrays["dropout_seed"]).reshape(-1)
+    if words.shape[0] == 1:
+        words = jnp.concatenate([words, words * 0, words * 0])
+    first_query = p.ring.starts(p.device, p.lengths[0])[piece.q.first][0]
+    first_key = p.ring.starts(source, p.lengths[1])[piece.kv.first][0]
+    positions = jnp.stack([jnp.asarray(x, jnp.int32) for x in (first_query, first_key)])
+    return jnp.concatenate([words, positions.astype(words.dtype)])
+
+
+# ---- forward ------------------------------------------------------------------------------------
+
+
+def forward(work: Any, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Array], RowScales]:
+    """Returns o ``[b, q, h, dv]``, lse ``[b, q, h]`` and the row values that gradients need."""
+    p = Pass(work.kernel, work.problem, arrays, work)
+    last_step = p.plan.schedule.count - 1
+    transport = work.kernel.transport(work, p)
+
+    def step(t: Any, state: Any, first: bool, last: bool) -> Any:
+        parts, visitors = state
+        coming = None if last else transport.following(visitors, t)
+        steps = _steps_of(t, first, last, last_step)
+        # a loop carries one dtype
+        wide = not first or _is_merged(p, steps)
+
+        def branch(pieces: Pieces) -> Callable[..., Any]:
+            return partial(_forward_pieces, p, pieces, wide=wide, finish=last)
+
+        parts = p.switch(t, steps, branch, parts, transport.keys(visitors, t), p.source(t))
+        return parts, coming
+
+    (o, lse, scales), _ = run_steps(
+        last_step + 1, step, (None, transport.start()), first_differs=True, convert=_widened
+    )
+    return (o, lse), scales
+
+
+def _steps_of(t: Any, first: bool, last: bool, last_step: int) -> range:
+    if first or last or isinstance(t, int):
+        return range(t, t + 1)
+    return range(1, last_step)
+
+
+def _is_merged(p: Pass, steps: range, side: str = "q") -> bool:
+    """Returns whether a chunk of queries (or keys: ``kv``) is in two pieces of one of the steps."""
+    for pieces in (pieces for t in steps for pieces in p.plan.pieces[t]):
+        spans = [getattr(piece, side) for piece in pieces]
+        chunks = [i for span in spans for i in range(span.first, span.first + span.count)]
+        if len(chunks) > len(set(chunks)):
+            return True
+    return False
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _widened(state: Any) -> Any:
+    """Returns a state whose sums are in the accumulation dtype, as a loop carries them."""
+    sums, *others = state
+    return jax.tree.map(lambda x: x.astype(_wide(x.dtype)), sums), *others
+
+
+def _forward_pieces(
+    p: Pass, pieces: Pieces, so_far: Any, visitors: Any, source: Any, *, wide: bool, finish: bool
+) -> Any:
+    """Merges pieces into the parts so far, one for each chunk of queries."""
+    flash, full = p.kernel.flash, p.problem.calls[0][1]
+    unit = flash.row_unit(full)
+    parts = [None] * p.ring.chunks if so_far is None else list(so_far)
+    length = p.lengths[0] // p.ring.chunks
+    for piece in pieces:
+        work, operands = p.piece_call(piece, visitors, source)
+        o, rows = flash.part(work, operands)
+        for i in range(piece.q.count):
+            at = slice(i * length, (i + 1) * length)
+            new = (o[:, at], Rows(*(x[:, at] for x in rows)))
+            before = parts[piece.q.first + i]
+            parts[piece.q.first + i] = new if before is None else merge(before, new, unit)
+    dtype, acc = flash.part_dtypes(full)
+    b, _, h, _ = p.query.shape
+    for i, part in enumerate(parts):
+        if part is None:
+            o = jnp.zeros((b, length, h, p.arrays["value"].shape[3]), dtype)
+            zero = jnp.zeros((b, length, h), acc)
+            part = p.vary((o, Rows(zero - jnp.inf, zero)))
+        o, rows = part
+        parts[i] = (o.astype(acc) if wide else o, rows)
+    if not finish:
+        return tuple(parts)
+    o = _joined([o for o, _ in parts])
+    rows = Rows(*(_joined(x) for x in zip(*(rows for _, rows in parts), strict=True)))
+    o, lse, scales = finalize_rows(o, rows, p.arrays.get("softmax_aux"), unit)
+    return o.astype(p.query.dtype), lse, scales
+
+
+def _joined(parts: Sequence[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+
+def backward(
+    work: Any, arrays: Arrays, outputs: tuple[Any, ...], scales: RowScales, cotangents: Any
+) -> Mapping[str, Any]:
+    """Returns gradients by the names of the arrays."""
+    p = Pass(work.kernel, work.problem, arrays, work)
+    last_step = p.plan.schedule.count - 1
+    (o, _), (do, dlse) = outputs, cotangents
+    acc = scales.m.dtype
+    dlse = dlse.astype(acc)
+    delta = (do.astype(acc) * o.astype(acc)).sum(-1) - dlse
+    sinks = arrays.get("softmax_aux")
+    gradients = {} if sinks is None else {"softmax_aux": sink_gradient(sinks, scales, delta)}
+    if not masks.sees_itself(p.parts):
+        # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
+        alive = scales.alive[..., None]
+        p.query, do = (jnp.where(alive, x, jnp.zeros((), x.dtype)) for x in (p.query, do))
+        dlse, delta = (jnp.where(scales.alive, x, 0.0) for x in (dlse, delta))
+    rows = {"scales": scales._replace(sinks=None), "delta": delta, "dlse": dlse, "o": o, "do": do}
+    transport = work.kernel.transport(work, p)
+    dbias = None if p.bias is None else p.vary(jnp.zeros(p.bias.shape, acc))
+
+    def step(t: Any, state: Any, first: bool, last: bool) -> Any:
+        (dq, accumulators), dbias, visitors = state
+        coming = None if last else transport.following(visitors, t)
+        arriving = None if first else transport.accumulators(accumulators)
+        steps = _steps_of(t, first, last, last_step)
+        wide = (not first or _is_merged(p, steps), _is_merged(p, steps, "kv"))
+
+        def branch(pieces: Pieces) -> Callable[..., Any]:
+            return partial(_backward_pieces, p, rows, pieces, wide=wide, finish=last)
+
+        keys, source = transport.keys(visitors, t), p.source(t)
+        dq, dbias, new = p.switch(t, steps, branch, dq, dbias, keys, source)
+        dtypes = [arrays[name].dtype for name in KEYS] if last else None
+        accumulators = transport.accumulated(arriving, new, t, dtypes)
+        return (dq, accumulators), dbias, coming
+
+    state = ((None, None), dbias, transport.start())
+    (dq, accumulators), dbias, _ = run_steps(
+        last_step + 1, step, state, first_differs=True, convert=_widened
+    )
+    gradients |= {"query": dq} | dict(zip(KEYS, transport.returned(accumulators), strict=True))
+    return gradients if dbias is None else gradients | {"bias": dbias}
+
+
+def _backward_pieces(
+    p: Pass,
+    rows: Mapping[str, Any],
+    pieces: Pieces,
+    dq: Any,
+    dbias: Any,
+    visitors: Any,
+    source: Any,
+    *,
+    wide: tuple[bool, bool],
+    finish: bool,
+) -> Any:
+    """Adds the gradients of pieces: dq by chunk of queries, dbias, and the visitors' dk and dv.
+
+    ``wide``: whether dq, and whether dk and dv, are in the accumulation dtype.
+    """
+    flash, chunks = p.kernel.flash, range(p.ring.chunks)
+    by_query = [None] * p.ring.chunks if dq is None else list(dq)
+    by_key: list[list[Any]] = [[None] * p.ring.chunks for _ in KEYS]
+    dtype, acc = flash.part_dtypes(p.problem.calls[0][1])
+    for piece in pieces:
+        work, operands = p.piece_call(piece, visitors, source)
+        at = p.slice_of(piece.q, 0)
+        local = jax.tree.map(lambda x, at=at: x[:, at], dict(rows))
+        new = flash.part_gradients(work, operands, **local)
+        _add(by_query, piece.q, new["query"])
+        for parts, name in zip(by_key, KEYS, strict=True):
+            _add(parts, piece.kv, new[name])
+        if dbias is not None:
+            dbias = _add_columns(p, dbias, new["bias"], piece, source)
+
+    def filled(x: Any, shape: Sequence[int], wide: bool) -> Any:
+        x = p.vary(jnp.zeros(shape, dtype)) if x is None else x
+        return x.astype(acc) if wide else x
+
+    widths = [p.lengths[axis] // p.ring.chunks for axis in range(2)]
+    like = [x.shape for x in (p.query, *visitors[:2])]
+    shapes = [(s[0], widths[i > 0], *s[2:]) for i, s in enumerate(like)]
+    dq = tuple(filled(by_query[i], shapes[0], wide[0]) for i in chunks)
+    new = [
+        _joined([filled(x, shape, wide[1]) for x in parts])
+        for parts, shape in zip(by_key, shapes[1:], strict=True)
+    ]
+    if finish:
+        dq = _joined(dq).astype(p.query.dtype)
+    return dq, dbias, tuple(new)
+
+
+def _add(parts: list[Any], chunks: Chunks, new: jax.Array) -> None:
+    length = new.shape[1] // chunks.count
+    for i in range(chunks.count):
+        part, at = new[:, i * length : (i + 1) * length], chunks.first + i
+        before = parts[at]
+        if before is not None:
+            dtype = _wide(part.dtype)
+            part = before.astype(dtype) + part.astype(dtype)
+        parts[at] = part
+
+
+def _add_columns(p: Pass, dbias: Any, new: jax.Array, piece: Piece, source: Any) -> jax.Array:
+    """Adds the bias gradient of a piece to its rows and columns."""
+    rows, keys = p.slice_of(piece.q, 0), p.slice_of(piece.kv, 1)
+    if dbias.shape[2] == 1:
+        new, first = new.sum(2, keepdims=True), 0
+    else:
+        first = rows.start
+    start = (0, 0, first, source * p.lengths[1] + keys.start)
+    before = jax.lax.dynamic_slice(dbias, start, new.shape)
+    return jax.lax.dynamic_update_slice(dbias, before + new.astype(dbias.dtype), start)

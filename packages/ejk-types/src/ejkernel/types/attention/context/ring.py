@@ -1,0 +1,175 @@
+"""The ring: the tokens each device holds, the arrays that travel, and the hops needed.
+
+Device r of n holds shard r of every sequence. In step t it works on the keys of device
+``(r - start - t) % n``, which have then moved ``start + t`` places along the ring.
+
+Source: Liu et al. 2023, Ring Attention (arXiv 2310.01889), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.types.attention.context.pieces import Cells, Piece
+from ejkernel.types.masks.rules import Rule
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A bound mesh axis and how the sequence lies on it.
+
+    zigzag: device r holds chunks r and 2n - 1 - r of 2n; otherwise block r of n.
+    """
+
+    axis_name: str
+    size: int
+    zigzag: bool
+
+    def device_index(self) -> jax.Array:
+        """Index of this device, int32 ``[]``."""
+        return jax.lax.axis_index(self.axis_name)
+
+    @property
+    def chunks(self) -> int:
+        """Number of contiguous ranges that a shard has."""
+        return 2 if self.zigzag else 1
+
+    def starts(self, device: Any, length: int) -> tuple[tuple[Any, int], ...]:
+        """(first index in the whole sequence, length) of every contiguous range of a shard."""
+        if not self.zigzag:
+            return ((device * length, length),)
+        half = length // 2
+        return (device * half, half), ((2 * self.size - 1 - device) * half, half)
+
+    def index(self, device: Any, length: int) -> jax.Array:
+        """Index in the whole sequence of each of the ``length`` tokens of a shard, int32."""
+        ranges = self.starts(device, length)
+        return jnp.concatenate([first + jnp.arange(n, dtype=jnp.int32) for first, n in ranges])
+
+    def shift(self, tree: Any, places: int) -> Any:
+        """Every array sent ``places`` devices along the ring."""
+        if places % self.size == 0:
+            return tree
+        route = [(i, (i + places) % self.size) for i in range(self.size)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis_name, route), tree)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps to take: ``count`` of them, the first after a hop of ``start`` places."""
+
+    start: int
+    count: int
+
+    def source(self, ring: Ring, step: Any) -> Any:
+        """The device whose keys this device works on in ``step``."""
+        return (ring.device_index() - self.start - step) % ring.size
+
+    @classmethod
+    def shortest(cls, ring: Ring, rules: Sequence[Rule], q_len: int, kv_len: int) -> Schedule:
+        """The shortest run of consecutive hops that brings every device all keys it may see.
+
+        ``rules`` hold between indices in the whole sequence. A causal rule alone needs every
+        hop on the last device; a window needs few.
+        """
+        n = ring.size
+        devices = np.arange(n)
+        queries = [(first, first + m - 1) for first, m in ring.starts(devices, q_len)]
+        keys = [(first, first + m - 1) for first, m in ring.starts(devices, kv_len)]
+        sees = np.zeros((n, n), bool)
+        for q_first, q_last in queries:
+            for k_first, k_last in keys:
+                pair = np.ones((n, n), bool)
+                for rule in rules:
+                    low, high = rule.key_bounds(q_first)[0], rule.key_bounds(q_last)[1]
+                    if low is not None:
+                        pair &= k_last[None] >= low[:, None]
+                    if high is not None:
+                        pair &= k_first[None] <= high[:, None]
+                sees |= pair
+        hops = [t for t in range(n) if sees[devices, (devices - t) % n].any()]
+        if not hops:
+            return cls(0, 1)
+        # start after the widest gap; a start of 0 needs no hop before the first step
+        gaps = [((t - hops[i - 1] - 1) % n, t == 0, t) for i, t in enumerate(hops)]
+        gap, _, start = max(gaps)
+        return cls(start, n - gap)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Pieces that every device computes in every step, from lengths and index rules alone.
+
+    Attributes:
+        schedule: steps to take.
+        pieces: the pieces of each step, by device.
+    """
+
+    schedule: Schedule
+    pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
+
+    @classmethod
+    def make(
+        cls, ring: Ring, rules: Sequence[Rule], q_len: int, kv_len: int, *, joined: bool = True
+    ) -> Plan:
+        """Returns the plan of shards of ``q_len`` queries and ``kv_len`` keys.
+
+        ``joined``: whether one kernel call may hold several chunks of a shard.
+        """
+        schedule = Schedule.shortest(ring, rules, q_len, kv_len)
+        banded = tuple(rule for rule in rules if rule.chunk is None)
+        sizes = (q_len // ring.chunks, kv_len // ring.chunks)
+
+        def between(device: int, source: int) -> tuple[Piece, ...]:
+            shifts = tuple(
+                tuple(int(q - k) for k, _ in ring.starts(source, kv_len))
+                for q, _ in ring.starts(device, q_len)
+            )
+            return Cells(banded, shifts, *sizes, joined).pieces()
+
+        steps = (schedule.start + t for t in range(schedule.count))
+        devices = range(ring.size)
+        pieces = tuple(
+            tuple(between(device, (device - hop) % ring.size) for device in devices)
+            for hop in steps
+        )
+        return cls(schedule, pieces)
+
+    @property
+    def distinct(self) -> tuple[Piece, ...]:
+        """All pieces that differ; each is one form of kernel call."""
+        every = (piece for step in self.pieces for pieces in step for piece in pieces)
+        return tuple(dict.fromkeys(every))
+
+
+def run_steps(
+    count: int,
+    body: Callable[..., Any],
+    state: Any,
+    *,
+    first_differs: bool = False,
+    convert: Callable[[Any], Any] = lambda state: state,
+) -> Any:
+    """``state = body(step, state, first, last)`` for every step; one loop for those in between.
+
+    The last step stands alone because nothing is sent on after it, the first one where nothing has
+    arrived before it. ``convert``: makes the state of the first step what a loop carries.
+    """
+    begin = 0
+    if first_differs and count > 1:
+        state, begin = body(0, state, True, False), 1
+    if count - 1 - begin == 1:
+        state = body(begin, state, begin == 0, False)
+    elif count - 1 > begin:
+
+        def between(t: Any, s: Any) -> Any:
+            return body(t, s, False, False)
+
+        state = jax.lax.fori_loop(begin, count - 1, between, convert(state))
+    return body(count - 1, state, count == 1, True)

@@ -1,0 +1,94 @@
+"""Transports of keys to the queries of other devices, and of their gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.types.attention.context.ring import Ring, Schedule
+
+
+class RingTransport:
+    """Keys go from device to device; their accumulators follow, one step behind."""
+
+    def __init__(self, ring: Ring, schedule: Schedule, local_keys: Any) -> None:
+        self.ring, self.schedule, self.local_keys = ring, schedule, local_keys
+
+    def start(self) -> Any:
+        """Returns the keys that visit first."""
+        return self.ring.shift(self.local_keys, self.schedule.start)
+
+    def following(self, visitors: Any, step: Any) -> Any:
+        """Sends the keys on and returns those that visit next."""
+        return self.ring.shift(visitors, 1)
+
+    def keys(self, visitors: Any, step: Any) -> Any:
+        """Returns the keys of this step."""
+        return visitors
+
+    def accumulators(self, sums: Any) -> Any:
+        """Sends the gradients so far after their keys."""
+        return self.ring.shift(sums, 1)
+
+    def accumulated(
+        self, sums: Any, new: Sequence[jax.Array], step: Any, dtypes: Sequence[Any] | None
+    ) -> Any:
+        """Adds the gradients of a step; ``dtypes``: of the results, in the last step."""
+        if sums is not None:
+            wide = jnp.promote_types(new[0].dtype, jnp.float32)
+            new = [a.astype(wide) + b.astype(wide) for a, b in zip(sums, new, strict=True)]
+        if dtypes is not None:
+            new = [x.astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
+        return tuple(new)
+
+    def returned(self, sums: Any) -> Any:
+        """Returns the gradients of this device's own keys."""
+        return self.ring.shift(sums, -(self.schedule.start + self.schedule.count - 1))
+
+
+class GatheredTransport:
+    """All keys are gathered on every device at once; gradients are summed where the keys belong."""
+
+    def __init__(self, ring: Ring, schedule: Schedule, local_keys: Any) -> None:
+        self.ring, self.schedule, self.local_keys = ring, schedule, local_keys
+
+    def start(self) -> Any:
+        """Returns the keys of all devices, with an axis of devices in front."""
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, self.ring.axis_name), self.local_keys)
+
+    def following(self, visitors: Any, step: Any) -> Any:
+        """Returns the gathered keys, which stay."""
+        return visitors
+
+    def keys(self, visitors: Any, step: Any) -> Any:
+        """Returns the keys of this step."""
+        source = self.schedule.source(self.ring, step)
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, source, 0, keepdims=False), visitors
+        )
+
+    def accumulators(self, sums: Any) -> Any:
+        """Returns the gradients so far, which stay."""
+        return sums
+
+    def accumulated(
+        self, sums: Any, new: Sequence[jax.Array], step: Any, dtypes: Sequence[Any] | None
+    ) -> Any:
+        """Stores the gradients of a step, whose keys are in no other step."""
+        if sums is None:
+            wide = jnp.promote_types(new[0].dtype, jnp.float32)
+            # of the new values, so that they vary over the same mesh axes
+            blank = (jnp.where(jnp.isnan(x), 0, x).astype(wide) * 0 for x in new)
+            sums = [jnp.broadcast_to(x, (self.ring.size, *x.shape)) for x in blank]
+        source = self.schedule.source(self.ring, step)
+        return tuple(
+            jax.lax.dynamic_update_index_in_dim(total, x.astype(total.dtype), source, 0)
+            for total, x in zip(sums, new, strict=True)
+        )
+
+    def returned(self, sums: Any) -> Any:
+        """Returns the gradients of this device's own keys, summed over the devices."""
+        return tuple(jax.lax.psum_scatter(x, self.ring.axis_name) for x in sums)

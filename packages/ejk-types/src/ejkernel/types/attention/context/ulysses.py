@@ -1,0 +1,201 @@
+"""Heads for sequence: every device attends with a share of the heads over the full sequence.
+
+All-to-alls exchange the sharded axis of queries, keys and values before one kernel call, and that
+of its output after it. A key head that several devices need is sent to each of them. The gradient
+of an exchange is JAX's: the reverse exchange, summed over the copies of a key head.
+
+Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.types.attention.context import masks
+from ejkernel.types.attention.context.ring import Ring
+from ejkernel.types.attention.rows import RowScales, finalize_rows, sink_gradient
+from ejkernel.types.masks.fields import with_private
+from ejkernel.types.masks.mask_info import MaskInfo
+
+Arrays = dict[str, Any]
+FLOATS = ("query", "key", "value", "bias", "softmax_aux")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The exchange of one call between the devices of a ring."""
+
+    ring: Ring
+    heads: int
+
+    @property
+    def local_heads(self) -> int:
+        return self.heads // self.ring.size
+
+    @property
+    def first_head(self) -> Any:
+        return self.ring.device_index() * self.local_heads
+
+    def _chunk_order(self) -> np.ndarray:
+        """Indices of the chunks in the order in which devices have them."""
+        n = self.ring.size
+        return np.array([c for r in range(n) for c in (r, 2 * n - 1 - r)])
+
+    def in_order(self, x: jax.Array, axis: int, *, back: bool = False) -> jax.Array:
+        """Permutes a gathered axis to the order of the sequence, or ``back``."""
+        if not self.ring.zigzag:
+            return x
+        order = self._chunk_order()
+        shape = (*x.shape[:axis], len(order), x.shape[axis] // len(order), *x.shape[axis + 1 :])
+        order = order if back else np.argsort(order)
+        return jnp.take(x.reshape(shape), order, axis=axis).reshape(x.shape)
+
+    def to_heads(self, x: jax.Array) -> jax.Array:
+        """``[b, all tokens, local heads, ...]`` of ``[b, local tokens, heads, ...]``."""
+        x = jax.lax.all_to_all(x, self.ring.axis_name, 2, 1, tiled=True)
+        return self.in_order(x, 1)
+
+    def to_tokens(self, x: jax.Array) -> jax.Array:
+        """``[b, local tokens, heads, ...]`` of ``[b, all tokens, local heads, ...]``."""
+        x = self.in_order(x, 1, back=True)
+        return jax.lax.all_to_all(x, self.ring.axis_name, 1, 2, tiled=True)
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        """Keys or values of the local query heads, of all tokens."""
+        n, kv_heads = self.ring.size, x.shape[2]
+        if kv_heads % n:
+            # one head a device where its query heads share it, else one for every query head
+            shared = n if n % kv_heads == 0 else self.heads
+            x = jnp.repeat(x, shared // kv_heads, axis=2)
+        return self.to_heads(x)
+
+    def tokens(self, ids: jax.Array) -> jax.Array:
+        """Values per token ``[..., all tokens]``, perhaps per head, of the local query heads."""
+        ids = jax.lax.all_gather(ids, self.ring.axis_name, axis=ids.ndim - 1, tiled=True)
+        if ids.ndim == 3 and ids.shape[1] == self.heads:
+            ids = jax.lax.dynamic_slice_in_dim(ids, self.first_head, self.local_heads, 1)
+        return self.in_order(ids, ids.ndim - 1)
+
+    def pairs(self, x: jax.Array, *, rows: bool, columns: bool) -> jax.Array:
+        """A bias or mask ``[#b, #h, q, k]`` for all queries and the local heads.
+
+        ``rows``, ``columns``: whether it has a row for each query, a column for each key.
+        """
+        axis = self.ring.axis_name
+        if rows and x.shape[1] == self.heads:
+            x = jax.lax.all_to_all(x, axis, 1, 2, tiled=True)
+        else:
+            if rows:
+                x = jax.lax.all_gather(x, axis, axis=2, tiled=True)
+            if x.shape[1] == self.heads:
+                x = jax.lax.dynamic_slice_in_dim(x, self.first_head, self.local_heads, 1)
+        x = self.in_order(x, 2) if rows else x
+        return self.in_order(x, 3) if columns else x
+
+    def mask(self, parts: masks.Parts) -> MaskInfo:
+        """The mask between all queries and keys, for the local heads."""
+        full = MaskInfo()
+        for part in parts:
+            fields = {name: getattr(part, name) for name in masks.TOKENS}
+            fields = {n: self.tokens(x) for n, x in fields.items() if x is not None}
+            dense = part.attention_mask
+            if dense is not None:
+                rows, columns = (not masks.is_stretched(part, axis) for axis in (2, 3))
+                fields["attention_mask"] = self.pairs(dense, rows=rows, columns=columns)
+            full = full & with_private(part, _and=(), **fields)
+        return full
+
+    def floats(self, floats: Mapping[str, Any]) -> Arrays:
+        """The arrays of floats of the local heads."""
+        exchanged = {"query": self.to_heads(floats["query"])}
+        exchanged |= {name: self.keys(floats[name]) for name in ("key", "value")}
+        bias = floats.get("bias")
+        if bias is not None:
+            local = floats["query"].shape[1]
+            rows = bias.shape[2] == local and local * self.ring.size > 1
+            exchanged["bias"] = self.pairs(bias, rows=rows, columns=True)
+        sinks = floats.get("softmax_aux")
+        if sinks is not None:
+            count = self.local_heads
+            exchanged["softmax_aux"] = jax.lax.dynamic_slice_in_dim(sinks, self.first_head, count)
+        return exchanged
+
+    def arguments(
+        self,
+        defaults: Mapping[str, Any],
+        options: Mapping[str, Any],
+        floats: Arrays,
+        arrays: Arrays,
+    ) -> Arrays:
+        """Returns the canonical arguments of flash attention; ``floats`` are exchanged."""
+        seed = None
+        if options["dropout_prob"]:
+            words = jnp.asarray(arrays["dropout_seed"]).reshape(-1)
+            words = jnp.concatenate([words, *[words[:1] * 0] * (3 - words.shape[0])])
+            first = jnp.asarray(self.first_head, words.dtype)
+            seed = words + jnp.stack([first * 0, first * 0, first])
+        others = {"softmax_aux": None, "return_lse": True, "dropout_seed": seed}
+        mask = self.mask(arrays["parts"])
+        return {**defaults, **options, **floats, **others, "mask_info": mask}
+
+
+def floats_of(arrays: Arrays) -> Arrays:
+    """The arrays that are exchanged and have gradients."""
+    return {name: arrays[name] for name in FLOATS if arrays.get(name) is not None}
+
+
+def _call(work: Any, exchange: Exchange, floats: Arrays, arrays: Arrays) -> tuple[Any, Arrays]:
+    """Returns the work and the operands of the kernel call."""
+    flash, problem = work.kernel.flash, work.problem.exchanged
+    defaults = flash.call.boundary.defaults
+    arguments = exchange.arguments(defaults, work.problem.options, floats, arrays)
+    tiles = work.tiles.exchanged
+    call = replace(work, kernel=flash, problem=problem, tiles=tiles, fallback=None)
+    operands = flash.operands(arguments, problem)
+    return call, {name: x for name, x in operands.items() if x is not None}
+
+
+def forward(work: Any, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Array], RowScales]:
+    """Returns o ``[b, q, h, dv]``, lse ``[b, q, h]`` and the row values that gradients need."""
+    flash, query = work.kernel.flash, arrays["query"]
+    exchange = Exchange(work.problem.ring, query.shape[2])
+    floats = exchange.floats(floats_of(arrays))
+    call, operands = _call(work, exchange, floats, arrays)
+    o, rows = flash.part(call, operands)
+    o, lse, scales = finalize_rows(o, rows, floats.get("softmax_aux"), flash.row_unit(call.problem))
+    o = exchange.to_tokens(o.astype(query.dtype))
+    lse, scales = jax.tree.map(exchange.to_tokens, (lse, scales))
+    return (o, lse), scales
+
+
+def backward(
+    work: Any, arrays: Arrays, outputs: tuple[Any, ...], scales: RowScales, cotangents: Any
+) -> Mapping[str, Any]:
+    """Returns gradients by the names of the arrays."""
+    flash, acc, (o, _), (do, dlse) = work.kernel.flash, scales.m.dtype, outputs, cotangents
+    exchange = Exchange(work.problem.ring, arrays["query"].shape[2])
+    delta = (do.astype(acc) * o.astype(acc)).sum(-1) - dlse.astype(acc)
+    scales, delta, do = jax.tree.map(exchange.to_heads, (scales, delta, do))
+    floats, pull = jax.vjp(exchange.floats, floats_of(arrays))
+    gradients, live = {}, dict(floats)
+    if "softmax_aux" in floats:
+        gradients["softmax_aux"] = sink_gradient(floats["softmax_aux"], scales, delta)
+    if not masks.sees_itself(arrays["parts"]):
+        # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
+        alive = scales.alive[..., None]
+        live["query"], do = (
+            jnp.where(alive, x, jnp.zeros((), x.dtype)) for x in (live["query"], do)
+        )
+        delta = jnp.where(scales.alive, delta, 0.0)
+    call, operands = _call(work, exchange, live, arrays)
+    rows = {"scales": scales._replace(sinks=None), "delta": delta, "do": do}
+    gradients |= flash.part_gradients(call, operands, o=None, dlse=None, **rows)
+    if "bias" in floats and floats["bias"].shape[2] == 1:
+        gradients["bias"] = gradients["bias"].sum(2, keepdims=True)
+    return pull({name: gradients[name].astype(x.dtype) for name, x in floats.items()})[0]

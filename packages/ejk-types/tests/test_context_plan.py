@@ -1,0 +1,93 @@
+"""Pieces of attention over a sharded sequence: they cover every visible pair, and each once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel.types import Rule
+from ejkernel.types.attention.context.pieces import Chunks, Piece
+from ejkernel.types.attention.context.ring import Plan, Ring
+
+BOTH, FIRST, LAST = Chunks(0, 2), Chunks(0, 1), Chunks(1, 1)
+CAUSAL = Rule(causal=True)
+
+
+def visited(ring: Ring, rules: list[Rule], q_len: int, kv_len: int, joined: bool) -> np.ndarray:
+    """How often each pair is visible in a piece, ``[all queries, all keys]``."""
+    plan = Plan.make(ring, rules, q_len, kv_len, joined=joined)
+    count = np.zeros((q_len * ring.size, kv_len * ring.size), int)
+    index = [
+        [np.concatenate([first + np.arange(m) for first, m in ring.starts(r, n)]) for n in lengths]
+        for r, lengths in ((r, (q_len, kv_len)) for r in range(ring.size))
+    ]
+    for step, by_device in enumerate(plan.pieces):
+        for device, pieces in enumerate(by_device):
+            source = (device - plan.schedule.start - step) % ring.size
+            for piece in pieces:
+                spans = []
+                for chunks, length in ((piece.q, q_len), (piece.kv, kv_len)):
+                    size = length // ring.chunks
+                    spans.append(slice(chunks.first * size, (chunks.first + chunks.count) * size))
+                rows, keys = index[device][0][spans[0]], index[source][1][spans[1]]
+                i, j = np.arange(len(rows))[:, None], np.arange(len(keys))[None]
+                see = np.ones((len(rows), len(keys)), bool)
+                if piece.shift is not None:
+                    for rule in rules:
+                        low, high = rule.low_distance, rule.high_distance
+                        see &= low is None or j - i >= low + piece.shift
+                        see &= high is None or j - i <= high + piece.shift
+                np.add.at(count, np.ix_(rows, keys), see)
+    return count
+
+
+WINDOWS = st.tuples(st.integers(0, 20), st.integers(0, 20))
+RULES = st.builds(
+    Rule, causal=st.booleans(), offset=st.integers(-30, 30), window=st.none() | WINDOWS
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 5),
+    zigzag=st.booleans(),
+    rules=st.lists(RULES, max_size=2),
+    chunks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    joined=st.booleans(),
+)
+def test_pieces_cover_the_visible_pairs_once(size, zigzag, rules, chunks, joined) -> None:
+    ring = Ring("sp", size, zigzag and size > 1)
+    rules = [rule for rule in rules if not rule.trivial]
+    q_len, kv_len = (n * ring.chunks for n in chunks)
+    i, j = np.arange(q_len * size)[:, None], np.arange(kv_len * size)[None]
+    see = np.ones((q_len * size, kv_len * size), bool)
+    for rule in rules:
+        visible = rule.visible(i, j)
+        see &= True if visible is None else visible
+    np.testing.assert_array_equal(visited(ring, rules, q_len, kv_len, joined), see)
+
+
+@pytest.mark.parametrize("device", range(4))
+def test_causal_zigzag_has_one_call_in_every_step(device: int) -> None:
+    plan = Plan.make(Ring("sp", 4, True), [CAUSAL], 64, 64)
+    own, *others = (by_device[device] for by_device in plan.pieces)
+    assert own == (Piece(BOTH, BOTH, 0),)
+    before, after = (Piece(BOTH, FIRST, None),), (Piece(LAST, BOTH, None),)
+    assert others == [before if source < device else after
+                      for source in ((device - t) % 4 for t in range(1, 4))]  # fmt: skip
+
+
+def test_contiguous_steps_are_causal_full_or_empty() -> None:
+    plan = Plan.make(Ring("sp", 4, False), [CAUSAL], 64, 64)
+    forms = [[tuple(piece.shift for piece in pieces) for pieces in step] for step in plan.pieces]
+    assert forms[0] == [(0,)] * 4
+    assert forms[1] == [(), (None,), (None,), (None,)]
+    assert forms[3] == [(), (), (), (None,)]
+
+
+def test_a_window_needs_its_neighbours_alone() -> None:
+    plan = Plan.make(Ring("sp", 8, False), [Rule(causal=True, window=(64, 0))], 64, 64)
+    assert plan.schedule.count == 2
+    assert len(plan.distinct) == 2
