@@ -17,7 +17,7 @@ pairs. The gradient through the normalization needs whole rows and is left to XL
 
 Bound: states and their gradients, updates, do, dv, q, k and gates are read, gradients written: 8192
 tokens of 32 heads of 128, chunks of 64 in bfloat16: 1.2 GB, 0.28 ms at 4.3 TB/s. Seven matmuls a
-level are 0.18 TFLOP, 0.35 ms at 500 TFLOP/s. Not measured.
+level are 0.18 TFLOP, 0.35 ms at 500 TFLOP/s. Measured: 1.11 ms where one level does, 1.45 with all.
 """
 
 from __future__ import annotations

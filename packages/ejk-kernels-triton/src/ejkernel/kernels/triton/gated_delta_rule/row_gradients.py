@@ -21,7 +21,8 @@ registers are loaded again where they are used.
 
 Bound: states and their gradients, updates, do and dv are read. 8192 tokens, 16 key and 32 value
 heads of 128, chunks of 64 in bfloat16: 268 + 201 MB, with q, k and their gradients 0.6 GB, 0.14 ms
-at 4.3 TB/s; 55 GFLOP of matmuls, 0.11 ms at 500 TFLOP/s. Not measured.
+at 4.3 TB/s; 55 GFLOP of matmuls, 0.11 ms at 500 TFLOP/s. Measured: 0.46 ms,
+0.04 of it for <S, dS>.
 """
 
 from __future__ import annotations
