@@ -20,6 +20,7 @@ NO_KERNELS = (
     "There are no kernels yet: the package registers itself and offers nothing, so the XLA\n"
     "implementations run."
 )
+ON_TPU = "compiled and interpreted, never run on a chip"
 ROW = re.compile(r"^\| \[(\w+)\]\((\w+\.md)\) \| `\w+` \| `(\w+)` \| (.+) \|$", re.MULTILINE)
 SLOT = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -59,7 +60,23 @@ def kernels_of(platform: str) -> str:
     have = [function for function, name in rows if platform in by_operation.get(name, [])]
     if not have:
         return NO_KERNELS
+    if platform == "pallas":
+        return pallas_table()
     return "Kernels:\n\n" + "\n".join(f"- `{function}`" for function in have)
+
+
+def pallas_table() -> str:
+    """Returns which chips the Pallas kernels of each operation are for."""
+    from ejkernel.ops import kernel_registry as registry
+
+    rows = ["| kernel | Hopper GPUs | TPUs |", "|---|---|---|"]
+    for function, _, name, _ in operations():
+        implementations = registry.list_implementations(name)
+        backends = {i.backend for i in implementations if i.platform.value == "pallas"}
+        if backends:
+            cells = "yes" if "gpu" in backends else "-", ON_TPU if "tpu" in backends else "-"
+            rows.append(f"| `{function}` | {cells[0]} | {cells[1]} |")
+    return "\n".join(rows)
 
 
 def sharding_table() -> str:

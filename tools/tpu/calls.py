@@ -9,7 +9,7 @@ from typing import Any
 
 from ejkernel.kernels import pallas
 from ejktest.abstract import BF16
-from ejktest.cases import grouped, paged
+from ejktest.cases import grouped, paged, ragged
 from ejktest.cases.attention import flash
 
 LANES = 128
@@ -199,13 +199,69 @@ def jax_decode(pages: int) -> Iterator[Cost]:
     yield Cost("jax", "paged", "paged_attention", text, work, LANES, forward, operands)
 
 
+def our_ragged() -> Iterator[Cost]:
+    """Blocks of queries of a prefilled sequence, and sequences of one row."""
+    from ejkernel.kernels.pallas.tpu.common.chip import current_chip
+    from ejkernel.kernels.pallas.tpu.ragged_page_attention.implementation import (
+        ragged_page_attention as kernel,
+    )
+    from ejkernel.kernels.pallas.tpu.ragged_page_attention.tiles import Layout
+    from ejktest.bound import bound
+
+    # with few rows the largest piece of code is that of single rows
+    for row, call in (("prefill", RAGGED["prefill"]), ("one row", RAGGED["one row"])):
+        problem = kernel.problem(bound(kernel.call, **call.structs()).arguments)
+        layout = Layout(problem, kernel.choose(problem, current_chip()), current_chip())
+        p = layout.paged
+        rows, text = p.heads, f"1x{layout.block}"
+        if row == "prefill":  # the code loops over kv heads
+            rows, text = layout.rows, f"{layout.tiles.queries}x{layout.block}"
+        work, name = rows * layout.block * 2 * p.dim, "ejkernel_ragged"
+        yield Cost("ejkernel", row, name, text, work, LANES, call.forward(pallas), call.shapes())
+
+
+RAGGED = {
+    "prefill": ragged.reading_ahead(2048),
+    "one row": ragged.reading_ahead(16),
+}
+
+
+def jax_ragged(pages: int, queries: int, row: str) -> Iterator[Cost]:
+    """JAX's ragged paged attention, whose code is one for all lengths."""
+    from jax.experimental.pallas import tpu as pltpu
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    structs = RAGGED["prefill"].structs()
+    names = "queries", "kv_pages", "context_lens", "block_tables", "query_start_loc", "num_seqs"
+    query, pool, *indices, count = (structs[name] for name in names)
+
+    memory = min(pltpu.get_tpu_info().vmem_capacity_bytes, 2**26)
+
+    def forward(*arrays: Any) -> Any:
+        return ragged_paged_attention(
+            *arrays,
+            num_kv_pages_per_block=pages,
+            num_queries_per_block=queries,
+            vmem_limit_bytes=memory,
+        )
+
+    rows = query.shape[1] * (queries if row == "prefill" else 1)
+    work = rows * pages * pool.shape[1] * 2 * query.shape[2]
+    operands = query, pool, *indices, type(count)((1,), count.dtype)
+    text = f"{queries}x{pages * pool.shape[1]}"
+    yield Cost("jax", row, "ragged_paged", text, work, LANES, forward, operands)
+
+
 def sources(name: str) -> list[Callable[[], Iterator[Cost]]]:
-    """The kernels of a part of the count: "d64" and the like, "grouped" or "decode"."""
+    """The kernels of a part of the count: "d64" and the like, or a family's name."""
     if name == "grouped":
         others = [partial(jax_grouped, (512, 1024, n)) for n in (512, 1024)]
         return [our_grouped, *others]
     if name == "decode":
         return [our_decode, *(partial(jax_decode, pages) for pages in (8, 16, 32))]
+    if name == "ragged":
+        tiles = (16, 32, "prefill"), (32, 64, "prefill"), (32, 8, "one row")
+        return [our_ragged, *(partial(jax_ragged, *sizes) for sizes in tiles)]
     dim = int(name.removeprefix("d"))
     sources: list[Callable[[], Iterator[Cost]]] = [partial(ours, dim)]
     for block in (512, 1024):

@@ -12,6 +12,8 @@ Needs the libtpu wheel next to jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU
    kernels at their best block size. A core issues a bundle a cycle; *bundles per pass* divides by
    the useful matmuls in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs fewer,
    unless ours already need no more than the matrix units take (such cases are named).
+3. The counts are compared with ``costs.json``: exit status 1 where a kernel of the same tiles takes
+   more than 5% more. ``--store`` keeps the counts of this run there.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from tools.tpu import chips  # noqa: E402
 
 PASS = 128**3
+PARTS = ["d64", "d128", "d256", "grouped", "decode", "ragged"]
+COSTS = Path(__file__).with_name("costs.json")
+ALLOWED = 1.05  # of the stored bundles of a kernel with the same tiles
 
 
 def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
@@ -193,13 +198,46 @@ def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
     return faults
 
 
+def compare_costs(chip: str, rows: list[dict[str, Any]], *, store: bool) -> list[str]:
+    """Returns our kernels that take more bundles than the stored table allows.
+
+    With ``store`` the table gets the counts of these rows.
+    """
+    table = json.loads(COSTS.read_text())
+    stored = table["costs"].setdefault(chip, {})
+    faults = []
+    for row in rows:
+        if row["who"] != "ejkernel":
+            continue
+        name = f"{row['part']} {row['kernel']}"
+        before = stored.get(name)
+        if store:
+            stored[name] = {"bundles": row["bundles"], "tiles": row["tiles"]}
+        elif before is None:
+            print(f"\n{chip} {name}: not in {COSTS.name}; --store adds it")
+        elif before["tiles"] == row["tiles"] and row["bundles"] > ALLOWED * before["bundles"]:
+            count = before["bundles"]
+            faults.append(f"{chip} {name}: {row['bundles']} bundles, {count} in {COSTS.name}")
+    if store:
+        table["versions"] = _versions()
+        COSTS.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    return faults
+
+
+def _versions() -> str:
+    from importlib.metadata import version
+
+    return ", ".join(f"{name} {version(name)}" for name in ("jax", "libtpu"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chips", nargs="+", default=list(chips.TOPOLOGIES))
-    parser.add_argument("--parts", nargs="+", default=["d64", "d128", "d256", "grouped", "decode"])
+    parser.add_argument("--parts", nargs="+", default=PARTS)
     parser.add_argument("--no-cost", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--slowest", type=float, default=60.0)
+    parser.add_argument("--store", action="store_true", help="keep the counts in costs.json")
     parser.add_argument("--calls", nargs="+", default=[], help="compile only these calls")
     parser.add_argument("--child", choices=("compile", "cost"))
     args = parser.parse_args()
@@ -220,6 +258,7 @@ def main() -> None:
         if not args.no_cost:
             rows = in_child("--child", "cost", "--chips", chip, "--parts", *args.parts)
             faults += report_cost(chip, rows)
+            faults += compare_costs(chip, rows, store=args.store)
     print("\n" + ("\n".join(faults) if faults else "nothing is wrong"))
     sys.exit(bool(faults))
 

@@ -139,12 +139,13 @@ def test_compiles(chip):
     if not script.exists():
         pytest.skip("tools/tpu is not part of this checkout")
     command = [sys.executable, script, "--child", "compile", "--chips", chip, "--calls"]
+    calls = "d64", "causal gqa", "float32 d256", "grouped odd", "grouped int8", "ragged read mqa"
     done = subprocess.run(
-        [*map(str, command), "d64", "causal gqa", "float32 d256", "grouped odd", "grouped int8"],
+        [*map(str, command), *calls],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert len(rows) == 9 and not [row for row in rows if "error" in row]
+    assert len(rows) == 10 and not [row for row in rows if "error" in row]

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import interpreter
+from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter
+from ejkernel.kernels.pallas.tpu.ragged_page_attention import tiles
 from ejkernel.kernels.pallas.tpu.ragged_page_attention.implementation import (
     ragged_page_attention,
     ragged_page_attention_v3,
 )
 from ejkernel.ops import interpret_mode
 from ejkernel.types.arrays import quantise
+from ejktest.bound import bound
 from ejktest.cases.paged import in_context
 from ejktest.drawn import wild_tables
 from ejktest.oracles import paged
@@ -66,29 +68,24 @@ def draw(h=4, hk=2, d=128, ps=16, dtype="float32", cache=None):
 def expected(q, pool, tables, starts, lens=LENS, **options):
     names = {"sliding_window": "left", "logits_soft_cap": "cap", "softmax_aux": "aux"}
     options = {names.get(n, n): x for n, x in options.items() if n != "cfg"}
-    for name in options.keys() - {"left", "cap"}:
+    for name in options.keys() - {"left", "cap", "return_lse"}:
         options[name] = np.asarray(options[name], np.float64)
     with jax.enable_x64(True):
         wide = [np.nan_to_num(np.asarray(x).astype(np.float64)) for x in (q, pool)]
         o = paged.ragged_page_attention(
             *wide, lens, tables, starts, len(ROWS), scale=q.shape[-1] ** -0.5, **options
         )
-        return np.asarray(o)
+        return [np.asarray(x) for x in o] if "return_lse" in options else [np.asarray(o)]
 
 
 SINKS = np.random.default_rng(7).standard_normal((4, 3)).astype(np.float32)
 CFG = {"num_kv_pages_per_block": 8, "num_queries_per_block": 16}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "float32": ({}, {}),
-    "bfloat16, window, cap, sinks": (
+    "bfloat16, window, cap, sinks, lse": (
         dict(dtype="bfloat16"),
-        dict(sliding_window=40, logits_soft_cap=2.0, softmax_aux=SINKS),
+        dict(return_lse=True, sliding_window=40, logits_soft_cap=2.0, softmax_aux=SINKS),
     ),
-    "int8": (
-        dict(dtype="bfloat16", cache="int8"),
-        dict(k_scale=0.02, v_scale=np.array([0.02, 0.01], np.float32)),
-    ),
-    "e4m3": (dict(h=8, cache="float8_e4m3fn"), dict(k_scale=np.float32(0.5))),
 }
 
 
@@ -100,13 +97,14 @@ def test_reads_pages(name):
     def run(*arrays):
         return ragged_page_attention(*arrays, len(ROWS), cfg=CFG, **options)
 
+    results = jax.jit(run)(q, pool, np.array(LENS, np.int32), tables, starts)
     # at once: XLA's threads are few, and the interpreter needs one while the reference runs
-    got = np.asarray(jax.jit(run)(q, pool, np.array(LENS, np.int32), tables, starts))
-    want = expected(q, pool, tables, starts, **options)
-    assert got.dtype == q.dtype
-    check_close(got, want, name=name)
-    assert not np.asarray(got[:FIRST], np.float32).any()
-    assert not np.asarray(got[-TAIL:], np.float32).any()
+    results = [np.asarray(x) for x in jax.tree.leaves(results)]
+    wanted = expected(q, pool, tables, starts, **options)
+    assert results[0].dtype == q.dtype
+    for got, want in zip(results, wanted, strict=True):
+        check_close(got, want, name=name)
+    assert not results[0][:FIRST].any() and not results[0][-TAIL:].any()
     check_no_races()
 
 
@@ -153,6 +151,41 @@ def test_writes_pages(name):
     options = dict(options)
     if options.pop("q_scale", None) is not None:
         q = np.asarray(quantise(q, scales["q"], pool.dtype)).astype(np.float64) * scales["q"]
-    o = expected(q, want[:, :, : 2 * hk, :dim], tables, starts, **options)
+    (o,) = expected(q, want[:, :, : 2 * hk, :dim], tables, starts, **options)
     check_close(got, o, name=name, dtype=shape["dtype"] if "dtype" in shape else "float32")
     check_no_races()
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
+def test_tiles_fit(kind):
+    chip = facts_of(kind)
+    for h, hk, ps in ((32, 8, 16), (64, 8, 256), (8, 1, 64), (16, 16, 1)):
+        for cache in ("bfloat16", "int8", "float32"):
+            problem = ragged_page_attention.problem(call(h, hk, ps, cache).arguments)
+            t = tiles.choose(problem, chip)
+            layout = tiles.Layout(problem, t, chip)
+            assert layout.vmem() <= tiles.memory_for(chip)
+            assert layout.block % tiles.LANES == 0 and layout.rows % layout.strip == 0
+
+
+def call(h: int, hk: int, ps: int, cache: str, d: int = 128, dtype: str = "bfloat16") -> Any:
+    """Returns what the registry hands to the hooks."""
+    arrays = {
+        "queries": ((512, h, d), dtype),
+        "kv_pages": ((64, ps, 2 * hk, d), cache),
+        "context_lens": ((8,), "int32"),
+        "block_tables": ((8, 8192), "int32"),
+        "query_start_loc": ((9,), "int32"),
+    }
+    structs = {name: jax.ShapeDtypeStruct(*form) for name, form in arrays.items()}
+    return bound(ragged_page_attention.call, num_seqs=8, **structs)
+
+
+def test_refuses_what_it_cannot_do():
+    for asked, reason in (
+        (call(8, 2, 16, "bfloat16", d=64), "kv_pages: rows of 64 columns are not supported"),
+        (call(6, 3, 16, "bfloat16"), "kv_pages: 3 kv heads of bfloat16 are not 1, 2, 4 or"),
+        (call(8, 1, 16, "int8"), "kv_pages: 1 kv heads of int8 are not 1, 2, 4 or"),
+        (call(8, 2, 16, "bfloat16", dtype="float16"), "queries: float16 is not supported"),
+    ):
+        assert (ragged_page_attention.supports(asked) or "").startswith(reason)

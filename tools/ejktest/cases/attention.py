@@ -227,4 +227,6 @@ COMPILED_TPU = {
     "float32": _on_tpu(dtype=F32, causal=True),
     "float32 highest": _on_tpu(dtype=F32, precision="highest"),
     "float32 d256": _on_tpu(256, dtype=F32),
+    "sparse": _on_tpu(128, None, "block_mask", causal=True),
+    "sparse 512": _on_tpu(64, None, "block_mask", q_block_size=512, kv_block_size=512),
 }

@@ -186,6 +186,11 @@ def _ragged(
     return abstract_call(operation, SERVER | sizes, dtypes={pool: cache}, options=scales)
 
 
+def reading_ahead(rows: int) -> AbstractCall:
+    """Returns a call without writing, with this number of packed rows."""
+    return _ragged(writes=False, tokens=rows)
+
+
 COMPILED = {
     "ragged": _ragged(),
     "ragged page 64": _ragged(page=64),

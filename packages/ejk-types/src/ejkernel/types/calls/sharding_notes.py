@@ -91,7 +91,8 @@ def place_arrays(
             if word == "pages" and entry is not None:
                 over_pages = entry if isinstance(entry, tuple) else (entry,)
     others = {axis: size for axis, size in mesh.shape.items() if axis not in over_pages}
-    smaller_mesh = AbstractMesh(tuple(others.values()), tuple(others))
+    kinds = (AxisType.Auto,) * len(others)  # what the default is depends on JAX's version
+    smaller_mesh = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
     placed = {}
     for name, x in arrays.items():
         words = axes.get(name, ())

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.pattern import Blocks, visited_tiles
 from ejkernel.types.masks.structure import (
     Band,
     Unsupported,
@@ -94,10 +95,13 @@ class Visits:
     """Blocks that a kernel visits for each outer block.
 
     Attributes:
-        table: int32 ``[#b * outer_blocks * 4]``: start, full_start, full_stop, stop of each.
-        rows: batch rows of the table, 1 or all.
+        table: int32 ``[#b * outer_blocks * 4]``: start, full_start, full_stop, stop of each; where
+            blocks are listed ``[#b * #h * outer_blocks * (1 + steps)]``: their count, and twice the
+            number of each, plus one where no element mask is needed.
+        rows, heads: batch rows and query heads of the table, 1 or all.
         steps: most blocks visited for one outer block.
         has_full, has_partial: whether tiles without and with an element mask may occur.
+        listed: whether the blocks are lists.
     """
 
     table: jax.Array | np.ndarray
@@ -105,11 +109,14 @@ class Visits:
     steps: int
     has_full: bool = True
     has_partial: bool = True
+    heads: int = 1
+    listed: bool = False
 
     @property
-    def static_flags(self) -> tuple[int, int, bool, bool]:
+    def static_flags(self) -> tuple[int, int, bool, bool, int, bool]:
         """All but the table."""
-        return self.rows, self.steps, self.has_full, self.has_partial
+        flags = self.rows, self.steps, self.has_full, self.has_partial
+        return (*flags, self.heads, self.listed)
 
 
 def visits(
@@ -127,6 +134,43 @@ def visits(
     return Visits(
         table, rows, max(int(steps.max()), 1), bool(full.any()), bool((steps > full).any())
     )
+
+
+def block_lists(
+    mask: MaskInfo,
+    pattern: Any,
+    blocks: Blocks | None,
+    rules: TileRules,
+    tiles: Blocks,
+    *,
+    transposed: bool,
+) -> Any:
+    """Returns int32 ``[#b, #h, outer_blocks, 1 + steps]``, as ``Visits`` has them.
+
+    numpy, with as few steps as suffice, where the mask and the pattern are.
+    """
+    lengths = rules.q_len, rules.kv_len
+    visible_tiles, full_tiles = visited_tiles(mask, pattern, blocks, *lengths, *tiles)
+    if transposed:
+        visible_tiles, full_tiles = visible_tiles.swapaxes(2, 3), full_tiles.swapaxes(2, 3)
+    length, block = (rules.q_len, tiles[0]) if transposed else (rules.kv_len, tiles[1])
+    # a last block may be cut
+    full_tiles = full_tiles & (np.arange(visible_tiles.shape[-1]) < length // block)
+    is_known = isinstance(visible_tiles, np.ndarray) and isinstance(full_tiles, np.ndarray)
+    xp: Any = np if is_known else jnp
+    order = xp.argsort(~visible_tiles, axis=-1, stable=True)
+    full_tiles = xp.broadcast_to(full_tiles, visible_tiles.shape)
+    items = 2 * order + xp.take_along_axis(full_tiles, order, axis=-1)
+    count = visible_tiles.sum(axis=-1, keepdims=True)
+    if is_known:
+        items = items[..., : max(int(count.max(initial=0)), 1)]
+    return xp.concatenate([count, items], axis=-1).astype(np.int32)
+
+
+def list_visits(lists: jax.Array | np.ndarray) -> Visits:
+    """Returns the visits of ``block_lists``."""
+    rows, heads, _, entries = lists.shape
+    return Visits(lists.reshape(-1), rows, entries - 1, heads=heads, listed=True)
 
 
 def column(row: jax.Array) -> jax.Array:

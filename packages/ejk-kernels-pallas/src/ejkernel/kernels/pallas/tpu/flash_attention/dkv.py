@@ -45,7 +45,8 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
     x, refs = operands(layout, all_refs, queries_on_lanes=not wide)
     dk_ref, dv_ref, dk_acc, dv_acc, *columns = refs
     b, ki, g, t = (pl.program_id(axis) for axis in (0, 2, 3, 4))
-    first = entry(layout, layout.kv_blocks, b, ki)
+    head = pl.program_id(1) * layout.problem.group + g
+    first = entry(layout, layout.kv_blocks, b, head, ki)
     step = step_of(layout, table, first, ki, t, keys_outer=True, queries_on_lanes=not wide)
 
     @pl.when((t == 0) & (g == 0))

@@ -45,7 +45,7 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
     # unless transposed: columns of lse and delta, then of the pairs
     statistics, columns = columns[:2], columns[2:]
     b, qi, t = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    first = entry(layout, layout.q_blocks, b, qi)
+    first = entry(layout, layout.q_blocks, b, pl.program_id(1), qi)
     step = step_of(layout, table, first, qi, t, queries_on_lanes=wide)
 
     @pl.when(t == 0)

@@ -77,7 +77,7 @@ def _kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) -> None
     q_rows, kv_rows, refs = refs[:n], refs[n : 2 * n], refs[2 * n :]
     o_ref, lse_ref, base_ref, m_ref, l_ref, acc_ref, *columns = refs
     b, h, qi, t = (pl.program_id(axis) for axis in range(4))
-    first = entry(layout, layout.q_blocks, b, qi)
+    first = entry(layout, layout.q_blocks, b, h, qi)
     step = step_of(layout, table, first, qi, t)
 
     @pl.when(t == 0)

@@ -15,15 +15,20 @@ import jax
 
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
-from ejkernel.kernels.pallas.tpu.common.masks import tile_rules, visits
+from ejkernel.kernels.pallas.tpu.common.masks import (
+    block_lists,
+    list_visits,
+    tile_rules,
+    visits,
+)
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.dkv import key_gradients
 from ejkernel.kernels.pallas.tpu.flash_attention.dq import query_gradient
 from ejkernel.kernels.pallas.tpu.flash_attention.forward import forward
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, padded
-from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles, Tiles
+from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.types import MaskInfo, calls
+from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
 from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
@@ -77,24 +82,24 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem
-        layout, table, pairs = _prepare(work, work.tiles.fwd, arrays["mask"])
+        layout, table, pairs = _prepare(work, "fwd", arrays)
         operands = _operands(layout, _clear_hidden(p, arrays))
         o, lse, base = forward(layout, table, operands, arrays.get("sink"), pairs)
         lse, base = (x[:, :, 0, : p.q_len] for x in (lse, base))
         return (_natural(o, p.q_len, p.value_dim), lse), base
 
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
-        p, t, mask = work.problem, work.tiles, arrays["mask"]
+        p = work.problem
         arrays = _clear_hidden(p, arrays)
 
-        def gradient(run: Any, tiles: Tiles, transposed: bool) -> Any:
-            layout, table, pairs = _prepare(work, tiles, mask, transposed)
+        def gradient(run: Any, kernel: str) -> Any:
+            layout, table, pairs = _prepare(work, kernel, arrays)
             rows = (padded(arrays[n][:, :, None], layout.q_padded) for n in ("base", "delta"))
             do = _head_major(arrays["do"], layout.q_padded, layout.value_dim)
             return run(layout, table, (*_operands(layout, arrays), do, *rows), pairs)
 
-        dq = gradient(query_gradient, t.dq, False)
-        dk, dv = gradient(key_gradients, t.dkv, True)
+        dq = gradient(query_gradient, "dq")
+        dk, dv = gradient(key_gradients, "dkv")
         return {
             "q": _natural(dq, p.q_len, p.dim),
             "k": _natural(dk, p.kv_len, p.dim),
@@ -102,14 +107,29 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         }
 
 
+def kernel_lists(work: Work, arrays: Arrays, kernel: str) -> Any:
+    """Returns the blocks that a kernel ("fwd", "dq" or "dkv") visits under a pattern."""
+    p, t = work.problem, getattr(work.tiles, kernel)
+    rules, _ = tile_rules(arrays["mask"], p.q_len, p.kv_len)
+    tiles = (t.block_q, t.block_kv)
+    return block_lists(
+        arrays["mask"], arrays["pattern"], p.pattern_blocks, rules, tiles,
+        transposed=kernel == "dkv",
+    )  # fmt: skip
+
+
 def _prepare(
-    work: Work, tiles: Tiles, mask: MaskInfo, transposed: bool = False
+    work: Work, kernel: str, arrays: Arrays
 ) -> tuple[Layout, Any, list[tuple[jax.Array, jax.Array]]]:
     """Layout, table of visited blocks and padded value pairs ``[#b, 1, tokens]`` of a kernel."""
-    p = work.problem
+    p, t, mask = work.problem, getattr(work.tiles, kernel), arrays["mask"]
     rules, pairs = tile_rules(mask, p.q_len, p.kv_len)
-    visited = visits(mask, rules, tiles.block_q, tiles.block_kv, transposed)
-    layout = Layout(p, tiles, rules, work.target, *visited.static_flags)
+    if "pattern" in arrays:
+        lists = arrays.get("lists")
+        visited = list_visits(lists[kernel] if lists else kernel_lists(work, arrays, kernel))
+    else:
+        visited = visits(mask, rules, t.block_q, t.block_kv, transposed=kernel == "dkv")
+    layout = Layout(p, t, rules, work.target, *visited.static_flags)
     rows = [
         (padded(q[:, None], layout.q_padded), padded(kv[:, None], layout.kv_padded))
         for q, kv in pairs.values()

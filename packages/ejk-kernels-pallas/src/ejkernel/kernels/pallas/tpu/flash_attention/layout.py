@@ -25,7 +25,7 @@ class Layout:
 
     Attributes:
         problem: sizes of the call. tiles, rules, chip: its tiles, its mask and its TPU.
-        table_rows, steps, has_full, has_partial: of ``Visits``.
+        table_rows, steps, has_full, has_partial, table_heads, listed: of ``Visits``.
     """
 
     problem: Problem
@@ -36,6 +36,8 @@ class Layout:
     steps: int
     has_full: bool
     has_partial: bool
+    table_heads: int = 1
+    listed: bool = False
 
     @property
     def dim(self) -> int:

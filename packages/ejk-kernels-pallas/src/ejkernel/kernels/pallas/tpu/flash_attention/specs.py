@@ -16,9 +16,22 @@ from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 
 
-def entry(layout: Layout, blocks: int, batch: Any, block: Any) -> Any:
-    """Returns the index of an outer block's entry in the table."""
-    return ((batch if layout.table_rows > 1 else 0) * blocks + block) * 4
+def entry(layout: Layout, blocks: int, batch: Any, head: Any, block: Any) -> Any:
+    """Returns the index of an outer block's entry in the table; ``head``: of queries."""
+    row = batch if layout.table_rows > 1 else 0
+    if layout.table_heads > 1:
+        row = row * layout.table_heads + head
+    return (row * blocks + block) * (1 + layout.steps if layout.listed else 4)
+
+
+def visited_block(layout: Layout, table: Any, first: Any, step: Any) -> Any:
+    """Returns the inner block of a step of the outer block whose entry starts at ``first``.
+
+    Past the last visited block it stays, so that nothing more is fetched.
+    """
+    if layout.listed:
+        return table[first + 1 + jnp.minimum(step, jnp.maximum(table[first] - 1, 0))] // 2
+    return jnp.minimum(table[first] + step, jnp.maximum(table[first + 3] - 1, 0))
 
 
 @dataclass(frozen=True)
@@ -42,9 +55,9 @@ class Specs:
 
     def _visited(self, at: tuple) -> Any:
         layout, (b, _, outer, *_, step, table) = self.layout, at
-        first = entry(layout, layout.kv_blocks if self.keys_outer else layout.q_blocks, b, outer)
-        # past the last visited block its index stays, so that nothing more is fetched
-        return jnp.minimum(table[first] + step, jnp.maximum(table[first + 3] - 1, 0))
+        blocks = layout.kv_blocks if self.keys_outer else layout.q_blocks
+        first = entry(layout, blocks, b, self._head(at), outer)
+        return visited_block(layout, table, first, step)
 
     def _q_block(self, at: tuple) -> Any:
         return self._visited(at) if self.keys_outer else at[2]

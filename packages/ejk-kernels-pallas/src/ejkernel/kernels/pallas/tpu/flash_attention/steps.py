@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels.pallas.tpu.common.masks import touches, visible
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import visited_block
 
 TilePosition = tuple[Any, Any]  # slices of a block of queries and of a block of keys
 
@@ -142,7 +144,14 @@ def step_of(
     queries_on_lanes: bool = False,
 ) -> Step:
     """Returns step ``step`` of block ``outer``, whose entry in the table starts at ``first``."""
-    start, full_start, full_stop, stop = (table[first + i] for i in range(4))
-    inner = start + step
+    if layout.listed:
+        inner = visited_block(layout, table, first, step)
+        item = table[first + 1 + jnp.minimum(step, layout.steps - 1)]
+        is_visited = step < table[first]
+        stop = jnp.where(is_visited, inner + 1, inner)
+        full_start, full_stop = inner, jnp.where(is_visited & (item % 2 == 1), inner + 1, inner)
+    else:
+        start, full_start, full_stop, stop = (table[first + i] for i in range(4))
+        inner = start + step
     qi, ki = (inner, outer) if keys_outer else (outer, inner)
     return Step(layout, qi, ki, full_start, full_stop, stop, keys_outer, queries_on_lanes)

@@ -42,6 +42,7 @@ class Memories(NamedTuple):
     Attributes:
         starts, lens: first row of each sequence and the end of the last; context lengths.
         tables: ``[sequences, 1, columns]``. q, o: ``[T, heads, width]``.
+        lse: ``[T, 1, lanes]``, a lane for each head, or None.
         pool: ``[pages, page_size, rows of a token, width]``; the output where the call writes it.
         new: rows of the new tokens as the cache has them, ``[T, rows of a token, width]``, or None.
     """
@@ -51,6 +52,7 @@ class Memories(NamedTuple):
     tables: Any
     q: Any
     o: Any
+    lse: Any
     pool: Any
     new: Any
 
@@ -59,22 +61,25 @@ class Buffers(NamedTuple):
     """Two buffers each of tables (scalar memory), queries, keys with values, and outputs.
 
     Attributes:
-        zeros: ``[CHUNK, heads, width]``.
+        lse: two buffers of log-sum-exp, or None.
+        zeros: ``[CHUNK, heads, width]``. hidden: ``[CHUNK, 1, lanes]`` of -inf, or None.
         pending: tokens of the copies that have not been waited for: of each output buffer, and of
             the new keys.
-        semaphores: a row of two for each field but ``zeros`` and ``pending``, one of ``WRITES``.
+        semaphores: two for each kind of copy.
     """
 
     table: Any
     q: Any
     kv: Any
     o: Any
+    lse: Any
     zeros: Any
+    hidden: Any
     pending: Any
     semaphores: Any
 
 
-TABLE, QUERIES, KEYS, OUTPUTS, WRITES = range(5)
+TABLE, QUERIES, KEYS, OUTPUTS, LSE, WRITES, GAPS, LSE_GAPS = range(8)
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,9 @@ class Copies:
         """Starts the copy of the rows of a block of queries."""
         rows = self.vmem.o.at[slot, pl.ds(0, span.tokens)]
         self._copy(OUTPUTS, slot, rows, self.hbm.o.at[pl.ds(span.row, span.tokens)]).start()
+        if self.hbm.lse is not None:
+            rows = self.vmem.lse.at[slot, pl.ds(0, span.tokens)]
+            self._copy(LSE, slot, rows, self.hbm.lse.at[pl.ds(span.row, span.tokens)]).start()
         self.vmem.pending[slot] = span.tokens
 
     def wait_output(self, slot: Any) -> None:
@@ -210,6 +218,9 @@ class Copies:
         def _wait() -> None:
             rows = self.vmem.o.at[slot, pl.ds(0, count)]
             self._copy(OUTPUTS, slot, rows, rows).wait()
+            if self.hbm.lse is not None:
+                rows = self.vmem.lse.at[slot, pl.ds(0, count)]
+                self._copy(LSE, slot, rows, rows).wait()
             self.vmem.pending[slot] = 0
 
     def _new_row(self, sequence: Any, token: Any) -> Any:
@@ -243,14 +254,18 @@ class Copies:
             self._copy(WRITES, 0, rows, rows).wait()
             self.vmem.pending[2] = 0
 
-    def zero_rows(self, first: Any, stop: Any, *, wait: bool) -> None:
-        """Starts the copies of zeros to the rows of no sequence, or waits for them."""
+    def fill_gap(self, first: Any, stop: Any, *, wait: bool) -> None:
+        """Starts the copies of zeros, and of -inf to lse, to rows of no sequence, or waits."""
+        kinds = [(GAPS, self.vmem.zeros, self.hbm.o)]
+        if self.hbm.lse is not None:
+            kinds.append((LSE_GAPS, self.vmem.hidden, self.hbm.lse))
 
         def copy_chunk(index: Any, carry: None) -> None:
             row = first + index * CHUNK
             count = jnp.minimum(stop - row, CHUNK)
-            zeros = self.vmem.zeros.at[pl.ds(0, count)]
-            copy = self._copy(WRITES, 1, zeros, self.hbm.o.at[pl.ds(row, count)])
-            copy.wait() if wait else copy.start()
+            for kind, source, target in kinds:
+                chunk = source.at[pl.ds(0, count)]
+                copy = self._copy(kind, 0, chunk, target.at[pl.ds(row, count)])
+                copy.wait() if wait else copy.start()
 
         lax.fori_loop(0, pl.cdiv(stop - first, CHUNK), copy_chunk, None)

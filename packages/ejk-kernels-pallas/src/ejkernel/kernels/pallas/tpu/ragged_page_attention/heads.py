@@ -41,7 +41,7 @@ def load_head(layout: Layout, block: Any, head: int) -> tuple[jax.Array, jax.Arr
     return k.astype(dtype), v.astype(dtype)
 
 
-def gather_heads(layout: Layout, rows_ref: Any, head: int) -> jax.Array:
+def gather_heads(layout: Layout, rows_ref: Any, head: Any) -> jax.Array:
     """Returns the queries of a head, ``[queries, width]``, of rows of tokens and heads."""
     queries = layout.tiles.queries
     return rows_ref[pl.ds(head, queries, stride=layout.heads)].astype(layout.compute_dtype)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.tpu.ragged_page_attention import tiles
-from ejkernel.kernels.pallas.tpu.ragged_page_attention.kernel import attend, canonical_ranges
+from ejkernel.kernels.pallas.tpu.ragged_page_attention.kernel import attend
 from ejkernel.kernels.pallas.tpu.ragged_page_attention.tiles import Layout, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.stages import Stage, StagedKernel
@@ -20,6 +20,7 @@ from ejkernel.types import calls
 from ejkernel.types.arrays import quantise
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import RaggedProblem
+from ejkernel.types.serving.write import write_slots
 
 
 def attend_pages(work: Work, arrays: Arrays) -> Arrays:
@@ -34,7 +35,6 @@ def write_and_attend(work: Work, arrays: Arrays) -> Arrays:
 
 def _attend(layout: Layout, arrays: Arrays) -> Arrays:
     p, cache = layout.paged, arrays["k"]
-    arrays = arrays | canonical_ranges(layout, arrays)
     pool = cache.reshape(p.pages, p.page_size, layout.token_rows, layout.width)
     q = arrays["q"].reshape(-1, p.kv_heads, p.group, p.dim)
     padding = (layout.group - p.group, layout.width - p.dim)
@@ -42,10 +42,15 @@ def _attend(layout: Layout, arrays: Arrays) -> Arrays:
         q = jnp.pad(q, ((0, 0), (0, 0), *((0, n) for n in padding)))
     q = q.reshape(-1, layout.heads, layout.width)
     new = _new_rows(layout, arrays, pool) if layout.writes else None
-    o, *caches = attend(layout, arrays | {"q": q}, pool, new)
+    o, *others = attend(layout, arrays | {"q": q}, pool, new)
     o = o.reshape(-1, p.kv_heads, layout.group, layout.width)[:, :, : p.group, : p.dim]
     outputs = {"o": o.reshape(-1, p.heads, p.dim)}
-    return outputs | ({"k": caches[0].reshape(cache.shape)} if layout.writes else {})
+    if p.return_lse:
+        lse = others[0][:, 0, : layout.heads].reshape(-1, p.kv_heads, layout.group)
+        outputs["lse"] = lse[:, :, : p.group].reshape(-1, p.heads)
+    if layout.writes:
+        outputs["k"] = others[-1].reshape(cache.shape)
+    return outputs
 
 
 def _new_rows(layout: Layout, arrays: Arrays, pool: jax.Array) -> jax.Array:
@@ -59,13 +64,9 @@ def _new_rows(layout: Layout, arrays: Arrays, pool: jax.Array) -> jax.Array:
     if rows.shape[1:] == pool.shape[2:]:
         return rows
     # whole rows are copied to the pages: their padding is what the pages have there
-    starts, lens, count = arrays["starts"], arrays["lens"], layout.problem.sequences
-    row = jnp.arange(layout.problem.rows, dtype=jnp.int32)
-    sequence = jnp.searchsorted(starts[1:], row, side="right", method="compare_all")
-    sequence = jnp.minimum(sequence, count - 1)
-    position = jnp.clip(lens[sequence] - starts[sequence + 1] + row, 0, p.capacity - 1)
-    page = jnp.clip(arrays["tables"][sequence, position // p.page_size], 0, p.pages - 1)
-    old = pool[page, position % p.page_size]
+    slots = arrays["lens"], arrays["tables"], arrays["starts"], arrays["valid"][-1]
+    page, offset = write_slots(*slots, layout.problem.rows, p.page_size)
+    old = pool[jnp.clip(page, 0, p.pages - 1), offset]
     return old.at[:, : rows.shape[1], : p.dim].set(rows)
 
 
@@ -94,7 +95,7 @@ class RaggedPageAttention(Ragged):
     """
 
     call = calls.RaggedPageAttention
-    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES
+    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"return_lse"}
     cache = "kv_pages"
     stages: ClassVar[Mapping[str, Stage]] = {"attend": attend_pages}
 
@@ -109,7 +110,10 @@ class RaggedPageAttentionv3(Ragged):
 
     call = calls.RaggedPageAttentionv3
     reads = (
-        arguments.RAGGED_UPDATE | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"q_scale"}
+        arguments.RAGGED_UPDATE
+        | arguments.DECODE_OPTIONS
+        | arguments.CACHE_SCALES
+        | {"q_scale", "return_lse"}
     )
     cache = "kv_cache"
     writes = True

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -111,15 +112,17 @@ def _logits(layout: Layout, scores: jax.Array, factor: jax.Array) -> jax.Array:
     return scores * factor if cap is None else (cap * LOG2E) * jnp.tanh(scores * factor)
 
 
-def _normalized(
+def _results(
     scratch: Scratch, at: tuple[Any, ...], sinks: jax.Array, values: jax.Array
-) -> jax.Array:
-    """Returns the output of the rows ``at``; zeros where they have seen nothing."""
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output of the rows ``at`` and their log-sum-exp ``[rows, 1]``; zeros and -inf
+    where they have seen nothing."""
     m, total = scratch.m[at][:, :1], jnp.sum(scratch.total[at], axis=1, keepdims=True)
     seen, top = total > 0.0, jnp.maximum(m, sinks)
     shrink = jnp.exp2(m - top)
     total = jnp.where(seen, total * shrink + jnp.exp2(sinks - top), 1.0)
-    return jnp.where(seen, scratch.acc[at] * (shrink * values / total), 0.0)
+    o = jnp.where(seen, scratch.acc[at] * (shrink * values / total), 0.0)
+    return o, jnp.where(seen, (top + jnp.log2(total)) * (1.0 / LOG2E), -jnp.inf)
 
 
 class Steps(NamedTuple):
@@ -147,9 +150,13 @@ class Steps(NamedTuple):
         def _many_rows() -> None:
             size = layout.tiles.queries
             s.q_rows[: size * heads] = q[...].astype(jnp.float32).reshape(size * heads, -1)
-            for head in range(heads):
-                rows = pl.ds(head % layout.group * size, size)
-                s.q[head // layout.group, rows] = gather_heads(layout, s.q_rows, head)
+
+            def gather(kv_head: Any, carry: None) -> None:
+                for n in range(layout.group):
+                    head = kv_head * layout.group + n
+                    s.q[kv_head, pl.ds(n * size, size)] = gather_heads(layout, s.q_rows, head)
+
+            lax.fori_loop(0, layout.paged.kv_heads, gather, None)
             reset(layout.rows)
 
     def add(self, span: QuerySpan, block: Any, kv: Any, first: Any, stop: Any) -> None:
@@ -226,44 +233,88 @@ class Steps(NamedTuple):
 
         lax.fori_loop(0, p.kv_heads, add_head, None)
 
-    def finish(self, span: QuerySpan, o: Any) -> None:
-        """Stores the outputs of a block of queries, all heads of a token together."""
+    def finish(self, span: QuerySpan, o: Any, lse: Any) -> None:
+        """Stores the results of a block of queries, all heads of a token together."""
         layout, s = self.layout, self.scratch
         heads, group, size = layout.heads, layout.group, layout.tiles.queries
 
-        def row_factors(head: int) -> tuple[jax.Array, jax.Array]:
+        def row_factors(head: Any) -> tuple[jax.Array, jax.Array]:
             factors = self.factors[head]
             return factors[:, SINKS : SINKS + 1], factors[:, VALUES : VALUES + 1]
 
         @pl.when(span.tokens == 1)
         def _one_row() -> None:
+            shape = (layout.decode_rows, layout.lse_lanes)
+            row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+            row_lse = jnp.zeros((1, layout.lse_lanes), jnp.float32)
             for head in range(layout.paged.kv_heads):
                 at = (head, pl.ds(0, layout.decode_rows))
-                rows = _normalized(s, at, *row_factors(head))
+                rows, sums = _results(s, at, *row_factors(head))
                 s.o_rows[pl.ds(head * group, group)] = rows[:group]
+                own_lane = (lane == head * group + row) & (row < group)
+                row_lse += jnp.sum(jnp.where(own_lane, sums, 0.0), axis=0, keepdims=True)
             o[0] = s.o_rows[:heads].astype(o.dtype)
+            if lse is not None:
+                lse[0] = row_lse
 
         @pl.when(span.tokens > 1)
         def _many_rows() -> None:
-            for head in range(heads):
-                kv_head, n = divmod(head, group)
-                factors = (x[n : n + 1] for x in row_factors(kv_head))
-                rows = _normalized(s, (kv_head, pl.ds(n * size, size)), *factors)
-                s.o_rows[pl.ds(head, size, stride=heads)] = rows
+            lane = lax.broadcasted_iota(jnp.int32, (size, layout.lse_lanes), 1)
+
+            def store(kv_head: Any, all_lse: jax.Array) -> jax.Array:
+                factors = row_factors(kv_head)
+                for n in range(group):
+                    head, at = kv_head * group + n, (kv_head, pl.ds(n * size, size))
+                    rows, sums = _results(s, at, *(x[n : n + 1] for x in factors))
+                    s.o_rows[pl.ds(head, size, stride=heads)] = rows
+                    if lse is not None:
+                        all_lse = jnp.where(lane == head, sums, all_lse)
+                return all_lse
+
+            all_lse = jnp.zeros(lane.shape, jnp.float32)
+            all_lse = lax.fori_loop(0, layout.paged.kv_heads, store, all_lse)
             o[...] = s.o_rows[...].reshape(o.shape).astype(o.dtype)
+            if lse is not None:
+                lse[...] = all_lse[:, None]
+
+
+def canonicalize_ranges(layout: Layout, operands: tuple[Any, ...], starts: Any, lens: Any) -> None:
+    """Writes starts that never decrease, without rows of sequences past the valid ones, and context
+    lengths that the table can hold; here, because a chain of small operations of XLA takes longer.
+
+    ``operands``: starts, lens and, as its last entry, the number of valid sequences.
+    """
+    call_starts, call_lens, valid = operands
+    count, rows = layout.problem.sequences, layout.problem.rows
+    last = jnp.clip(valid[valid.shape[0] - 1], 0, count)
+
+    def write(sequence: Any, start: Any) -> Any:
+        start = jnp.clip(call_starts[jnp.minimum(sequence, last)], start, rows)
+        starts[sequence] = start
+        entry = jnp.minimum(sequence, count - 1)
+        lens[entry] = jnp.clip(call_lens[entry], 0, layout.paged.capacity)
+        return start
+
+    lax.fori_loop(0, count + 1, write, jnp.int32(0))
 
 
 def _kernel(layout: Layout, *all_refs: Any) -> None:
-    refs = list(all_refs)
-    starts, lens, tables, q, factors, pool, *refs = refs
+    refs: list[Any] = list(all_refs)
+    call_starts, call_lens, valid, tables, q, factors, pool, *refs = refs
     new, refs = (refs[0], refs[1:]) if layout.writes else (None, refs)
     o, *refs = refs
+    lse = refs.pop(0) if layout.paged.return_lse else None
     if layout.writes:
         pool, *refs = refs
-    buffers, refs = Buffers(*refs[:7]), refs[7:]
+    if lse is None:
+        refs = [*refs[:4], None, refs[4], None, *refs[5:]]
+    scalars: Any = refs[9:11]
+    starts, lens = scalars
+    buffers, refs = Buffers(*refs[:9]), refs[11:]
+    canonicalize_ranges(layout, (call_starts, call_lens, valid), starts, lens)
     if not layout.paged.is_eight_bit:
         refs = [*refs[:5], None, *refs[5:]]
-    copies = Copies(layout, Memories(starts, lens, tables, q, o, pool, new), buffers)
+    copies = Copies(layout, Memories(starts, lens, tables, q, o, lse, pool, new), buffers)
     steps = Steps(layout, Scratch(*refs), factors)
     count, rows, size = layout.problem.sequences, layout.problem.rows, layout.tiles.queries
 
@@ -323,7 +374,8 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
         @pl.when(ends_queries)
         def _finish() -> None:
             copies.wait_output(at.q_slot)
-            steps.finish(span, buffers.o.at[at.q_slot])
+            sums = None if lse is None else buffers.lse.at[at.q_slot]
+            steps.finish(span, buffers.o.at[at.q_slot], sums)
             copies.store_output(span, at.q_slot)
 
         return Position(sequence, after, queries, keys, table_slot, q_slot, 1 - at.kv_slot)
@@ -331,9 +383,11 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
     for slot in range(3):
         buffers.pending[slot] = 0
     buffers.zeros[...] = jnp.zeros_like(buffers.zeros)
+    if lse is not None:
+        buffers.hidden[...] = jnp.full(buffers.hidden.shape, -jnp.inf, jnp.float32)
     gaps = ((0, starts[0]), (starts[count], rows))
     for gap in gaps:
-        copies.zero_rows(*gap, wait=False)
+        copies.fill_gap(*gap, wait=False)
     zero = jnp.int32(0)
     sequence = following(zero - 1)
     after = following(sequence)
@@ -355,49 +409,41 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
     if layout.writes:
         copies.wait_writes()
     for gap in gaps:
-        copies.zero_rows(*gap, wait=True)
+        copies.fill_gap(*gap, wait=True)
 
 
-def row_factors(layout: Layout, arrays: Arrays) -> jax.Array:
+def row_factors(layout: Layout, arrays: Arrays) -> Any:
     """Returns float32 ``[kv heads, decode rows, 128]``: in lane LOGITS the factor of scores, to
     base 2 or to the soft cap; in VALUES that of outputs; in SINKS the base-2 log of the sum of the
     exponentials of the sinks."""
     p = layout.paged
 
-    def per_head(x: jax.Array | float) -> jax.Array:
+    names = {"logit_scale", "k_scale", "v_scale", "sink"}
+    xp: Any = jnp if names & arrays.keys() else np  # a constant, which no operation makes
+
+    def per_head(x: jax.Array | float) -> Any:
         """``[1, 1 or heads or kv heads]`` for all query heads of a kv head."""
-        x = jnp.asarray(x, jnp.float32).reshape(-1)
-        x = jnp.repeat(x, p.heads // x.shape[0]).reshape(p.kv_heads, p.group)
-        return jnp.pad(x, ((0, 0), (0, layout.decode_rows - p.group)))
+        x = xp.asarray(x, np.float32).reshape(-1)
+        x = xp.repeat(x, p.heads // x.shape[0]).reshape(p.kv_heads, p.group)
+        return xp.pad(x, ((0, 0), (0, layout.decode_rows - p.group)))
 
     scale = p.scale * (LOG2E if p.soft_cap is None else 1.0 / p.soft_cap)
     logits = per_head(arrays.get("logit_scale", arrays.get("k_scale", 1.0))) * scale
     sinks: Any = HIDDEN
     if "sink" in arrays:
         sinks = jax.nn.logsumexp(arrays["sink"].astype(jnp.float32), axis=-1) * LOG2E
-    factors = [logits, per_head(arrays.get("v_scale", 1.0)), per_head(jnp.maximum(sinks, HIDDEN))]
-    return jnp.pad(jnp.stack(factors, axis=2), ((0, 0), (0, 0), (0, LANES - len(factors))))
-
-
-def canonical_ranges(layout: Layout, arrays: Arrays) -> Arrays:
-    """Returns starts that never decrease, without rows of sequences past the valid ones, and
-    context lengths that the table can hold."""
-    count, rows = layout.problem.sequences, layout.problem.rows
-    starts = jnp.clip(lax.cummax(jnp.asarray(arrays["starts"], jnp.int32)), 0, rows)
-    valid = jnp.clip(arrays["valid"][-1], 0, count)
-    starts = jnp.where(jnp.arange(count + 1) <= valid, starts, starts[valid])
-    lens = jnp.clip(arrays["lens"], 0, layout.paged.capacity).astype(jnp.int32)
-    return {"starts": starts, "lens": lens}
+    factors = [logits, per_head(arrays.get("v_scale", 1.0)), per_head(xp.maximum(sinks, HIDDEN))]
+    return xp.pad(xp.stack(factors, axis=2), ((0, 0), (0, 0), (0, LANES - len(factors))))
 
 
 def attend(
     layout: Layout, arrays: Arrays, pool: jax.Array, new: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """Returns o ``[T, heads, width]``, and the pool where the call writes it.
+    """Returns o ``[T, heads, width]``; lse ``[T, 1, lanes]`` where the call returns it, a lane for
+    each head; and the pool where the call writes it.
 
-    ``arrays`` are the operands of ``ejkernel.types.serving.operands`` with q ``[T, heads, width]``
-    and starts and lens as ``canonical_ranges`` returns them; ``pool`` and ``new`` as in
-    ``copies.Memories``.
+    ``arrays`` are the operands of ``ejkernel.types.serving.operands`` with q ``[T, heads, width]``;
+    ``pool`` and ``new`` are as in ``copies.Memories``.
     """
     p, t, chip = layout.paged, layout.tiles, layout.chip
     rows, width = layout.problem.rows, layout.width
@@ -405,11 +451,14 @@ def attend(
     tables = jnp.asarray(arrays["tables"], jnp.int32)[:, None]
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, columns - p.max_pages)))
     factors = row_factors(layout, arrays)
-    operands = [arrays["starts"], arrays["lens"], tables, arrays["q"], factors, pool]
+    scalars = [arrays[name].astype(jnp.int32) for name in ("starts", "lens", "valid")]
+    operands = [*scalars, tables, arrays["q"], factors, pool]
     operands += [new] if layout.writes else []
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    specs = [hbm, hbm, pl.BlockSpec(memory_space=pltpu.VMEM), *[hbm] * (len(operands) - 5)]
+    specs = [hbm, hbm, pl.BlockSpec(memory_space=pltpu.VMEM), *[hbm] * (len(operands) - 6)]
     outputs = [result(arrays["q"].shape, p.query_dtype, *operands)]
+    sums = (1, layout.lse_lanes)
+    outputs += [result((rows, *sums), "float32", *operands)] if p.return_lse else []
     outputs += [result(pool.shape, pool.dtype, *operands)] if layout.writes else []
     queries, dtype = (t.queries, layout.heads, width), arrays["q"].dtype
     block = (layout.block, layout.token_rows, width)
@@ -419,7 +468,7 @@ def attend(
         pl.pallas_call(
             functools.partial(_kernel, layout),
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=2,
+                num_scalar_prefetch=len(scalars),
                 grid=(1,),
                 in_specs=specs,
                 out_specs=[hbm] * len(outputs),
@@ -428,9 +477,13 @@ def attend(
                     pltpu.VMEM((2, *queries), dtype),
                     pltpu.VMEM((2, *block), pool.dtype),
                     pltpu.VMEM((2, *queries), dtype),
+                    *([f32((2, t.queries, *sums))] if p.return_lse else []),
                     pltpu.VMEM((CHUNK, *queries[1:]), dtype),
+                    *([f32((CHUNK, *sums))] if p.return_lse else []),
                     pltpu.SMEM((3,), jnp.int32),
-                    pltpu.SemaphoreType.DMA((5, 2)),
+                    pltpu.SemaphoreType.DMA((8, 2)),
+                    pltpu.SMEM((p.batch + 1,), jnp.int32),
+                    pltpu.SMEM((p.batch,), jnp.int32),
                     # rows of a score tile of one token may reach past its heads
                     f32((t.queries * layout.heads + SUBLANES, width)),
                     f32((t.queries * layout.heads, width)),
@@ -442,7 +495,7 @@ def attend(
                 ],
             ),
             out_shape=outputs,
-            input_output_aliases={5: 1} if layout.writes else {},
+            input_output_aliases={6: len(outputs) - 1} if layout.writes else {},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("arbitrary",),
                 vmem_limit_bytes=int(min(chip.vmem, max(layout.vmem() * 3 // 2, 16 * 2**20))),

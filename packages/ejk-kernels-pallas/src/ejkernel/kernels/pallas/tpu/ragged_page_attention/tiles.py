@@ -109,6 +109,11 @@ class Layout:
     def compute_dtype(self) -> str:
         return self.paged.query_dtype
 
+    @property
+    def lse_lanes(self) -> int:
+        """Lanes of the log-sum-exp of a token: one for each head."""
+        return -(-self.heads // LANES) * LANES
+
     def vmem(self) -> int:
         """Bytes of vector memory, about: buffers, converted heads, states and spills."""
         p, size = self.paged, ITEMSIZE[self.paged.query_dtype]
