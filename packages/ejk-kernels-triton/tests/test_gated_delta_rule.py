@@ -57,7 +57,7 @@ def check(args, cu_seqlens=None, *, tile=16, rounded_beta=False, **options):
     return found
 
 
-@pytest.mark.parametrize("gate", ["none", "head"])
+@pytest.mark.parametrize("gate", ["none", "head", "channel"])
 def test_values_and_gradients(gate):
     check(make(gate, **DIMS))
 
@@ -69,27 +69,34 @@ def test_full_chunks(tile, reverse):
     check(make("head", **FULL), tile=tile, reverse=reverse)
 
 
+@pytest.mark.parametrize(("tile", "reverse"), [(32, True), (64, False)])
+def test_full_chunks_with_gates_per_channel(tile, reverse):
+    check(make("channel", **FULL), tile=tile, reverse=reverse, normalize_qk=True)
+
+
 def test_where_matmuls_are_synchronous():
     with compile_for(cuda_target(80)):
         check(make("head", **DIMS), tile=32, softmax_scale=-0.7)
 
 
+@pytest.mark.parametrize("gate", ["head", "channel"])
 @pytest.mark.parametrize("s", [5, 40])
-def test_reverse_and_normalized(s):
-    args = make("head", **{**DIMS, "b": 1, "s": s})
+def test_reverse_and_normalized(s, gate):
+    args = make(gate, **{**DIMS, "b": 1, "s": s})
     args["key"] = args["key"] * jnp.linspace(0.0, 9.0, s)[None, :, None, None]
     check(args, reverse=True, normalize_qk=True, softmax_scale=-0.7)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_packed(reverse):
-    o, *_ = check(make("head", **PACKED), CU, reverse=reverse)
+@pytest.mark.parametrize(("gate", "reverse"), [("head", 0), ("head", 1), ("channel", 1)])
+def test_packed(gate, reverse):
+    o, *_ = check(make(gate, **PACKED), CU, reverse=bool(reverse))
     np.testing.assert_array_equal(o[:, 40:], 0)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_packed_through_the_copy_engine(reverse):
-    check(make("head", **{**PACKED, "dk": 16, "dv": 32}), CU, reverse=reverse, normalize_qk=True)
+    gate = "head" if reverse else "channel"
+    check(make(gate, **{**PACKED, "dk": 16, "dv": 32}), CU, reverse=reverse, normalize_qk=True)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -109,8 +116,9 @@ def test_many_sequences_of_nothing():
         np.testing.assert_array_equal(grads[name], 0)
 
 
-def test_padding_may_hold_nan():
-    args = make("head", **PACKED)
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_padding_may_hold_nan(gate):
+    args = make(gate, **PACKED)
     names = set(args) - {"initial_state"}
     dirty = args | {name: args[name].at[:, 40:].set(jnp.nan) for name in names}
     want = differentiate(args, CU, options=(("normalize_qk", True),))
@@ -129,9 +137,19 @@ def test_strong_decay(level):
     check({**args, "g": jnp.where(strong, level, args["g"])})
 
 
-def test_every_token_forgets():
-    args = make("head", **DIMS)
-    check({**args, "g": jnp.full_like(args["g"], -50.0)})
+@pytest.mark.parametrize("level", [-50.0, -3.0e38])
+def test_strong_decay_of_channels(level):
+    """Every channel forgets at other tokens; between these it hardly decays."""
+    args = make("channel", **{**DIMS, "b": 1})
+    place = np.arange(40)[:, None, None] + 2 * np.arange(12)
+    check({**args, "g": jnp.where(place % 7 < 3, level, args["g"] / 64)}, tile=32)
+
+
+@pytest.mark.parametrize(("gate", "level"), [("head", -50.0), ("channel", -4.0)])
+def test_every_token_forgets(gate, level):
+    """All at once, or so much that only blocks of 16 tokens decay by less than 2^-112."""
+    args = make(gate, **{**DIMS, "b": 1})
+    check({**args, "g": jnp.full_like(args["g"], level)}, tile=32)
 
 
 def repeated(args, length=1.0):
@@ -158,9 +176,10 @@ def test_beta_between_zero_and_two():
 # ---- dtypes, states, transformations ----------------------------------------------------------
 
 
+@pytest.mark.parametrize("gate", ["head", "channel"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow(dtype):
-    check(make("head", **DIMS, dtype=dtype))
+def test_narrow(dtype, gate):
+    check(make(gate, **DIMS, dtype=dtype))
 
 
 def test_narrow_equal_keys():
@@ -210,9 +229,6 @@ def test_transformations():
 
 
 def test_refuses():
-    args = make("channel", **DIMS)
-    with pytest.raises(Unsupported, match=r"^g: a log decay per key channel"):
-        gated_delta_rule(**args)
     wide = make("head", b=1, s=1, h=1, hk=1, dk=136, dv=8)
     with pytest.raises(Unsupported, match=r"^query: head dim 136"):
         gated_delta_rule(**wide)

@@ -73,12 +73,15 @@ def check_delta(
 # ---- ahead of time -------------------------------------------------------------------------------
 
 
-def _delta(*more: str, dtype: str = BF16, **sizes: int) -> AbstractCall:
-    """Training of Qwen3-Next's layer."""
+def _delta(
+    *more: str, dtype: str = BF16, channel_gates: bool = False, **sizes: int
+) -> AbstractCall:
+    """Training of Qwen3-Next's layer, or one with gates per key channel as Kimi Linear's."""
     sizes = {"batch": 1, "seq": 8192, "heads": 32, "kv_heads": 16, "key_dim": 128} | sizes
     return abstract_call(
         "gated_delta_rule", sizes, "g", "beta", *more, dtype=dtype,
-        dtypes={"g": F32, "initial_state": F32}, trained=True, options={"normalize_qk": True},
+        dtypes={"g": F32, "initial_state": F32}, forms={"g": int(channel_gates)}, trained=True,
+        options={"normalize_qk": True},
     )  # fmt: skip
 
 
@@ -96,5 +99,13 @@ COMPILED = {
     "delta d64": _delta(key_dim=64, kv_heads=32),
     "delta packed": _delta("initial_state", "cu_seqlens", seq=65536, sequences=32, states=32),
     "delta float32": _delta(dtype=F32),
+    "delta channels": _delta(kv_heads=32, channel_gates=True),
     "delta step": _delta_step(),
+}
+
+COMPILED_TPU = {
+    "delta": COMPILED["delta"],
+    "delta d64": COMPILED["delta d64"],
+    "delta packed": COMPILED["delta packed"],
+    "delta float32": COMPILED["delta float32"],
 }

@@ -63,7 +63,7 @@ def test_every_workload_has_a_config_on_a_gpu(operation, chip, monkeypatch):
     [
         ("gated_delta_rule", "delta-b2-8k", "triton"),
         ("gated_delta_rule", "delta-decode-b64", "triton"),
-        ("gated_delta_rule", "delta-channels-b2-8k", "xla"),
+        ("gated_delta_rule", "delta-channels-b2-8k", "triton"),
         ("causal_conv1d", "conv-b2-8k", "triton"),
     ],
 )

@@ -127,7 +127,7 @@ SUMMED = {
 """All-reduces of a call and its gradients: one for each gradient that devices share."""
 
 
-OPERATIONS = sorted(set(calls.CALLS) - {"attention", "gated_delta_rule"})
+OPERATIONS = sorted(set(calls.CALLS) - {"attention"})
 """Operations with a Triton kernel."""
 
 

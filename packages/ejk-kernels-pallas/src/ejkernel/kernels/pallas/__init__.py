@@ -85,6 +85,7 @@ PACKAGE = KernelPackage(
         _linear("recurrent", "recurrent_attention"),
         _linear("gla", "gla_attention"),
         _linear("lightning_attn", "lightning_attention"),
+        _tpu("gated_delta_rule"),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

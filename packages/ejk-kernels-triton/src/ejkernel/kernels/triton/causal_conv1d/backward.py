@@ -68,9 +68,20 @@ def convolve_backward(
     dshift = zero
     # dx_t needs dz up to w - 1 tokens later: a step loads tokens t, t + 1, ... and stores dx of
     # tokens t - w + 1, t - w + 2, ...
+    if cu is None:
+        next_tokens = load_tokens(x, first, stop, valid, channel, inside, sizes)
+        next_dtokens = load_tokens(dy, first, stop, valid, channel, inside, sizes)
     for t in range(first, last + BEFORE, STEP):
-        tokens = history + load_tokens(x, t, stop, valid, channel, inside, sizes)
-        dtokens = load_tokens(dy, t, stop, valid, channel, inside, sizes)
+        if cu is None:
+            # a step ahead: too few programs fit on a multiprocessor to wait for each other's loads
+            tokens = history + next_tokens
+            dtokens = next_dtokens
+            next_tokens = load_tokens(x, t + STEP, stop, valid, channel, inside, sizes)
+            next_dtokens = load_tokens(dy, t + STEP, stop, valid, channel, inside, sizes)
+        else:
+            # with the search of sequences these would take the registers of a third of the warps
+            tokens = history + load_tokens(x, t, stop, valid, channel, inside, sizes)
+            dtokens = load_tokens(dy, t, stop, valid, channel, inside, sizes)
         for j in tl.static_range(STEP):
             dz = dtokens[j]
             if SILU:

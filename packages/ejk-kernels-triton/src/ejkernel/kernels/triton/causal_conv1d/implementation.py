@@ -42,7 +42,7 @@ class CausalConv1D(TritonKernel):
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, (dy, dstate) = work.problem, cotangents
-        launch = ConvolveBackwardLaunch(p, work.tiles)
+        launch = ConvolveBackwardLaunch(p, work.tiles.backward(p, work.target))
         # the gradient of a state that nobody gets is 0
         dstate = dstate if p.returns_state else None
         results = call(launch, **_operands(arrays), dy=dy, dstate=dstate)

@@ -40,6 +40,11 @@ class Tiles:
         """Returns these tiles with the values of a config."""
         return overridden(self, cfg, FIELDS)
 
+    def backward(self, p: Problem, target: Target) -> Tiles:
+        """Returns the tiles of the backward launch, which stores sums for every segment."""
+        longer = replace(self, segment=2 * self.segment)
+        return longer if longer.programs(p) >= 4 * target.cores else self
+
     def segments(self, p: Problem) -> int:
         """Returns the number of segments of a batch row."""
         if p.sequences:
@@ -55,9 +60,9 @@ def choose(p: Problem, target: Target) -> Tiles:
     """Returns the heuristic tiles."""
     width = max(16, power_of_two(p.channels))
     warps = min(4, max(1, width // LANES))
-    # a segment reads width - 1 rows of the segment before: 128 rows make that 2%. Four programs per
-    # multiprocessor keep the memory busy; fewer need shorter segments
-    t = Tiles(128, min(width, LANES * warps), warps)
+    # a segment reads width - 1 rows of the segment before: 64 rows make that 5%, from the cache.
+    # Four programs per multiprocessor keep the memory busy; fewer need shorter segments
+    t = Tiles(64, min(width, LANES * warps), warps)
     while t.segment > MIN_SEGMENT and (t.segment >= 2 * p.rows or t.programs(p) < 4 * target.cores):
         t = replace(t, segment=t.segment // 2)
     return t

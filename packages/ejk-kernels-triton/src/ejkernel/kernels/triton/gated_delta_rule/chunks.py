@@ -1,4 +1,4 @@
-"""Chunks of the gated delta rule, and the properties that its launches have in common.
+"""Launches of the gated delta rule over chunks: their common sizes, operands and loads.
 
 A chunk is a piece of ``common.sequences``: the tokens of one sequence in a tile of CHUNK rows. Its
 number among all of the call is its slot.
@@ -20,9 +20,9 @@ from ejkernel.kernels.triton.linear_attention import tiles as linear_tiles
 from ejkernel.kernels.triton.linear_attention.rows import POINTERS
 from ejkernel.kernels.triton.targets import Target
 
-FACTORS = 4
-"""Factors of a token: of q and k that read the state before the chunk, of k that enters the state
-after it, and beta."""
+FACTORS = 3
+"""Factors of a token: of q and k that read the state before the chunk, and of k that enters the
+state after it."""
 
 
 class Sizes(NamedTuple):
@@ -72,6 +72,11 @@ class ChunkLaunch(Launch):
         return self.problem.batch * self.pieces
 
     @property
+    def key_width(self) -> int:
+        """Channels of queries and keys that are loaded together."""
+        return linear_tiles.width(self.problem.dim)
+
+    @property
     def columns(self) -> int:
         """Columns of the values that a program has."""
         return min(self.tiles.columns, linear_tiles.width(self.problem.value_dim))
@@ -111,7 +116,7 @@ class ChunkLaunch(Launch):
         if operand is None or shape is None or not maps:
             return operand
         batch, rows, heads, channels = shape
-        width = linear_tiles.width(channels) if name in ("query", "key") else self.columns
+        width = self.key_width if name in ("query", "key", "entering") else self.columns
         block = (self.tiles.chunk, width)
         if maps == linear_tiles.FULL:
             return TensorMap(operand.index, (batch * rows, heads * channels), block)
@@ -126,7 +131,8 @@ class ChunkLaunch(Launch):
         if operand is None or shape is None or not self.maps(target):
             return operand
         slots, heads, height, width = shape
-        return TensorMap(operand.index, (slots * heads * height, width), (height, width))
+        rows = self.key_width if height == self.problem.dim else height
+        return TensorMap(operand.index, (slots * heads * height, width), (rows, width))
 
 
 @triton.jit
@@ -162,6 +168,26 @@ def find_sequence(cu, owner, sizes):
         first, last, _ = pieces_of(cu, sequence, sizes.sequences, sizes.rows, sizes.CHUNK)
         state = batch * sizes.sequences + sequence
         return batch, state, sequence < sizes.sequences, start, stop, first, last, sequence
+
+
+@triton.jit
+def load_factors(factors, number, token, sizes, FACTORS: tl.constexpr):
+    """Loads the factors of the tokens of a chunk, see ``FACTORS``; None stands for ones."""
+    if factors is None:
+        ones = tl.full([sizes.CHUNK], 1.0, tl.float32)
+        return ones, ones, ones
+    else:
+        factor = factors + number * (FACTORS * sizes.CHUNK) + token
+        return tl.load(factor), tl.load(factor + sizes.CHUNK), tl.load(factor + 2 * sizes.CHUNK)
+
+
+@triton.jit
+def load_chunk_decay(decays, number, d, sizes, PER_CHANNEL: tl.constexpr):
+    """Loads the decay of a chunk, of all channels or of every one."""
+    if PER_CHANNEL:
+        return tl.load(decays + number * sizes.dim + d, mask=d < sizes.dim, other=1.0)
+    else:
+        return tl.load(decays + number)
 
 
 @triton.jit

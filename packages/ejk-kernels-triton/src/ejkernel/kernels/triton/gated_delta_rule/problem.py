@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.types.problems.recurrence import RecurrentProblem
 
 MAX_DIM = 128
+NORM_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,12 @@ class Problem(RecurrentProblem):
     """Sizes and dtypes of ``batch`` rows, and their options.
 
     Attributes:
+        channel_gates: whether gates are given per key channel; queries and keys then have as many
+            heads as values.
         normalize: whether queries and keys are divided by their lengths.
     """
 
+    channel_gates: bool
     normalize: bool
 
     @property
@@ -41,6 +45,8 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
     for name in ("query", "value"):
         if a[name].shape[3] > MAX_DIM:
             reason = reason or f"{name}: head dim {a[name].shape[3]} is more than {MAX_DIM}"
-    if a["g"] is not None and a["g"].ndim == 4:
-        reason = reason or "g: a log decay per key channel is not supported"
-    return Problem.from_call(a, normalize=a["normalize_qk"], unsupported=reason or "")
+    channel_gates = a["g"] is not None and a["g"].ndim == 4
+    problem = Problem.from_call(
+        a, channel_gates=channel_gates, normalize=a["normalize_qk"], unsupported=reason or ""
+    )
+    return replace(problem, kv_heads=problem.heads) if channel_gates else problem

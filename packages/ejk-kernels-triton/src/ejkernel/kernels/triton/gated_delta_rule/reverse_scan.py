@@ -3,7 +3,7 @@
 With dS the gradient of the state after the chunk and do that of the outputs,
 
     du  = scores^T do + (k decayed to the chunk end) dS                                [C, dv]
-    dv  = beta inverse^T du                                                            [C, dv]
+    dv  = inverse^T du                                                                 [C, dv]
     dS <- decay of the chunk * dS + (scale D q)^T do - (D k)^T dv                      [dk, dv]
 
 Work split and bound: as in ``scan``, with a chain of three matmuls too. The gradient of the state
@@ -18,6 +18,8 @@ from ejkernel.kernels.triton.gated_delta_rule.chunks import (
     FACTORS,
     ChunkLaunch,
     find_sequence,
+    load_chunk_decay,
+    load_factors,
     load_square,
 )
 from ejkernel.kernels.triton.gated_delta_rule.scan import scan_programs
@@ -25,13 +27,15 @@ from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
 
-OPERANDS = ("query", "key", "dout", "inverse", "scores", "factors", "decays", "dfinal", "cu")
+OPERANDS = (
+    "query", "key", "entering", "dout", "inverse", "scores", "factors", "decays", "dfinal", "cu",
+)  # fmt: skip
 
 
 @triton.jit
 def scan_gradients(
-    query, key, dout, inverse, scores, factors, decays, dfinal, cu, dvalue, dstates, dinitial,
-    sizes, FACTORS: tl.constexpr,
+    query, key, entering, dout, inverse, scores, factors, decays, dfinal, cu, dvalue, dstates,
+    dinitial, sizes, FACTORS: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = sizes.CHUNK
     DIM: tl.constexpr = sizes.DIM
@@ -51,11 +55,11 @@ def scan_gradients(
     offset = column + d * sizes.value_dim + c
     inside = (d < sizes.dim) & (c < sizes.value_dim - column)
     state_size = sizes.dim * sizes.value_dim
-    place_of_state = (slot_of_state * sizes.heads + head) * state_size + offset
+    state_offset = (slot_of_state * sizes.heads + head) * state_size + offset
     in_state = inside & has_state
     dstate = tl.zeros([DIM, COLUMNS], tl.float32)
     if dfinal is not None:
-        dstate = tl.load(dfinal + place_of_state, mask=in_state, other=0.0).to(tl.float32)
+        dstate = tl.load(dfinal + state_offset, mask=in_state, other=0.0).to(tl.float32)
     for i in tl.range(0, last - first):
         if sizes.REVERSED:
             piece = first + i
@@ -66,12 +70,8 @@ def scan_gradients(
         tokens = tl.where(has_state, rows, 0)
         base = batch * sizes.rows + begin
         number = (batch * sizes.pieces + piece) * sizes.heads + head
-        factor = factors + number * (FACTORS * CHUNK) + token
-        q_since = tl.load(factor)
-        k_since = tl.load(factor + CHUNK)
-        k_until = tl.load(factor + 2 * CHUNK)
-        strength = tl.load(factor + 3 * CHUNK)
-        decay = tl.load(decays + number)
+        q_since, k_since, k_until = load_factors(factors, number, token, sizes, FACTORS)
+        decay = load_chunk_decay(decays, number, d, sizes, factors is None)
         k = load_rows(
             key, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
         ).to(DTYPE)
@@ -88,10 +88,15 @@ def scan_gradients(
         after = dstate.to(DTYPE)
         target = dstates + number * state_size + offset
         tl.store(target, after.to(dstates.dtype.element_ty), mask=inside)
-        du = tl.dot(k, after, input_precision=PRECISION) * k_until[:, None]
+        k_entering = k
+        if entering is not None:
+            k_entering = load_rows(
+                entering, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM,
+                sizes.MAPS,
+            ).to(DTYPE)  # fmt: skip
+        du = tl.dot(k_entering, after, input_precision=PRECISION) * k_until[:, None]
         du = tl.dot(tl.trans(weights), do.to(DTYPE), acc=du, input_precision=PRECISION)
         dv = tl.dot(tl.trans(solved), du.to(DTYPE), input_precision=PRECISION)
-        dv = dv * strength[:, None]
         reading = (do.to(tl.float32) * q_since[:, None]).to(DTYPE)
         dstate = tl.dot(tl.trans(q), reading, acc=dstate * decay, input_precision=PRECISION)
         reading = (dv * -k_since[:, None]).to(DTYPE)
@@ -101,7 +106,7 @@ def scan_gradients(
             sizes.MAPS,
         )  # fmt: skip
     if dinitial is not None:
-        tl.store(dinitial + place_of_state, dstate, mask=in_state)
+        tl.store(dinitial + state_offset, dstate, mask=in_state)
 
 
 class ReverseScanLaunch(ChunkLaunch):
@@ -127,6 +132,6 @@ class ReverseScanLaunch(ChunkLaunch):
         return (scan_programs(self),)
 
     def arguments(self, target):
-        rows = self.row_tiles(target, "query", "key", "dout")
+        rows = self.row_tiles(target, "query", "key", "entering", "dout")
         squares = self.matrices(target, "inverse", "scores")
         return rows | squares | {"sizes": self.sizes(target), "FACTORS": FACTORS}

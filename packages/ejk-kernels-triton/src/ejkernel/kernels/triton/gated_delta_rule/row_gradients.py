@@ -21,7 +21,8 @@ registers are loaded again where they are used.
 
 Bound: states and their gradients, updates, do and dv are read. 8192 tokens, 16 key and 32 value
 heads of 128, chunks of 64 in bfloat16: 268 + 201 MB, with q, k and their gradients 0.6 GB, 0.14 ms
-at 4.3 TB/s; 55 GFLOP of matmuls, 0.11 ms at 500 TFLOP/s. Not measured.
+at 4.3 TB/s; 55 GFLOP of matmuls, 0.11 ms at 500 TFLOP/s. Measured: 0.46 ms,
+0.04 of it for <S, dS>.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def load_tile(x, base, tokens, head, heads, columns, WIDTH: tl.constexpr, sizes)
 
 @triton.jit
 def inner_product(x, y, number, sizes):
-    """Returns the sum of the products of two states, a few rows at a time to save registers."""
+    """Returns the inner product of two states, a few rows at a time to save registers."""
     d = tl.arange(0, 16)[:, None]
     c = tl.arange(0, sizes.COLUMNS)[None, :]
     total = tl.zeros([16, sizes.COLUMNS], tl.float32)

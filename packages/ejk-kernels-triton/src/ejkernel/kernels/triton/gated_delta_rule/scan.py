@@ -1,6 +1,6 @@
 """The scan over chunks: states, updates and outputs.
 
-    u   = inverse (beta (v - D k S))                    updates of a chunk                [C, dv]
+    u   = inverse (v - D k S)                           updates of a chunk                [C, dv]
     o   = (scale D q) S + scores u                                                        [C, dv]
     S  <- decay of the chunk * S + (k decayed to the chunk end)^T u                       [dk, dv]
 
@@ -13,7 +13,9 @@ chunk; the next chunk's operands are loaded meanwhile. Gradients need the states
 and the updates: the same kernel then stores these, and no outputs.
 
 Bound: a chain of three matmuls a chunk. 8192 tokens are 128 chunks; at about 900 cycles each that
-is 0.06 to 0.07 ms on an H200, not measured. Operands: q, k, v, inverse and scores are read, o is
+is 0.06 to 0.07 ms on an H200, where 0.22 ms were measured: a multiprocessor has one program, which
+waits at every step. Scans on transposed states, whose chain stays in registers, have twice the
+columns and took 0.24 ms. Operands: q, k, v, inverse and scores are read, o is
 written: 267 MB with 16 key and 32 value heads of 128, 0.06 ms at 4.3 TB/s; what the programs of a
 head share comes from the second-level cache.
 
@@ -31,19 +33,23 @@ from ejkernel.kernels.triton.gated_delta_rule.chunks import (
     FACTORS,
     ChunkLaunch,
     find_sequence,
+    load_chunk_decay,
+    load_factors,
     load_square,
 )
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
 
-OPERANDS = ("query", "key", "value", "inverse", "scores", "factors", "decays", "initial", "cu")
+OPERANDS = (
+    "query", "key", "value", "entering", "inverse", "scores", "factors", "decays", "initial", "cu",
+)  # fmt: skip
 
 
 @triton.jit
 def scan_chunks(
-    query, key, value, inverse, scores, factors, decays, initial, cu, out, final, states, updates,
-    sizes, FACTORS: tl.constexpr,
+    query, key, value, entering, inverse, scores, factors, decays, initial, cu, out, final, states,
+    updates, sizes, FACTORS: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = sizes.CHUNK
     DIM: tl.constexpr = sizes.DIM
@@ -63,11 +69,11 @@ def scan_chunks(
     offset = column + d * sizes.value_dim + c
     inside = (d < sizes.dim) & (c < sizes.value_dim - column)
     state_size = sizes.dim * sizes.value_dim
-    place_of_state = (slot_of_state * sizes.heads + head) * state_size + offset
+    state_offset = (slot_of_state * sizes.heads + head) * state_size + offset
     in_state = inside & has_state
     state = tl.zeros([DIM, COLUMNS], tl.float32)
     if initial is not None:
-        state = tl.load(initial + place_of_state, mask=in_state, other=0.0).to(tl.float32)
+        state = tl.load(initial + state_offset, mask=in_state, other=0.0).to(tl.float32)
     for i in tl.range(0, last - first):
         if sizes.REVERSED:
             piece = last - 1 - i
@@ -78,12 +84,8 @@ def scan_chunks(
         tokens = tl.where(has_state, rows, 0)
         base = batch * sizes.rows + begin
         number = (batch * sizes.pieces + piece) * sizes.heads + head
-        factor = factors + number * (FACTORS * CHUNK) + token
-        q_since = tl.load(factor)
-        k_since = tl.load(factor + CHUNK)
-        k_until = tl.load(factor + 2 * CHUNK)
-        strength = tl.load(factor + 3 * CHUNK)
-        decay = tl.load(decays + number)
+        q_since, k_since, k_until = load_factors(factors, number, token, sizes, FACTORS)
+        decay = load_chunk_decay(decays, number, d, sizes, factors is None)
         k = load_rows(
             key, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
         ).to(DTYPE)
@@ -98,10 +100,16 @@ def scan_chunks(
             target = states + number * state_size + offset
             tl.store(target, before.to(states.dtype.element_ty), mask=inside)
         read = tl.dot(k, before, input_precision=PRECISION)
-        error = strength[:, None] * (v - k_since[:, None] * read)
+        error = v - k_since[:, None] * read
         update = tl.dot(solved, error.to(DTYPE), input_precision=PRECISION)
-        entering = (k_until[:, None] * update).to(DTYPE)
-        state = tl.dot(tl.trans(k), entering, acc=state * decay, input_precision=PRECISION)
+        k_entering = k
+        if entering is not None:
+            k_entering = load_rows(
+                entering, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM,
+                sizes.MAPS,
+            ).to(DTYPE)  # fmt: skip
+        added = (k_until[:, None] * update).to(DTYPE)
+        state = tl.dot(tl.trans(k_entering), added, acc=state * decay, input_precision=PRECISION)
         narrow = update.to(DTYPE)
         if updates is not None:
             store_rows(
@@ -121,7 +129,7 @@ def scan_chunks(
                 sizes.MAPS,
             )  # fmt: skip
     if final is not None:
-        tl.store(final + place_of_state, state, mask=in_state)
+        tl.store(final + state_offset, state, mask=in_state)
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,7 @@ class ScanLaunch(ChunkLaunch):
         return (scan_programs(self),)
 
     def arguments(self, target):
-        rows = self.row_tiles(target, "query", "key", "value")
+        rows = self.row_tiles(target, "query", "key", "value", "entering")
         squares = self.matrices(target, "inverse", "scores")
         return rows | squares | {"sizes": self.sizes(target), "FACTORS": FACTORS}
 

@@ -1,4 +1,4 @@
-"""Tiles of the gated delta rule: the heuristic, and the tiles worth timing."""
+"""Tiles of the gated delta rule: the heuristic, and candidates worth timing."""
 
 from __future__ import annotations
 
@@ -58,22 +58,23 @@ def choose(p: Problem, target: Target) -> Tiles:
     """Returns the heuristic tiles."""
     wide = width(p.value_dim)
     if few_tokens(p):
-        # the state of one token is all memory: 64 bytes of it in flight per thread
-        return Tiles(16, max(16, min(wide, 8192 // width(p.dim))), 4, 1)
+        # the state of one token is all memory: many bytes in flight per thread
+        return Tiles(16, max(16, min(wide, 8192 // width(p.dim))), 2, 1)
     # 64 rows fill one asynchronous matmul of four warps. Operands of synchronous ones lie in
     # registers, where the three parts of float32 operands leave room for smaller tiles only
     narrow = p.compute_dtype == "bfloat16"
-    chunk, columns = 32, min(wide, 32)
+    chunk, columns, stages = 32, min(wide, 32), 2
     if narrow and target.hopper:
-        chunk, columns = MAX_CHUNK, min(wide, 64)
+        chunk, columns, stages = MAX_CHUNK, min(wide, 64), 3
     elif p.dtype == "float32" and target.platform == "cuda":
         chunk, columns = 16, 16
     chunk = min(chunk, max(16, power_of_two(p.rows // p.states)))
     # a scan waits for its own matmuls: more programs of fewer columns, as long as every
     # multiprocessor has but one
-    while columns > 16 and 2 * p.batch * p.states * p.heads * -(-wide // columns) <= target.cores:
+    scans = p.batch * p.states * p.heads
+    while columns > 16 and 2 * scans * -(-wide // columns) <= target.cores:
         columns //= 2
-    return Tiles(chunk, columns, 4, 2)
+    return Tiles(chunk, columns, 4, stages)
 
 
 def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:

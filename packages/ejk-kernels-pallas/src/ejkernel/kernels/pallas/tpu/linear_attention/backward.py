@@ -56,7 +56,7 @@ from ejkernel.kernels.pallas.tpu.linear_attention.forward import (
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK, Problem, Tiles
 
 
-def _gate_gradient(
+def gate_gradient(
     p: Problem, order: Order, pairs: jax.Array, since: jax.Array, until: jax.Array, total: jax.Array
 ) -> jax.Array:
     """Returns ``[1, CHUNK]`` from W ``[t, s]``, a ``[t, 1]``, b ``[s, 1]`` and <G, total H>."""
@@ -117,7 +117,7 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
             since = jnp.sum(q.astype(jnp.float32) * dq_state, axis=1, keepdims=True)
             until = jnp.sum(k.astype(jnp.float32) * dk_state, axis=1, keepdims=True)
             total = times(jnp.sum(dstate * state, keepdims=True), decay.total)
-            dgate = _gate_gradient(p, order, scores * dscores, since, until, total)
+            dgate = gate_gradient(p, order, scores * dscores, since, until, total)
             within = rows_of_chunk(first, 1, at.start, at.end)
             dgate_ref[0, :, rows] = jnp.where(within, dgate, dgate_ref[0, :, rows])
         dstate = times(dstate, decay.total) + p.scale * dot(p, times(q, decay.since), do, (0, 0))

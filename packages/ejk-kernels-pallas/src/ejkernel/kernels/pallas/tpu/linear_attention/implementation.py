@@ -56,15 +56,15 @@ class LinearAttention(PallasKernel):
         if state is None:
             state = jnp.zeros((p.total_states, p.heads, p.dim, p.value_dim), jnp.float32)
         o, final, *before = forward(
-            *(p, work.tiles, work.target, _visits(work, arrays)),
+            *(p, work.tiles, work.target, visits_of(work, arrays)),
             self._operands(work, arrays, "query", "key", "value"),
             state.astype(jnp.float32),
             keep=keep,
         )
-        return (_batched(p, o, p.heads), final), before[0] if keep else None
+        return (batched(p, o, p.heads), final), before[0] if keep else None
 
     def _operands(self, work: Work, arrays: Arrays, *names: str) -> tuple[jax.Array, ...]:
-        operands = [_by_head(arrays[name].astype(work.problem.dtype)) for name in names]
+        operands = [by_head(arrays[name].astype(work.problem.dtype)) for name in names]
         gate = self.log_decays(work, arrays)
         return (*operands, *([] if gate is None else [gate]))
 
@@ -73,11 +73,11 @@ class LinearAttention(PallasKernel):
     ) -> Mapping[str, Any]:
         p, (do, dfinal) = work.problem, cotangents
         operands = self._operands(work, arrays | {"do": do}, "query", "key", "value", "do")
-        schedule = _visits(work, arrays)
+        schedule = visits_of(work, arrays)
         dq, dk, dv, *dgate, dinitial = backward(
             p, work.tiles, work.target, schedule, operands, saved, dfinal
         )
-        dq, dk, dv = (_batched(p, x, p.heads) for x in (dq, dk, dv))
+        dq, dk, dv = (batched(p, x, p.heads) for x in (dq, dk, dv))
         if p.group > 1:
             shape = (*dk.shape[:2], p.kv_heads, p.group, -1)
             dk, dv = (jnp.sum(x.reshape(shape), axis=3) for x in (dk, dv))
@@ -89,7 +89,7 @@ class LinearAttention(PallasKernel):
         return {name: x for name, x in gradients.items() if name in arrays}
 
 
-def _visits(work: Work, arrays: Arrays) -> Visits:
+def visits_of(work: Work, arrays: Arrays) -> Visits:
     """Returns the visits of the sequences and of the rows that belong to none."""
     p = work.problem
     if p.sequences:
@@ -101,14 +101,14 @@ def _visits(work: Work, arrays: Arrays) -> Visits:
     return visits(bounds, p.total, work.tiles.rows, empty_segments=True)
 
 
-def _by_head(x: jax.Array) -> jax.Array:
+def by_head(x: jax.Array) -> jax.Array:
     """``[batch, rows, heads, d]`` in the ``row_shape`` of kernels."""
     if in_lanes(x.shape[3]):
         return x.reshape(1, -1, x.shape[2] * x.shape[3])
     return jnp.moveaxis(x, 2, 0).reshape(x.shape[2], -1, x.shape[3])
 
 
-def _batched(p: Problem, x: jax.Array, heads: int) -> jax.Array:
+def batched(p: Problem, x: jax.Array, heads: int) -> jax.Array:
     """An array in ``row_shape`` as ``[batch, rows, heads, d]``."""
     if x.shape[0] == heads and not in_lanes(x.shape[2]):
         return jnp.moveaxis(x.reshape(heads, p.batch, p.rows, -1), 0, 2)

@@ -77,10 +77,10 @@ class Tiles:
 def problem_of(a: Mapping[str, Any]) -> Problem:
     """Returns the static properties of a call whose arguments are canonical."""
     gated = a.get("g") is not None or a.get("g_gamma") is not None or "layer_idx" in a
-    return Problem.from_call(a, gated=gated, unsupported=_unsupported(a))
+    return Problem.from_call(a, gated=gated, unsupported=unsupported(a))
 
 
-def _unsupported(a: Mapping[str, Any]) -> str:
+def unsupported(a: Mapping[str, Any]) -> str:
     """Returns the reason why no kernel here takes the call, or ""."""
     q, v = a["query"], a["value"]
     for name in ("query", "key", "value"):
@@ -98,7 +98,7 @@ def _unsupported(a: Mapping[str, Any]) -> str:
     return ""
 
 
-def choose(p: Problem, chip: Chip) -> Tiles:
+def choose(p: Problem, chip: Chip, tiles: type[Tiles] = Tiles) -> Tiles:
     """Returns as many chunks as fill a sequence, at most ``MAX_CHUNKS``.
 
     A block with the border of a sequence is visited twice, so short sequences get short blocks.
@@ -107,6 +107,6 @@ def choose(p: Problem, chip: Chip) -> Tiles:
     chunks = MAX_CHUNKS
     while chunks > 1 and chunks * CHUNK > length:
         chunks //= 2
-    while chunks > 1 and Tiles(chunks).vmem(p, backward=True) > chip.vmem // 4 * 3:
+    while chunks > 1 and tiles(chunks).vmem(p, backward=True) > chip.vmem // 4 * 3:
         chunks //= 2
-    return Tiles(chunks)
+    return tiles(chunks)

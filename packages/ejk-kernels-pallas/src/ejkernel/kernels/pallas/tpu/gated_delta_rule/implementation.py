@@ -1,0 +1,93 @@
+"""The gated delta rule on TPU as one kernel object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.pallas.kernel import PallasKernel
+from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
+from ejkernel.kernels.pallas.tpu.gated_delta_rule.backward import backward
+from ejkernel.kernels.pallas.tpu.gated_delta_rule.forward import forward
+from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem, choose, problem_of
+from ejkernel.kernels.pallas.tpu.linear_attention.implementation import (
+    batched,
+    by_head,
+    visits_of,
+)
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+from ejkernel.types.calls import arguments
+
+
+class GatedDeltaRule(PallasKernel):
+    """The gated delta rule with one gate per head, on a TPU.
+
+    bfloat16 and float32, accumulated in float32, head dims up to 256, 16 rows and more; decays of
+    channels are not supported. Two calls give the same bits. Differentiable once, in memory
+    ``s + (s / 512) dk dv`` a head. No config names tiles.
+    """
+
+    call = calls.GatedDeltaRule
+    reads = arguments.RECURRENCE | {"g", "beta", "normalize_qk"}
+    fixed_tiles = True
+    chip = staticmethod(current_chip)
+    problem = staticmethod(problem_of)
+    choose = staticmethod(choose)
+
+    def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
+        return problem.unsupported or None
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        return self._forward(work, arrays, keep=True)
+
+    def without_gradients(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        return self._forward(work, arrays, keep=False)
+
+    def _forward(self, work: Work, arrays: Arrays, *, keep: bool) -> tuple[tuple[Any, ...], Any]:
+        p = work.problem
+        state = arrays.get("initial_state")
+        if state is None:
+            state = jnp.zeros((p.states, p.heads, p.dim, p.value_dim), jnp.float32)
+        o, final, *before = forward(
+            *(p, work.tiles, work.target, visits_of(work, arrays)),
+            _operands(p, arrays, "query", "key", "value"),
+            state.astype(jnp.float32),
+            keep=keep,
+        )
+        return (batched(p, o, p.heads), final), before[0] if keep else None
+
+    def backward(
+        self, work: Work, arrays: Arrays, outputs: Any, saved: Any, cotangents: Any
+    ) -> Mapping[str, Any]:
+        p, (do, dfinal) = work.problem, cotangents
+        operands = _operands(p, arrays | {"do": do}, "query", "key", "value", "do")
+        dq, dk, dv, dbeta, *dgate, dinitial = backward(
+            p, work.tiles, work.target, visits_of(work, arrays), operands, saved, dfinal
+        )
+        dq, dk, dv = (batched(p, x, p.heads) for x in (dq, dk, dv))
+        if p.group > 1:
+            shape = (*dk.shape[:2], p.kv_heads, p.group, -1)
+            dq, dk = (jnp.sum(x.reshape(shape), axis=3) for x in (dq, dk))
+        gradients = {"query": dq, "key": dk, "value": dv, "initial_state": dinitial}
+        for name, x in (("beta", dbeta), *(("g", x) for x in dgate)):
+            gradients[name] = jnp.moveaxis(x.reshape(p.heads, p.batch, p.rows), 0, 2)
+        return {name: x for name, x in gradients.items() if name in arrays}
+
+
+def _operands(p: Problem, arrays: Arrays, *names: str) -> tuple[jax.Array, ...]:
+    """Returns rows by head, then beta and log decays, float32 ``[heads, 1, rows]``."""
+    operands = [by_head(arrays[name].astype(p.dtype)) for name in names]
+    beta = arrays.get("beta")
+    factors = [jnp.ones((p.batch, p.rows, p.heads)) if beta is None else beta]
+    factors += [arrays["g"]] if p.gated else []
+    for x in factors:
+        x = jnp.moveaxis(x.astype(jnp.float32), 2, 0)
+        operands.append(x.reshape(p.heads, 1, p.total))
+    return tuple(operands)
+
+
+gated_delta_rule = GatedDeltaRule()

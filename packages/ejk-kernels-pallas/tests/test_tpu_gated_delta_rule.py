@@ -1,0 +1,107 @@
+"""The gated delta rule in Pallas' TPU interpreter, against the float64 recurrence."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.gated_delta_rule import problem
+from ejkernel.kernels.pallas.tpu.gated_delta_rule.implementation import gated_delta_rule
+from ejkernel.ops import interpret_mode
+from ejkernel.types.masks.structure import Unsupported
+from ejktest.cases.delta import check_delta
+from ejktest.cases.delta import delta_arguments as make
+from ejktest.cases.linear import cotangents
+
+PARAMS = pltpu.InterpretParams(detect_races=True)
+DIMS = dict(b=1, s=150, h=2, hk=1, dk=24, dv=40)
+# values of whole registers, which kernels read as the call gives them
+PACKED = {**DIMS, "s": 300, "dv": 128, "states": 4}
+# an empty sequence, one that spans three chunks, rows of padding
+CU = np.array([0, 3, 3, 270, 290], np.int32)
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    with interpret_mode(), interpreter(PARAMS):
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def check(args, cu_seqlens=None, rounded=False, **options):
+    """Compares values and all gradients with the oracle; arrays are traced."""
+
+    @jax.jit
+    def compute(args, cu):
+        run = partial(gated_delta_rule, cu_seqlens=cu, return_state=True, **options)
+        out, back = jax.vjp(lambda args: run(**args), args)
+        return *out, back(cotangents(*out))[0]
+
+    results = compute(args, cu_seqlens)
+    accuracy = {"state_dtype": args["query"].dtype, "rounded_beta": rounded}
+    check_delta(args, results, cu_seqlens=cu_seqlens, **accuracy, **options)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+
+    assert not simulator.races.races_found
+    return results
+
+
+def test_shared_keys_in_bfloat16():
+    check(make("head", **DIMS, dtype=jnp.bfloat16), softmax_scale=0.3, normalize_qk=True)
+
+
+def test_packed_in_reverse(monkeypatch):
+    """Tokens that forget everything, and NaN in the rows that belong to no sequence."""
+    monkeypatch.setattr(gated_delta_rule, "choose", lambda p, chip: problem.Tiles(2))
+    args = make("head", **PACKED)
+    args["g"] = args["g"].at[0, 20::7].set(-50.0)
+    outside = jnp.arange(PACKED["s"]) >= CU[-1]
+    for name in set(args) - {"initial_state"}:
+        shape = (1, -1) + (1,) * (args[name].ndim - 2)
+        args[name] = jnp.where(outside.reshape(shape), jnp.nan, args[name])
+    o, _, grads = check(args, CU, reverse=True, normalize_qk=True)
+    assert not o[:, CU[-1] :].any() and not grads["g"][:, CU[-1] :].any()
+
+
+def test_equal_keys_that_reflect():
+    """No gates, no beta: every token replaces or, with beta 2, reflects one direction."""
+    args = make("none", b=1, s=130, h=1, hk=1, dk=16, dv=8)
+    args["key"] = jnp.broadcast_to(args["key"][:, :1], args["key"].shape)
+    args["beta"] = jnp.full((1, 130, 1), 2.0)
+    check(args, rounded=True)
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])
+def test_lowers(kind):
+    shapes = [jax.ShapeDtypeStruct((1, 512, h, 128), "bfloat16") for h in (2, 2, 4)]
+    gates = [jax.ShapeDtypeStruct((1, 512, 4), "float32")] * 2
+
+    def loss(q, k, v, g, beta):
+        return gated_delta_rule(q, k, v, g, beta).astype(jnp.float32).sum()
+
+    with interpret_mode(False), on_chip(kind):
+        made = export.export(jax.jit(jax.value_and_grad(loss, range(5))), platforms=["tpu"])
+        assert made(*shapes, *gates).mlir_module().count("tpu_custom_call") == 2
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
+def test_tiles_fit(kind):
+    chip = facts_of(kind)
+    for dim in (64, 128, 256):
+        for dtype in ("bfloat16", "float32"):
+            p = problem.Problem(1, 4096, 8, 8, dim, dim, 0, 1.0, False, True, dtype, dtype)
+            assert problem.choose(p, chip).vmem(p, backward=True) <= chip.vmem // 4 * 3
+
+
+def test_refuses_gates_of_channels():
+    with pytest.raises(Unsupported, match="g: a decay for each key channel"):
+        gated_delta_rule(**make("channel", **DIMS))
