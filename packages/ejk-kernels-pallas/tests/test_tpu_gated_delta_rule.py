@@ -98,7 +98,8 @@ def test_tiles_fit(kind):
     chip = facts_of(kind)
     for dim in (64, 128, 256):
         for dtype in ("bfloat16", "float32"):
-            p = problem.Problem(1, 4096, 8, 8, dim, dim, 0, 1.0, False, True, dtype, dtype)
+            sizes = (1, 4096, 8, 8, dim, dim, 0, 1.0, False, dtype, dtype, dtype)
+            p = problem.Problem(*sizes, gated=True, normalize=False)
             assert problem.choose(p, chip).vmem(p, backward=True) <= chip.vmem // 4 * 3
 
 
