@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from ejkernel.kernels import triton as package
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.compiled import Source, stages
+from ejkernel.kernels.triton.flash_attention import mods
 from ejkernel.kernels.triton.resources import launch_source
 from ejkernel.kernels.triton.serving.implementation import CacheKernel
 from ejkernel.kernels.triton.targets import compile_for
@@ -198,6 +199,7 @@ def kernels() -> set[JITFunction]:
         names = vars(importlib.import_module(module.name)).values()
         found |= {x for x in names if isinstance(x, JITFunction) and x.__module__ == module.name}
     called = {name for function in found for name in function.fn.__code__.co_names}
+    called.add(mods.expand_to_tile.__name__)  # by functions that are generated
     return {function for function in found if function.__name__ not in called}
 
 

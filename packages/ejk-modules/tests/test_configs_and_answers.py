@@ -29,7 +29,7 @@ def test_configs(operation):
     fields = list(config.__dataclass_fields__)
     assert fields[:2] == ["platform", "backend"]
     assert config() == config(platform="auto", backend="any") and hash(config()) == hash(config())
-    values = {"fwd_params": {"q_blocksize": 32}, "bwd_params": None, "platform": "xla", "backend": "cpu"}  # fmt: skip
+    values = {"fwd_params": {"q_blocksize": 32}, "bwd_params": None, "platform": "xla", "backend": "cpu", "context_parallel": "ring"}  # fmt: skip
     made = config(**{f: values.get(f, 16 if f != "num_stages" else 2) for f in fields})
     assert config.from_dict(made.to_dict()) == made == config.from_json(made.to_json())
     assert made != config() and len({made, config(), made}) == 2

@@ -14,6 +14,7 @@ def ragged_decode_attention(
     softmax_scale=None,
     sliding_window=None,
     logits_soft_cap=None,
+    return_lse=False,
     cfg=None,
 ):
     b, h, d = query.shape
@@ -27,7 +28,9 @@ def ragged_decode_attention(
 
     x = softmax_scale * jnp.einsum("bkgd,bjkd->bkgj", q, key, preferred_element_type=jnp.float32)
     x = jnp.where(seen, x, -1e30)  # before exp: an inf in a branch not taken makes NaN gradients
-    p = jnp.where(seen, jnp.exp(x - x.max(-1, keepdims=True)), 0.0)
+    peak = x.max(-1, keepdims=True)
+    p = jnp.where(seen, jnp.exp(x - peak), 0.0)
     total = p.sum(-1, keepdims=True)
     p = p / jnp.where(total > 0, total, 1.0)  # an empty range gives 0
-    return jnp.einsum("bkgj,bjkd->bkgd", p, value).reshape(b, h, -1).astype(query.dtype)
+    out = jnp.einsum("bkgj,bjkd->bkgd", p, value).reshape(b, h, -1).astype(query.dtype)
+    return (out, (peak + jnp.log(total)).reshape(b, h)) if return_lse else out

@@ -26,6 +26,7 @@ _INSTALL = {
 }
 
 # Packages load in this order, so that registration order never depends on the first look-up.
+_PLATFORMS = frozenset(p.value for p in Platform)
 _ORDER = {name: i for i, name in enumerate(("triton", "pallas", "cuda", "xla"))}
 
 
@@ -70,11 +71,12 @@ class Packages(Copyable):
     def load(self, platforms: Sequence[Platform], use: Callable[[EntryPoint], None]) -> None:
         """Call ``use`` for each package of ``platforms`` that was not used yet; keep failures."""
         requested = {p.value for p in platforms}
-        every = {p.value for p in Platform}
         for point in self.points():
             identity = (point.name, point.value)
             # A package whose name is no platform may always be needed.
-            if identity in self._loaded or (point.name in every and point.name not in requested):
+            if identity in self._loaded:
+                continue
+            if point.name in _PLATFORMS and point.name not in requested:
                 continue
             with self._lock:
                 if identity in self._loaded:

@@ -100,7 +100,8 @@ def case_of(call: Call, *, platforms: bool = True, peers: bool = True) -> Case:
 
 def _updates(call: Call) -> dict[int, int]:
     """Returns arguments that the operation writes to, by index, and the results that hold them."""
-    outputs = enumerate(call.kernel.spec.outputs)
+    spec = call.kernel.spec
+    outputs = enumerate(spec.output_axes({**spec.boundary.defaults, **call.abstract()}))
     return {call.names.index(axes[1:]): i for i, axes in outputs if axes.startswith("=")}
 
 

@@ -167,9 +167,9 @@ def target_device(device: Any = None) -> TargetDevice:
         return _describe(device)
     if isinstance(device, str):
         return _describe(jax.local_devices(backend=device)[0])
-    described = getattr(device, "device_kind", None), getattr(device, "platform", None)
-    if all(isinstance(x, str) for x in described):  # abstract, or of an ahead-of-time topology
-        return _describe_abstract(*described, getattr(device, "num_cores", None))
+    kind, platform = getattr(device, "device_kind", None), getattr(device, "platform", None)
+    if isinstance(kind, str) and isinstance(platform, str):  # abstract, or of a topology
+        return _describe_abstract(kind, platform, getattr(device, "num_cores", None))
     raise TypeError(f"device must be a device, a platform name or None, got {device!r}")
 
 

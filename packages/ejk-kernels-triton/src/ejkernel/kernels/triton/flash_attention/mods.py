@@ -458,14 +458,14 @@ def source(form: ModForm, slope: bool = False) -> str:
 def _result(value: Any, text: str, scored: bool) -> str:
     """Returns the source of a result: a score for every element, a mask that broadcasts."""
     if not isinstance(value, np.ndarray):
-        return f"_over_tile({text}, score)" if scored else text
+        return f"expand_to_tile({text}, score)" if scored else text
     if scored:
         return f"tl.full(score.shape, {text}, tl.float32)"
     return "(q >= 0) & (k >= 0)" if value else "(q < 0) & (k < 0)"
 
 
 @triton.jit
-def _over_tile(x, score):
+def expand_to_tile(x, score):
     """Returns ``x`` in float32 for every element of the tile ``score``."""
     return tl.broadcast_to(x, score.shape).to(tl.float32)
 
