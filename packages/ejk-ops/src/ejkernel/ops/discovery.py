@@ -73,9 +73,9 @@ class Packages(Copyable):
         requested = {p.value for p in platforms}
         for point in self.points():
             identity = (point.name, point.value)
-            # A package whose name is no platform may always be needed.
             if identity in self._loaded:
                 continue
+            # A package whose name is no platform may always be needed.
             if point.name in _PLATFORMS and point.name not in requested:
                 continue
             with self._lock:
