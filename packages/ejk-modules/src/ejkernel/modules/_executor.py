@@ -98,4 +98,4 @@ def check_call(operation: Any, *args: Any, **kwargs: Any) -> None:
         )
     for name in EXECUTOR_KEYWORDS:
         kwargs.pop(name, None)
-    kernel.check_values(args, kwargs)
+    kernel.check_call(args, kwargs)

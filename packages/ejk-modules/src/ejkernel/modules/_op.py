@@ -123,7 +123,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
             self.spec.bind(arguments, typecheck=environment.typecheck(), warn=warn_caution)
         return (), arguments
 
-    def check_values(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def check_call(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Check a call with the values of its index arrays, which are fetched for it."""
         spec = self.spec
         arguments = spec.boundary.by_name(args, kwargs)

@@ -25,8 +25,8 @@ _INSTALL = {
     Platform.PALLAS: "pip install ejk-kernels-pallas",
 }
 
-# Packages load in this order, so that registration order never depends on the first look-up.
 _PLATFORMS = frozenset(p.value for p in Platform)
+# Packages load in this order, so that registration order never depends on the first look-up.
 _ORDER = {name: i for i, name in enumerate(("triton", "pallas", "cuda", "xla"))}
 
 
