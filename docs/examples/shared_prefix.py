@@ -3,10 +3,10 @@
     python docs/examples/shared_prefix.py
 
 Answers to one question, branches of a search and requests with one system prompt share their first
-tokens. Each would read the keys and values of the prefix again. Here the prefix is attended to once, the
-new tokens of all continuations being the rows of one matmul, and each continuation reads the pages
-of its own tokens only; ``merge_attention`` joins both by their log-sum-exps. The prefix is not in any
-page table, and the lengths count the tokens after it.
+tokens. Each would read the keys and values of the prefix again. Here the prefix is attended to
+once, the new tokens of all continuations being the rows of one matmul, and each continuation reads
+the pages of its own tokens only; ``merge_attention`` joins both by their log-sum-exps. The prefix
+is not in any page table, and the lengths count the tokens after it.
 
 Sinks would go to the call over pages alone. A sliding window that begins inside the prefix cannot
 be cut in two like this, as positions there begin after the prefix.
