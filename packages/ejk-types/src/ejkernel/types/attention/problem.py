@@ -65,12 +65,12 @@ class Problem:
 
     @property
     def is_eight_bit(self) -> bool:
-        """Returns whether q, k and v are of 8 bits, with scales."""
+        """Returns whether the call has q, k and v of 8 bits, with scales."""
         return self.scale_blocks is not None
 
     @property
     def itemsize(self) -> int:
-        return 4 if self.dtype == "float32" else 1 if self.is_eight_bit else 2
+        return {"float32": 4, "float8_e4m3fn": 1}.get(self.dtype, 2)
 
     @property
     def output_dtype(self) -> str:
