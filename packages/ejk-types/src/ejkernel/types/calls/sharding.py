@@ -137,7 +137,7 @@ class ShardingRule:
         if word != self.sequence[0]:
             return ()
         counts = [self.sizes[w] for w in self.sequence if w in self.sizes]
-        axes = _dividing(axes, layout.mesh_sizes, counts)
+        axes = _dividing(layout.in_mesh_order(axes), layout.mesh_sizes, counts)
         if axes:
             layout.spread.update(dict.fromkeys(self.sequence, axes))
         return axes
