@@ -180,7 +180,10 @@ def test_devices_share_the_tokens_of_a_call(name):
     explicit = jax.make_mesh((4, 2), ("sp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(explicit):
         typed = placed(arrays, explicit), placed(integers, explicit)
-        check(jax.jit(plain)(*typed, cotangents))
+        first = P() if operation == "mean_pooling" else P(None, "sp")
+        specs = first, *(P() for _ in cotangents[1:])
+        shardings = (NamedSharding(explicit, spec) for spec in specs)
+        check(jax.jit(plain)(*typed, tuple(map(jax.device_put, cotangents, shardings))))
 
 
 def test_tokens_and_heads_over_two_mesh_axes():
