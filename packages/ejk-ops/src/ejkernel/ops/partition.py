@@ -168,7 +168,11 @@ class Region:
         """
         of_operands = list(zip(self.operands, operands, strict=True))
         of_results = list(zip(self.results, results, strict=True))
-        layout = self._layout(mesh, of_operands + of_results)
+        try:
+            layout = self._layout(mesh, of_operands + of_results)
+        except ValueError as error:
+            _refusals.append(error)
+            raise
         run = partial(self.context.copy().run, self.on_device, layout)
         return (
             full or mesh,
@@ -223,6 +227,16 @@ def _counted_once(shard: Any, x: jax.Array, words: Words) -> jax.Array:
 
 def _shardings(layout: Any, mesh: Any, arrays: Arrays) -> tuple[NamedSharding, ...]:
     return tuple(NamedSharding(mesh, layout.spec(words, x.shape)) for words, x in arrays)
+
+
+_refusals: list[ValueError] = []
+
+
+def take_refusal() -> ValueError | None:
+    """Returns the error that ended a compilation, once; JAX raises another that holds its text."""
+    error = _refusals[-1] if _refusals else None
+    _refusals.clear()
+    return error
 
 
 def mesh_axes_of(mesh_sizes: Mapping[str, int], tiles: np.ndarray) -> list[MeshAxes]:

@@ -44,7 +44,10 @@ def sharding_notes(
     if not any(map(any, split)):
         return ()
     entries = [(words, mesh_axes) for (_, words, *_), mesh_axes in zip(named, split, strict=True)]
-    layout = rule.layout(mesh_sizes, entries)
+    try:
+        layout = rule.layout(mesh_sizes, entries)
+    except ValueError as error:
+        return (f"refused: {error}",)
     used = {axis for mesh_axes in layout.spread.values() for axis in mesh_axes}
     words = sorted(layout.spread, key=lambda word: list(AXES).index(bare(word)))
     spread = ", ".join(f"{word} over {' and '.join(layout.axes(word))}" for word in words)

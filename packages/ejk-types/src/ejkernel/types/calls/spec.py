@@ -57,6 +57,8 @@ class Call:
             a sequence.
         passes_states: whether such devices pass states on (``share_sequence``), whatever the
             kernel; otherwise it takes a kernel that can share a sequence.
+        refused_axes: words of axes that are an error under plain ``jit`` where they are sharded,
+            and what to do instead.
         boundary: the parameters, read from ``signature``.
         StaticArguments: tuple with a field for every parameter but ``mask_info``.
         Options: tuple with a field for every parameter whose annotation is no array.
@@ -78,6 +80,7 @@ class Call:
     whole_groups: ClassVar[bool] = False
     sequence_axes: ClassVar[tuple[str, ...]] = ()
     passes_states: ClassVar[bool] = False
+    refused_axes: ClassVar[Mapping[str, str]] = {}
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
         "pages", "max_blocks", "inner", "columns", "channels",
@@ -204,7 +207,7 @@ class Call:
                     if not (word.startswith("#") and size == 1):
                         sizes.setdefault(word.lstrip("#"), size)
         words = tuple(word for word in cls.sequence_axes if word in sizes) if sequence else ()
-        return ShardingRule(cls.name, sizes, cls.whole_groups, words)
+        return ShardingRule(cls.name, sizes, cls.whole_groups, words, cls.refused_axes)
 
     @classmethod
     def sharding_notes(
