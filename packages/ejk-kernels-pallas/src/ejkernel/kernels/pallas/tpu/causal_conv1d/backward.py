@@ -62,16 +62,16 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
     def _begin() -> None:
         dtaps_ref[...] = jnp.zeros_like(dtaps_ref)
 
-    own = dz[: NEAR + t.rows]
+    of_block = dz[: NEAR + t.rows]
     dhistory = dz * taps[p.width - 1 : p.width]
     for back in range(p.width):
         tap = p.width - 1 - back
         read = shifted(history, back)[: NEAR + t.rows]
-        dtaps_ref[tap : tap + 1] += jnp.sum(own * read, axis=0, keepdims=True)
+        dtaps_ref[tap : tap + 1] += jnp.sum(of_block * read, axis=0, keepdims=True)
         if back:
             # rows that leave at the start come back at the end, where none is used
             dhistory += shifted(dz, -back) * taps[tap : tap + 1]
-    dtaps_ref[p.width : p.width + 1] += jnp.sum(own, axis=0, keepdims=True)
+    dtaps_ref[p.width : p.width + 1] += jnp.sum(of_block, axis=0, keepdims=True)
     dhistory_ref[...] = dhistory
 
     others = dx_ref[...].astype(jnp.float32)
@@ -97,8 +97,8 @@ def backward(
     dy: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns dx ``[rows, channels]``, and in float32 the gradients of the taps and the bias
-    ``[w + 1, channels]`` and of the states ``[states + 1, w - 1, channels]``, of which the last one
-    and those of empty sequences mean nothing."""
+    ``[w + 1, channels]`` and of the states ``[states + 1, w - 1, channels]``; the last one and the
+    gradients of empty sequences mean nothing."""
     specs = specs_of(p, t)
     extended = t.rows + 2 * NEAR
 

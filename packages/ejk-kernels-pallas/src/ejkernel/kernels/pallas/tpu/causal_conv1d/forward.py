@@ -28,7 +28,7 @@ from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block, rows_
 
 
 class Position(NamedTuple):
-    """Where a visit is: its sequence, that one's first row and end, and the block's first row."""
+    """Position of a visit: its sequence, first row and end of that, first row of the block."""
 
     sequence: Any
     start: Any

@@ -44,13 +44,13 @@ class CausalConv1D(PallasKernel):
         schedule = visits(bounds, p.total, work.tiles.rows)
         y = forward(p, work.tiles, work.target, schedule, *operands).reshape(x.shape)
         if not p.returns_state:
-            return (y, jnp.zeros(self.call.state_shape(_given(arrays)), p.dtype)), ()
+            return (y, jnp.zeros((p.states, p.channels, p.width - 1), p.dtype)), ()
         flat, _, states = operands
         row, of_state = _last_tokens(p, bounds)
         from_rows = jnp.take(flat, row, axis=0, mode="clip").astype(jnp.float32)
         # the tokens before a short sequence are the end of its state
-        held = jnp.sum(jnp.where(of_state[..., None], states[:, None], 0.0), axis=2)
-        final = jnp.where((row < p.total)[..., None], from_rows, held)
+        from_state = jnp.sum(jnp.where(of_state[..., None], states[:, None], 0.0), axis=2)
+        final = jnp.where((row < p.total)[..., None], from_rows, from_state)
         return (y, jnp.swapaxes(final, 1, 2).astype(p.dtype)), ()
 
     def backward(
@@ -76,10 +76,6 @@ class CausalConv1D(PallasKernel):
             "initial_state": jnp.swapaxes(dstates, 1, 2),
         }
         return {name: dx for name, dx in gradients.items() if name in arrays}
-
-
-def _given(arrays: Arrays) -> dict[str, Any]:
-    return {"x": arrays["x"], "weight": arrays["weight"], "cu_seqlens": arrays.get("cu_seqlens")}
 
 
 def _operands(p: Problem, arrays: Arrays) -> tuple[jax.Array, tuple[jax.Array, ...]]:
