@@ -48,6 +48,7 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     from ejkernel.kernels import pallas
     from ejktest.cases import (
         attention,
+        convolution,
         delta,
         grouped,
         latent,
@@ -58,7 +59,10 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
         sparse,
     )
 
-    families = attention, delta, grouped, latent, linear, paged, pooling, ragged, sparse
+    families = (
+        *(attention, convolution, delta, grouped, latent),
+        *(linear, paged, pooling, ragged, sparse),
+    )
     calls = {name: call for family in families for name, call in family.COMPILED_TPU.items()}
 
     device = chips.device(chip)
