@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejktest.abstract import AbstractCall, abstract_call
+from ejktest.abstract import F32, AbstractCall, abstract_call
 from ejktest.drawn import array
 from ejktest.tolerance import check_close
 
@@ -119,4 +119,12 @@ COMPILED = {
     "branches": _sparse("g_cmp", "g_slc"),
 }
 
-COMPILED_TPU = {f"sparse {name}": call for name, call in COMPILED.items()}
+COMPILED_TPU = {
+    "sparse lists": COMPILED["lists"],
+    "sparse branches": COMPILED["branches"],
+    "sparse float32 d256": abstract_call(
+        "native_sparse_attention",
+        {"batch": 1, "seq": 8192, "heads": 6, "kv_heads": 2, "head_dim": 256, "sequences": 8},
+        "cu_seqlens", dtype=F32, trained=True, options={"block_size": 100},
+    ),
+}  # fmt: skip
