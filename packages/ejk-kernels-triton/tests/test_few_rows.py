@@ -180,9 +180,7 @@ def test_launches(rows, n, reads, writes):
     assert all(order.count(operand) == 1 for operand in bound.aliases) and len(bound.aliases) == 2
 
 
-@pytest.mark.parametrize(
-    "target", [cuda_target(90), rocm_target("gfx942")], ids=lambda t: t.name
-)
+@pytest.mark.parametrize("target", [cuda_target(90), rocm_target("gfx942")], ids=lambda t: t.name)
 def test_compiles_without_spills(target):
     for launch, avals in traced(8, 8, True, target) + traced(64, 64, True, target)[:1]:
         found = measure(launch_source(launch, avals, target), target)
