@@ -15,7 +15,7 @@ from ejkernel.kernels.triton.serving.prefill import RaggedPrefill
 from ejkernel.kernels.triton.serving.ragged_merge import RaggedMerge
 from ejkernel.kernels.triton.serving.schedule import RaggedScheduleLaunch
 from ejkernel.kernels.triton.serving.stages import decode_launch
-from ejkernel.kernels.triton.serving.write import RaggedWrite
+from ejkernel.kernels.triton.serving.write import BLOCK, RaggedWrite
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
@@ -169,6 +169,6 @@ def test_numbers_for_an_8_bit_cache_are_made_by_instructions_for_them():
     target, p = TARGETS["sm_90"], problem("float8_e4m3fn")
     source = bound_source("write", p, tiles.choose(p, target), target)
     text = str(compiled.stages(source, target, "ptx")[0]["ptx"])
-    numbers = 2 * tiles.WRITTEN * p.paged.dim // 128  # keys and values of a thread
+    numbers = 2 * BLOCK * p.paged.dim // 128  # keys and values of a thread
     assert text.count("cvt.rn.satfinite.e4m3x2.f32") >= numbers // 2
     assert text.count("fma.rn.f32") >= 4 * numbers

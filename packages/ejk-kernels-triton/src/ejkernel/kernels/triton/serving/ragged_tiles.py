@@ -18,7 +18,6 @@ from ejkernel.types.serving.schedule import LongPrefill
 
 MIN_SPLIT_KEYS = 1024  # keys of a split: its partial results are a quarter of their bytes
 MAX_COMPARISONS = 4096  # of rows with sequences, which each program of few rows makes at once
-WRITTEN = 32  # packed rows of a program that writes
 FEW_ROWS_STEPS = 4  # steps of a work range of few rows
 MAX_REPEATED_READS = 4  # times that few rows of one sequence may read its keys, one a chunk
 MAX_DECODE_TOKENS = 8  # rows of a sequence in one decoding step: keys are read once for all of them
@@ -197,17 +196,6 @@ def is_few_rows(problem: RaggedProblem, tiles: RaggedTiles) -> bool:
     few = rows <= tokens or rows <= min(n, max(MAX_DECODE_TOKENS, MAX_REPEATED_READS * tokens))
     comparisons = power_of_two(rows) * power_of_two(n)
     return few and comparisons <= MAX_COMPARISONS and tiles.long_prefill is None
-
-
-def writes_with_schedule(problem: RaggedProblem) -> bool:
-    """Returns whether the launch that computes the schedule also writes the cache.
-
-    Rows that are at most one for each sequence are written by few programs, which compare WRITTEN
-    of them with all sequences.
-    """
-    rows, n = problem.rows, problem.sequences
-    small = WRITTEN * power_of_two(n) <= 2 * MAX_COMPARISONS
-    return bool(problem.written_dtypes) and rows <= n and small
 
 
 def few_row_ranges(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:

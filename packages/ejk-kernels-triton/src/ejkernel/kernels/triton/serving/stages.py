@@ -19,7 +19,6 @@ from ejkernel.kernels.triton.serving.ragged_tiles import (
     decode_problem,
     decode_ranges,
     is_few_rows,
-    writes_with_schedule,
 )
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
@@ -58,50 +57,17 @@ def _count_ranges(work: Work) -> int:
 
 
 def build_schedule(work: Work, arrays: Arrays) -> Arrays:
-    """Returns the tables of ``types.serving.schedule.RaggedSchedule``; none for few rows.
-
-    And what ``write_cache`` does, where one launch does both.
-    """
+    """Returns the tables of ``types.serving.schedule.RaggedSchedule``; none for few rows."""
     if is_few_rows(work.problem, work.tiles):
         return {}
-    if writes_with_schedule(work.problem):
-        return _write_with_schedule(work, arrays)
     from ejkernel.kernels.triton.serving.schedule import RaggedScheduleLaunch
 
     launch = RaggedScheduleLaunch(work.problem, work.tiles, work.target)
     return call(launch, **select_arrays(arrays, "starts", "lens", "valid"))
 
 
-def _write_with_schedule(work: Work, arrays: Arrays) -> Arrays:
-    from ejkernel.kernels.triton.serving.prepare import RaggedPrepare
-
-    names = ("starts", "lens", "valid", "keys", "values", "tables", "k_scale", "v_scale")
-    prepared = call(
-        RaggedPrepare(work.problem, work.tiles, work.target),
-        **select_arrays(arrays, *names),
-        cache_in=_whole_cache(arrays),
-    )
-    return prepared | _written(arrays, prepared.pop("cache"))
-
-
-def _whole_cache(arrays: Arrays) -> jax.Array:
-    """Returns the cache as an operand that is written in place.
-
-    XLA then copies a slice of stacked caches before the launch, at full speed (``in_place``).
-    """
-    return jax.lax.optimization_barrier(arrays["k"])
-
-
-def _written(arrays: Arrays, cache: jax.Array) -> Arrays:
-    """Returns the cache as the stages after the write see it, and the scale of the logits."""
-    scale = arrays.get("logit_scale", arrays.get("k_scale"))
-    return {"k": cache} if scale is None else {"k": cache, "k_scale": scale}
-
-
 def write_cache(work: Work, arrays: Arrays) -> Arrays:
     """Returns the cache with the new keys and values, and the scale of the logits after that."""
-    if "header" in arrays and writes_with_schedule(work.problem):
-        return {}
     from ejkernel.kernels.triton.serving.write import RaggedWrite
 
     names = ("keys", "values", "tables", "sequences", "header", "k_scale", "v_scale")
@@ -111,9 +77,12 @@ def write_cache(work: Work, arrays: Arrays) -> Arrays:
         RaggedWrite(work.problem, work.tiles, work.target),
         **select_arrays(arrays, *names),
         first_rows=arrays.get("d_rows"),
-        cache_in=_whole_cache(arrays),
+        # XLA then copies a slice of stacked caches before the launch, at full speed (``in_place``)
+        cache_in=jax.lax.optimization_barrier(arrays["k"]),
     )
-    return written | _written(arrays, written.pop("cache"))
+    scale = arrays.get("logit_scale", arrays.get("k_scale"))
+    written["k"] = written.pop("cache")
+    return written | ({} if scale is None else {"k_scale": scale})
 
 
 def decode_rows(work: Work, arrays: Arrays) -> Arrays:

@@ -3,7 +3,7 @@
 Row m of sequence r goes to position ``length - count + m``; a value of another dtype than the
 cache's is divided by its head's scale, cut to what the cache can hold and rounded to nearest even.
 
-Work split: one program per (WRITTEN packed rows, kv head); a row finds its sequence by counting the
+Work split: one program per (BLOCK packed rows, kv head); a row finds its sequence by counting the
 sequences that end before it. Rows of no sequence, and those whose page is none, write nothing.
 
 Bound: reading the new rows and writing them. 16,440 rows of 8 heads, D128 in bfloat16: 135 MB,
@@ -24,12 +24,13 @@ from ejkernel.kernels.triton.serving.launch import RaggedLaunch, sequential
 from ejkernel.kernels.triton.serving.packed_rows import PackedSequences, find_packed_rows
 from ejkernel.kernels.triton.serving.params import layout_params
 from ejkernel.kernels.triton.serving.quantize import eight_bit_quotients, eight_bits
-from ejkernel.kernels.triton.serving.ragged_tiles import WRITTEN, count_counters, is_few_rows
+from ejkernel.kernels.triton.serving.ragged_tiles import count_counters
 from ejkernel.kernels.triton.serving.schedule import END_ROW, FIRST_ROW, KV_LEN, ROW_END
 from ejkernel.kernels.triton.targets import instructions
-from ejkernel.types.serving.problem import ITEMSIZE, RaggedProblem
+from ejkernel.types.serving.problem import ITEMSIZE
 
 COUNTED = tl.constexpr(256)  # counters that are set to 0 at once
+BLOCK = 32  # packed rows of a program that writes
 LANES = 64  # sequences it looks at at once: one compare for each row and each of them
 
 
@@ -149,11 +150,22 @@ def _copy_head(source, cache, cache_rows, head, K_HEADS: tl.constexpr, K_STEP: t
 
 
 @triton.jit
-def write_block(
-    block, head, keys, values, tables, packed, first_rows, sequences, header, k_scale, v_scale,
-    cache_in, cache, sizes, tile, PTX: tl.constexpr,
+def ragged_write(
+    keys, values, tables, packed, first_rows, sequences, header, k_scale, v_scale, cache_in, cache,
+    counters, sizes, tile, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Writes one head of a block of rows into the cache, which is in the memory of ``cache_in``."""
+    """Writes keys and values into the cache, which is in the memory of ``cache_in``.
+
+    Without a schedule, whose tables are then None, ``packed`` says which rows a sequence has, and
+    the ``counters`` of ``few_rows`` are set to 0.
+    """
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    if counters is not None:
+        if head + block == 0:
+            for start in range(0, sizes.counters, COUNTED):
+                i = start + tl.arange(0, COUNTED)
+                tl.store(counters + i, tl.zeros([COUNTED], tl.int32), mask=i < sizes.counters)
     stop = block + 1
     if is_elsewhere(cache_in, cache):
         # A program per head copies and writes all of the head, which no other program touches.
@@ -172,34 +184,6 @@ def write_block(
         )  # fmt: skip
 
 
-@triton.jit
-def ragged_write(
-    keys, values, tables, packed, first_rows, sequences, header, k_scale, v_scale, cache_in, cache,
-    counters, sizes, tile, PTX: tl.constexpr,
-):  # fmt: skip
-    """Writes keys and values into the cache.
-
-    Without a schedule, whose tables are then None, ``packed`` says which rows a sequence has, and
-    the ``counters`` of ``few_rows`` are set to 0.
-    """
-    block = tl.program_id(0)
-    head = tl.program_id(1)
-    if counters is not None:
-        if head + block == 0:
-            for start in range(0, sizes.counters, COUNTED):
-                i = start + tl.arange(0, COUNTED)
-                tl.store(counters + i, tl.zeros([COUNTED], tl.int32), mask=i < sizes.counters)
-    write_block(
-        block, head, keys, values, tables, packed, first_rows, sequences, header, k_scale, v_scale,
-        cache_in, cache, sizes, tile, PTX,
-    )  # fmt: skip
-
-
-def count_blocks(problem: RaggedProblem) -> int:
-    """Returns the programs that write one head."""
-    return -(-problem.rows // WRITTEN)
-
-
 @dataclass(frozen=True)
 class RaggedWrite(RaggedLaunch):
     """Launch of ``ragged_write``; the result is the cache, in its own memory."""
@@ -212,8 +196,7 @@ class RaggedWrite(RaggedLaunch):
     @property
     def counters(self) -> int:
         """Counters that are set to 0."""
-        p, t = self.problem, self.tiles
-        return count_counters(p, t) if is_few_rows(p, t) else 0
+        return 0 if self.has("header") else count_counters(self.problem, self.tiles)
 
     def outputs(self):
         return {
@@ -225,7 +208,7 @@ class RaggedWrite(RaggedLaunch):
         return {"cache": "cache_in"}
 
     def grid(self, target):
-        return (count_blocks(self.problem), self.problem.paged.kv_heads)
+        return (-(-self.problem.rows // BLOCK), self.problem.paged.kv_heads)
 
     def options(self, target):
         return {"num_warps": 4, "num_stages": 1}
@@ -255,7 +238,7 @@ class RaggedWrite(RaggedLaunch):
                 K_HEADS=layout["K_HEADS"],
                 K_STEP=layout["K_STEP"],
                 PAGE=p.page_size,
-                BLOCK=WRITTEN if packed is None else min(WRITTEN, power_of_two(self.problem.rows)),
+                BLOCK=BLOCK if packed is None else min(BLOCK, power_of_two(self.problem.rows)),
                 LANES=LANES if packed is None else power_of_two(p.batch),
                 KIND=p.key_dtype if eight_bit else "",
                 LARGEST=0.0 if eight_bit else float(jnp.finfo(p.key_dtype).max),
