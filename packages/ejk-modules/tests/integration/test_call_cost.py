@@ -94,7 +94,7 @@ def test_looking_up_a_cards_table_is_cheap():
 
 def test_a_traced_call_of_xla_flash_asks_each_implementation_once():
     calls, _ = counted("xla")
-    assert calls.total() < 1150, calls.most_common(20)
+    assert calls.total() < 1160, calls.most_common(20)
     assert calls["KernelRegistry._survey"] == 1
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.batch_invariance import batch_invariant
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.partition import Words, run_region
 
@@ -187,7 +188,8 @@ class PartitionedKernel:
             return replace(work, kernel=self.kernel, problem=self.kernel.problem(a), fallback=None)
         kernel = self.kernel.sharded_call(self.kernel, axes, self.cfg)
         problem = kernel.problem(a)
-        tiles = kernel.tiles(problem, work.target)
+        with batch_invariant(work.batch_invariant):  # a region is traced when it is lowered
+            tiles = kernel.tiles(problem, work.target)
         return replace(work, kernel=kernel, problem=problem, tiles=tiles, fallback=None)
 
     def _operands(self, work: Work, a: Mapping[str, Any]) -> Arrays:

@@ -64,6 +64,12 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
         problem = self.call.problem(a)
         return replace(problem, precision=precision_name(a.get("precision"), problem.dtype))
 
+    def variant_reason(self, problem: Any) -> str | None:
+        return None
+
+    def sequence_problem(self, problem: Any) -> Any:
+        return replace(problem, batch=1)
+
     def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         dims = {"query": problem.dim, "value": problem.value_dim}
         reason = unsupported({"query": problem.dtype}, dims, least=8)

@@ -177,6 +177,8 @@ def can_use_tma(p: PagedProblem, block: int, target: Target) -> bool:
 def decode_ranges(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:
     """Returns the number of equal work ranges of all decoded keys."""
     p = problem.paged
+    if tiles.decode.splits is not None:
+        return p.batch * tiles.decode.splits
     if tiles.splits is None:
         return decode_tiles.count_work_ranges(decode_problem(problem, tiles), tiles.decode, target)
     longest = -(-p.capacity // tiles.decode.block)

@@ -29,6 +29,8 @@ class FlashAttention(BlockwiseKernel):
     score_mod captures, through o and lse.
     """
 
+    by_rows = True
+
     call = calls.FlashAttention
     reads = (
         arguments.FLASH
