@@ -91,6 +91,7 @@ _PATTERN = {"block_mask": boolean(1, 1, 2, 2)}
 _DROPOUT = {"dropout_prob": 0.3, "dropout_seed": i32()}
 _RANDOM = {"dropout_prob": 0.3, "dropout_rng": Struct((2,), jnp.uint32), "deterministic": False}
 _COUNTS = {"block_counts": i32(1, 128, 1), "block_size": 16}
+_EIGHT_BIT = {n: Struct(x.shape, jnp.float8_e4m3fn) for n, x in REQUIRED["flash_attention"].items()}
 _FLOAT32 = {n: Struct(x.shape, jnp.float32) for n, x in REQUIRED["attention"].items()}
 
 
@@ -135,6 +136,7 @@ def _of_every_operation() -> dict[str, list[Case]]:
         dtype=jnp.float32,
         softmax_dtype=jnp.float64,
         logits_dtype=jnp.float64,
+        out_dtype=jnp.float32,
         score_mod=lambda score, b, h, q, k: score + 0.1 * (k - q),
         mask_mod=lambda b, h, q, k: (k <= q + h) & (k != b),
     ) | {
@@ -190,6 +192,11 @@ _OF_OPERATION: dict[tuple[str, str], list[Case]] = {
             ("mla_attention", "cu_seqlens"),
         )
         for name, value in (("causal", True), ("sliding_window", (4, 4)))
+    },
+    # scales of wider operands are multiplied into these before a kernel sees them
+    **{
+        ("flash_attention", name): [Case(f32(1, heads), _EIGHT_BIT)]
+        for name, heads in (("q_scale", 2), ("k_scale", 2), ("v_scale", 2))
     },
     ("mla_attention", "b_q"): [
         Case(bf16(1, TOKENS, 2 * 16), {"query": bf16(1, TOKENS, 2, 32)}),

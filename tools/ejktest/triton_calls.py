@@ -49,7 +49,7 @@ FLASH = attention.COMPILED
 OTHERS = {
     **latent.COMPILED, **paged.PAGED, **ragged.COMPILED, **paged.CONTIGUOUS, **grouped.COMPILED,
     **linear.COMPILED, **delta.COMPILED, **convolution.COMPILED, **pooling.COMPILED,
-    **sparse.COMPILED,
+    **sparse.COMPILED, **attention.EIGHT_BIT,
 }  # fmt: skip
 CALLS = FLASH | OTHERS
 # one of each kind of code path, for every run of the tests

@@ -33,8 +33,8 @@ def raises(error, message, operation, **changes):
 FLASH = "flash_attention"
 # query [2, 12, 4, 8], key [2, 12, 2, 8], value [2, 12, 2, 6]
 WRONG = [
-    (FLASH, "query", ones(12, 4, 8), r"query: expected float\[batch, q_len, heads, head_dim\], given float32\[12, 4, 8\]"),
-    (FLASH, "query", ids(2, 12, 4, 8), r"query: expected float\[.*given int32"),
+    (FLASH, "query", ones(12, 4, 8), r"query: expected float\|float8_e4m3fn\[batch, q_len, heads, head_dim\], given float32\[12, 4, 8\]"),
+    (FLASH, "query", ids(2, 12, 4, 8), r"query: expected float\|float8_e4m3fn\[.*given int32"),
     (FLASH, "query", [1.0, 2.0], "query: expected float.*given list"),
     (FLASH, "key", ones(2, 12, 2, 7), "key: expected.*head_dim=8"),
     (FLASH, "key", ones(2, 13, 2, 8), "value: expected.*kv_len=13"),

@@ -146,7 +146,7 @@ def test_packed_sequences_of_symbolic_length(operation):
 @pytest.mark.parametrize(
     ("operation", "sizes", "message"),
     [
-        ("flash_attention", {"query": (B, S, "n", 8)}, "query: .*'heads' .*batch, q_len, kv_len; "),
+        ("flash_attention", {"query": (B, S, "n", 8)}, "query: .*'heads' .*batch, q_len, kv_len, "),
         ("page_attention", {"key_cache": (7, "n", 2, 8)}, "key_cache: .*'page_size'"),
         (
             "mla_attention",

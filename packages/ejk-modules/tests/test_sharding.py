@@ -167,7 +167,7 @@ def test_attention_dropout_follows_global_indices():
         (dict(mesh=None, in_specs=(BSHD,)), ValueError, "mesh"),
         (dict(mesh="m", in_specs=None), ValueError, "in_specs"),
         (dict(mesh="m", in_specs=()), ValueError, "in_specs: given 0 specs, expected 1 to"),
-        (dict(mesh="m", in_specs=(BSHD,) * 12), ValueError, "in_specs: given 12 specs"),
+        (dict(mesh="m", in_specs=(BSHD,) * 16), ValueError, "in_specs: given 16 specs"),
         (dict(mesh="m", in_specs=(None, P(None, "tp"))), ValueError, "kv_len is sharded over"),
         (dict(mesh="m", in_specs=(P(None, None, None, "tp"),)), ValueError, "axis head_dim"),
         (dict(mesh="m", in_specs=(P("xx"),)), ValueError, "'xx' is unknown, the mesh has: dp, tp"),

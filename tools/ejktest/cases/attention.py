@@ -212,6 +212,25 @@ COMPILED = {
     "float32 d128": _causal(dtype=F32),
     "float32 highest": _causal(dtype=F32, precision="highest"),
 }
+
+
+def eight_bit(d: int = 128, *, blocks: int = 0, **options: Any) -> AbstractCall:
+    """Returns a call of 8-bit operands, with a scale for each head or for each of its blocks."""
+    rank = (2, 3)[bool(blocks)]
+    sizes = {"batch": 2, "q_len": 4096, "heads": 8, "kv_heads": 2, "head_dim": d}
+    shapes = {"q_scale": (2, 8, blocks), "k_scale": (2, 2, blocks), "v_scale": (2, 2)}
+    scales: Arrays = {name: (shape[:rank], F32) for name, shape in shapes.items()}
+    return abstract_call(
+        "flash_attention", sizes, arrays=scales, dtype="float8_e4m3fn", options=options
+    )
+
+
+EIGHT_BIT = {
+    "8 bits": eight_bit(),
+    "8 bits causal blocks": eight_bit(causal=True, blocks=32),
+    "8 bits d64": eight_bit(64, causal=True),
+    "8 bits d256": eight_bit(256),
+}
 _on_tpu = partial(flash, b=4, h=16, kv_heads=16)  # too much for VMEM, so that arrays stay in HBM
 COMPILED_TPU = {
     "d64": _on_tpu(64),

@@ -246,6 +246,8 @@ def test_what_cannot_promise_it_is_refused_by_name():
             modules.flash_attention(q, q, q, cum_seqlens_q=cu, cum_seqlens_k=cu)
         with pytest.raises(KernelNotSupported, match="dropout_prob"):
             modules.flash_attention(q, q, q, dropout_prob=0.1, dropout_seed=0)
+        with pytest.raises(KernelNotSupported, match="score_mod"):
+            modules.flash_attention(q, q, q, score_mod=lambda x, b, h, i, j: x * b)
         shown = str(modules.explain("scaled_dot_product_attention", q, q, q))
     assert "depend on the batch" in shown
 

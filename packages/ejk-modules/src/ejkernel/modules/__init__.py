@@ -40,6 +40,7 @@ WHERE: dict[str, tuple[str, str]] = {
     **exports(),
     **{name: ("ejkernel.modules.adapters", name) for name in _ADAPTERS},
     "merge_attention": ("ejkernel.modules.merge", "merge_attention"),
+    "quantize_attention": ("ejkernel.modules.quantize", "quantize_attention"),
     "ssd_attention": ("ejkernel.modules.ssd", "ssd_attention"),
     **{name: ("ejkernel.ops", name) for name in _ERRORS},
     **{name: ("ejkernel.modules._executor", name) for name in _EXECUTOR},

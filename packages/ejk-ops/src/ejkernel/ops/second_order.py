@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ejkernel.ops.errors import KernelNotSupported
+
 _running: ContextVar[str] = ContextVar("ejkernel_operation", default="this operation")
 
 
@@ -50,13 +52,13 @@ def _jvp(primals: Any, tangents: Any, *, reason: str, forward: bool) -> Any:
     if isinstance(tangent, ad.Zero):
         return bind(x), tangent
     if not forward:
-        raise NotImplementedError(reason)
+        raise KernelNotSupported(reason)
     return bind(x), bind(tangent)
 
 
 def _transpose(cotangent: Any, x: Any, *, reason: str, forward: bool) -> Any:
     if not isinstance(cotangent, ad.Zero):
-        raise NotImplementedError(reason)
+        raise KernelNotSupported(reason)
     return (cotangent,)
 
 
@@ -88,7 +90,7 @@ def differentiable_once(tree: Any, name: str) -> Any:
 
 
 def not_differentiable(tree: Any, reason: str) -> Any:
-    """``tree`` as it is; NotImplementedError with ``reason`` where a derivative is asked of it."""
+    """``tree`` as it is; KernelNotSupported with ``reason`` where a derivative is asked of it."""
     return _floats(tree, reason, forward=False)
 
 

@@ -12,6 +12,7 @@ from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, compiled
 from ejkernel.ops.utils.device import device_kind
+from ejkernel.types.mods import MODS
 
 
 class XlaKernel(CallKernel):
@@ -51,6 +52,9 @@ class XlaKernel(CallKernel):
         return outputs[0] if len(outputs) == 1 else outputs
 
     def variant_reason(self, problem: Any) -> str | None:
+        for name in MODS:
+            if getattr(problem, name, None) is not None:
+                return f"{name}: not batch-invariant, its function counts batch rows"
         return None if self.by_rows else super().variant_reason(problem)
 
     def heuristic(self, call: BoundCall) -> dict[str, Any]:
@@ -62,7 +66,7 @@ class XlaKernel(CallKernel):
         if not (self.by_rows and is_batch_invariant()):
             return run(cfg=cfg, **arguments)
         a = {**self.call.boundary.defaults, **arguments}
-        reason = self._variance(a, None)
+        reason = self._variance(a, self.problem(a))
         if reason is not None:
             raise self.unsupported_error(reason)
         if next(iter(a.values())).shape[0] == 0:

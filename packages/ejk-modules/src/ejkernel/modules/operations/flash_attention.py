@@ -13,13 +13,13 @@ from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key, Quantized
 
 
 def flash_attention(
-    query: F[Array, "batch q_len heads head_dim"],
-    key: F[Array, "batch kv_len kv_heads head_dim"],
-    value: F[Array, "batch kv_len kv_heads v_dim"],
+    query: Quantized[Array, "batch q_len heads head_dim"],
+    key: Quantized[Array, "batch kv_len kv_heads head_dim"],
+    value: Quantized[Array, "batch kv_len kv_heads v_dim"],
     bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     cum_seqlens_q: I[Array, " sequences_plus_1"] | None = None,
     cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
@@ -39,6 +39,18 @@ def flash_attention(
     logits_dtype: DTypeLike = jnp.float32,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    q_scale: float
+    | F[Array, ""]
+    | F[Array, "#batch #heads"]
+    | F[Array, "batch heads q_blocks"]
+    | None = None,
+    k_scale: float
+    | F[Array, ""]
+    | F[Array, "#batch #kv_heads"]
+    | F[Array, "batch kv_heads kv_blocks"]
+    | None = None,
+    v_scale: float | F[Array, ""] | F[Array, "#batch #kv_heads"] | None = None,
+    out_dtype: DTypeLike | None = None,
     platform: str | Platform | None = None,
     cfg: FlashAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -61,7 +73,8 @@ def flash_attention(
     sees no key gives 0 and ``lse = -inf``, and no gradient flows through it.
 
     Args:
-        query: ``[batch, q_len, heads, head_dim]``; its dtype is the output's.
+        query: ``[batch, q_len, heads, head_dim]``; its dtype is the output's. Query, key and value
+            may all be float8_e4m3fn, for inference: such a call has no gradient.
         key: ``[batch, kv_len, kv_heads, head_dim]``; ``heads % kv_heads == 0``.
         value: ``[batch, kv_len, kv_heads, v_dim]``.
         bias: ``[1 or batch, 1 or heads, 1 or q_len, kv_len]``, added to the scaled logits; ``-inf``
@@ -94,6 +107,13 @@ def flash_attention(
             over, which get gradients where they are floats. ``-inf`` hides a key as a bias does.
         mask_mod: ``g(b, h, q, k) -> bool``, one more constraint. It may index arrays too.
             ``MaskInfo.from_mask_mod`` finds its blocks once for many calls.
+        q_scale: the query's values are ``query * q_scale``: a number, ``[1 or batch, 1 or heads]``,
+            or ``[batch, heads, blocks]`` of ``ceil(q_len / blocks)`` tokens a block. None = 1. See
+            ``quantize_attention``.
+        k_scale: the same of the key, with ``kv_heads`` and ``kv_len``.
+        v_scale: the same of the value, without blocks.
+        out_dtype: of the output, 16 bits or more; default bfloat16 for 8-bit inputs, else the
+            query's.
         platform: "auto" (None), "triton", "pallas", "cuda" or "xla"; a forced one never falls
             through to another.
         cfg: a ``FlashAttentionConfig`` or a mapping of its fields; used as it is.
@@ -103,13 +123,13 @@ def flash_attention(
         out_specs: default: the query's spec.
 
     Returns:
-        ``[batch, q_len, heads, v_dim]`` in the query's dtype; with ``return_lse`` also
+        ``[batch, q_len, heads, v_dim]`` in ``out_dtype``; with ``return_lse`` also
         ``[batch, q_len, heads]`` in float32 (float64 for float64 inputs).
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range, contradictory arguments, a sharded sequence axis.
-        KernelNotSupported: the forced platform cannot do this call.
+        KernelNotSupported: the forced platform cannot do this call; a gradient of 8-bit inputs.
         ConfigError: an illegal ``cfg``.
 
     Differentiable in query, key, value, bias, softmax_aux and the arrays of score_mod (and through

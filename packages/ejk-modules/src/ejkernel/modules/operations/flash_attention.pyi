@@ -11,13 +11,13 @@ from ejkernel.modules._configs import FlashAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.types import MaskInfo
-from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key, Quantized
 
 @overload
 def flash_attention(
-    query: F[Array, "batch q_len heads head_dim"],
-    key: F[Array, "batch kv_len kv_heads head_dim"],
-    value: F[Array, "batch kv_len kv_heads v_dim"],
+    query: Quantized[Array, "batch q_len heads head_dim"],
+    key: Quantized[Array, "batch kv_len kv_heads head_dim"],
+    value: Quantized[Array, "batch kv_len kv_heads v_dim"],
     bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     cum_seqlens_q: I[Array, " sequences_plus_1"] | None = None,
     cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
@@ -37,6 +37,18 @@ def flash_attention(
     logits_dtype: DTypeLike = jnp.float32,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    q_scale: float
+    | F[Array, ""]
+    | F[Array, "#batch #heads"]
+    | F[Array, "batch heads q_blocks"]
+    | None = None,
+    k_scale: float
+    | F[Array, ""]
+    | F[Array, "#batch #kv_heads"]
+    | F[Array, "batch kv_heads kv_blocks"]
+    | None = None,
+    v_scale: float | F[Array, ""] | F[Array, "#batch #kv_heads"] | None = None,
+    out_dtype: DTypeLike | None = None,
     platform: str | Platform | None = None,
     cfg: FlashAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -45,9 +57,9 @@ def flash_attention(
 ) -> jax.Array: ...
 @overload
 def flash_attention(
-    query: F[Array, "batch q_len heads head_dim"],
-    key: F[Array, "batch kv_len kv_heads head_dim"],
-    value: F[Array, "batch kv_len kv_heads v_dim"],
+    query: Quantized[Array, "batch q_len heads head_dim"],
+    key: Quantized[Array, "batch kv_len kv_heads head_dim"],
+    value: Quantized[Array, "batch kv_len kv_heads v_dim"],
     bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     cum_seqlens_q: I[Array, " sequences_plus_1"] | None = None,
     cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
@@ -67,6 +79,18 @@ def flash_attention(
     logits_dtype: DTypeLike = jnp.float32,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    q_scale: float
+    | F[Array, ""]
+    | F[Array, "#batch #heads"]
+    | F[Array, "batch heads q_blocks"]
+    | None = None,
+    k_scale: float
+    | F[Array, ""]
+    | F[Array, "#batch #kv_heads"]
+    | F[Array, "batch kv_heads kv_blocks"]
+    | None = None,
+    v_scale: float | F[Array, ""] | F[Array, "#batch #kv_heads"] | None = None,
+    out_dtype: DTypeLike | None = None,
     platform: str | Platform | None = None,
     cfg: FlashAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -75,9 +99,9 @@ def flash_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def flash_attention(
-    query: F[Array, "batch q_len heads head_dim"],
-    key: F[Array, "batch kv_len kv_heads head_dim"],
-    value: F[Array, "batch kv_len kv_heads v_dim"],
+    query: Quantized[Array, "batch q_len heads head_dim"],
+    key: Quantized[Array, "batch kv_len kv_heads head_dim"],
+    value: Quantized[Array, "batch kv_len kv_heads v_dim"],
     bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     cum_seqlens_q: I[Array, " sequences_plus_1"] | None = None,
     cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
@@ -97,6 +121,18 @@ def flash_attention(
     logits_dtype: DTypeLike = jnp.float32,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    q_scale: float
+    | F[Array, ""]
+    | F[Array, "#batch #heads"]
+    | F[Array, "batch heads q_blocks"]
+    | None = None,
+    k_scale: float
+    | F[Array, ""]
+    | F[Array, "#batch #kv_heads"]
+    | F[Array, "batch kv_heads kv_blocks"]
+    | None = None,
+    v_scale: float | F[Array, ""] | F[Array, "#batch #kv_heads"] | None = None,
+    out_dtype: DTypeLike | None = None,
     platform: str | Platform | None = None,
     cfg: FlashAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,

@@ -16,7 +16,9 @@ class Problem:
 
     Attributes:
         batch, q_len, kv_len, heads, kv_heads, dim, value_dim: sizes.
-        dtype: of q, k, v and o.
+        dtype: of q, k and v.
+        out_dtype: of o, where that is another.
+        scale_blocks: scales of a head of q and of k, where these are of 8 bits.
         scale: factor of q k^T.
         soft_cap: cap of the logits or None.
         dropout: drop probability.
@@ -49,6 +51,8 @@ class Problem:
     mask_mod: ModForm | None = None
     mask_mod_blocks: int = 0
     rules: Rules = field(default_factory=Rules)
+    out_dtype: str | None = None
+    scale_blocks: tuple[int, int] | None = None
 
     @property
     def group(self) -> int:
@@ -60,8 +64,17 @@ class Problem:
         return self.biased or self.score_mod is not None
 
     @property
+    def is_eight_bit(self) -> bool:
+        """Returns whether the call has q, k and v of 8 bits, with scales."""
+        return self.scale_blocks is not None
+
+    @property
     def itemsize(self) -> int:
-        return 4 if self.dtype == "float32" else 2
+        return {"float32": 4, "float8_e4m3fn": 1}.get(self.dtype, 2)
+
+    @property
+    def output_dtype(self) -> str:
+        return self.out_dtype or self.dtype
 
     @property
     def keep_threshold(self) -> int:

@@ -20,6 +20,7 @@ RING = FLASH | {
 """What attention over a sharded sequence reads; its masks stay apart until positions are known."""
 PACKED = frozenset({"cum_seqlens_q", "cum_seqlens_k"})
 DROPOUT = frozenset({"dropout_prob", "dropout_seed"})
+SCALED_OPERANDS = frozenset({"q_scale", "k_scale", "v_scale", "out_dtype"})
 PATTERN = frozenset({"block_mask", "q_block_size", "kv_block_size"})
 LATENT = frozenset({"query", "key_value", "w_kc", "w_vc", "b_q", "b_k", "cu_seqlens"})
 """The arrays of latent attention before its keys and values are expanded."""

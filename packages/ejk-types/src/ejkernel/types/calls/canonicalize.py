@@ -192,6 +192,8 @@ def _sinks(a: Arguments) -> None:
 
 def _cache_scales(a: Arguments) -> None:
     """Scales are 0-d arrays, or of a cache with key heads one a head."""
+    if "key" in a:
+        return  # no cache: see ``scaled_operands``
     of_heads = {"key_cache": 1, "keys": 1, "kv_pages": 2}  # how many rows of a token a head has
     heads = next((a[name].shape[-2] // n for name, n in of_heads.items() if name in a), None)
     for name in ("q_scale", "k_scale", "v_scale"):

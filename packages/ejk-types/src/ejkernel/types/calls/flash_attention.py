@@ -1,6 +1,7 @@
 """The call of flash_attention."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ from jax.typing import DTypeLike
 
 from ejkernel.types import mods
 from ejkernel.types.attention.problem import Problem
+from ejkernel.types.calls import scaled_operands
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key, Quantized
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.mod_blocks import known_block_size
 
@@ -26,9 +28,9 @@ class FlashAttention(SoftmaxCall):
 
     @staticmethod
     def signature(
-        query: F[Array, "batch q_len heads head_dim"],
-        key: F[Array, "batch kv_len kv_heads head_dim"],
-        value: F[Array, "batch kv_len kv_heads v_dim"],
+        query: Quantized[Array, "batch q_len heads head_dim"],
+        key: Quantized[Array, "batch kv_len kv_heads head_dim"],
+        value: Quantized[Array, "batch kv_len kv_heads v_dim"],
         bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
         cum_seqlens_q: I[Array, " sequences_plus_1"] | None = None,
         cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
@@ -48,7 +50,24 @@ class FlashAttention(SoftmaxCall):
         logits_dtype: DTypeLike = jnp.float32,
         score_mod: Callable[..., Any] | None = None,
         mask_mod: Callable[..., Any] | None = None,
+        q_scale: float
+        | F[Array, ""]
+        | F[Array, "#batch #heads"]
+        | F[Array, "batch heads q_blocks"]
+        | None = None,
+        k_scale: float
+        | F[Array, ""]
+        | F[Array, "#batch #kv_heads"]
+        | F[Array, "batch kv_heads kv_blocks"]
+        | None = None,
+        v_scale: float | F[Array, ""] | F[Array, "#batch #kv_heads"] | None = None,
+        out_dtype: DTypeLike | None = None,
     ) -> None: ...
+
+    @classmethod
+    def canonicalize(cls, a: Arguments) -> None:
+        super().canonicalize(a)
+        scaled_operands.canonicalize_scales(a)
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
@@ -58,6 +77,30 @@ class FlashAttention(SoftmaxCall):
             a["score_mod"] = mods.trace_mod(mods.SCORE, a["score_mod"], _logits_dtype(a))
         if a["mask_mod"] is not None:
             a["mask_mod"] = mods.trace_mod(mods.MASK, a["mask_mod"])
+
+    @classmethod
+    def shares_sequence(cls, a: Mapping[str, Any]) -> bool:
+        if a["query"].dtype == scaled_operands.FLOAT8:
+            return False
+        for scale in (a["q_scale"], a["k_scale"]):
+            if scale is not None and len(getattr(scale, "shape", ())) == 3:
+                return False  # blocks count over all tokens
+        return super().shares_sequence(a)
+
+    @classmethod
+    def problem(cls, a: Mapping[str, Any]) -> Problem:
+        problem, out_dtype = super().problem(a), a["out_dtype"]
+        if a["query"].dtype == scaled_operands.FLOAT8:
+            counts = [1 if a[n] is None else a[n].shape[2] for n in ("q_scale", "k_scale")]
+            out_dtype = scaled_operands.output_dtype(a["query"].dtype, out_dtype)
+            problem = replace(problem, scale_blocks=tuple(counts))
+        if out_dtype is not None:
+            problem = replace(problem, out_dtype=np.dtype(out_dtype).name)
+        return problem
+
+    @classmethod
+    def output_dtype(cls, a: Mapping[str, Any]) -> Any:
+        return scaled_operands.output_dtype(a["query"].dtype, a["out_dtype"])
 
     @classmethod
     def mods_of(cls, a: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +117,8 @@ class FlashAttention(SoftmaxCall):
     @classmethod
     def other_operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
         operands = super().other_operands(a, problem)
+        if problem.is_eight_bit:
+            operands |= _scales(a)
         if problem.score_mod is None and problem.mask_mod is None:
             return operands
         return operands | mods.leaves_of(a["score_mod"], a["mask_mod"])
@@ -84,6 +129,16 @@ class FlashAttention(SoftmaxCall):
         for name in mods.MODS:
             if a[name] is not None:
                 a[name] = a[name].on_shard(shard.offset("batch"), shard.offset("heads"))
+
+
+def _scales(a: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the scales of 8-bit operands for kernels, which always have all three."""
+    operands = {}
+    for name, data in scaled_operands.SCALES.items():
+        batch, _, heads, _ = a[data].shape
+        shape = (batch, heads) if name == "v_scale" else (batch, heads, 1)
+        operands[name] = jnp.ones(shape, jnp.float32) if a[name] is None else a[name]
+    return operands
 
 
 def _logits_dtype(a: Arguments) -> np.dtype:

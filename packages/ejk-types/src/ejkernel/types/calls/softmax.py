@@ -122,7 +122,12 @@ class SoftmaxCall(AttentionCall):
         return None if nothing is None else (nothing[0], nothing[1].swapaxes(1, 2))
 
     @classmethod
+    def output_dtype(cls, a: Mapping[str, Any]) -> Any:
+        """Returns the dtype of o."""
+        return a["query"].dtype
+
+    @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
         o, lse = outputs
-        o = o.astype(a["query"].dtype)
+        o = o.astype(cls.output_dtype(a))
         return (o, lse.swapaxes(1, 2)) if a.get("return_lse") else o

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing import Annotated as Flags
     from typing import Annotated as I
     from typing import Annotated as Key
+    from typing import Annotated as Quantized
     from typing import Annotated as Weights
 else:
 
@@ -66,6 +67,11 @@ else:
 
         dtypes = (*F.dtypes, *EIGHT_BIT)
 
+    class Quantized(AbstractDtype):
+        """Floating point of at least 16 bits, or the 8-bit float that matmuls take."""
+
+        dtypes = (*F.dtypes, "float8_e4m3fn")
+
     class Weights(AbstractDtype):
         """Dtypes of stored weights: floating point, int8, or an 8-bit float."""
 
@@ -90,6 +96,7 @@ FAMILY = {
     "Flags": "bool|int",
     "Key": "key",
     "Cache": "float|int8|float8",
+    "Quantized": "float|float8_e4m3fn",
     "Weights": "float|int8|float8",
 }
 

@@ -28,7 +28,9 @@ def load_tile(source, PART: tl.constexpr, position, first, CHECK: tl.constexpr):
     """
     column = position.head * source.ALL + source.PARTS[PART].FIRST
     row = tl.arange(0, source.ROWS)
-    if source.TMA:
+    if source.STRIDE:
+        tile = _load_transposed(source, PART, position, first, CHECK)
+    elif source.TMA:
         # TMA reads on into the next sequence, and 0 * inf is NaN
         tile = source.arrays[PART].load([(position.token + first).to(tl.int32), column])
         if CHECK:
@@ -49,6 +51,28 @@ def load_tile(source, PART: tl.constexpr, position, first, CHECK: tl.constexpr):
         else:
             tile = tl.load(pointers)
     return tile
+
+
+@triton.jit
+def _load_transposed(source, PART: tl.constexpr, position, first, CHECK: tl.constexpr):
+    """Loads rows of an array whose tokens are innermost, as 8-bit matmuls sum over them."""
+    PADDED: tl.constexpr = source.PARTS[PART].PADDED
+    row, col = tl.arange(0, source.ROWS), tl.arange(0, source.PARTS[PART].WIDTH)
+    # ``position.token`` is a multiple of the length
+    head = (position.token // position.length) * position.heads + position.head
+    columns = head * source.ALL + source.PARTS[PART].FIRST + col
+    pointers = source.arrays[PART] + columns[:, None] * source.STRIDE + (first + row)[None, :]
+    rows_inside = (first + row < position.length)[None, :]
+    columns_inside = (col < source.PARTS[PART].USED)[:, None]
+    if CHECK and PADDED:
+        tile = tl.load(pointers, mask=rows_inside & columns_inside, other=0.0)
+    elif CHECK:
+        tile = tl.load(pointers, mask=rows_inside, other=0.0)
+    elif PADDED:
+        tile = tl.load(pointers, mask=columns_inside, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tl.trans(tile)
 
 
 @triton.jit

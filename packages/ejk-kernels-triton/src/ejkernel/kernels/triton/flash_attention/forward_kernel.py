@@ -44,6 +44,12 @@ from ejkernel.kernels.triton.common.tiles import (
 )
 from ejkernel.kernels.triton.flash_attention import groups
 from ejkernel.kernels.triton.flash_attention.launch import FLOAT, TINY, QueryBlockLaunch
+from ejkernel.kernels.triton.flash_attention.scaled import (
+    enlarged,
+    load_scales,
+    scaled_product,
+    value_scale,
+)
 from ejkernel.kernels.triton.flash_attention.scores import (
     key_blocks,
     load_bias,
@@ -73,6 +79,7 @@ def flash_fwd(
     bias,
     dropout,
     mods,
+    scales,
     sinks,
     o,
     lse,
@@ -100,6 +107,9 @@ def flash_fwd(
     )
 
     q_tiles = load_tiles(q, queries, first, True)
+
+    if scales is not None:
+        row_scale, key_scale = load_scales(scales, i, b, h, hk, sizes)
 
     rows = (b * heads + h).to(tl.int64) * q_len
     if dropout is not None:
@@ -140,6 +150,8 @@ def flash_fwd(
                 q_tiles, k_tiles, k, keys, j0, (phase == 1) and not EVEN_KV and not k.TMA, PRECISION
             )
 
+            if scales is not None:
+                s = scaled_product(s, scales, row_scale, key_scale, j, sizes)
             v_tiles = (load_tile(v, 0, keys, j0, (phase == 1) and not EVEN_KV),)
             s = tile_logits(s, bias_tile, logits, mods, i[:, None], j[None, :], b, h, sizes)
             if phase == 1:
@@ -167,6 +179,8 @@ def flash_fwd(
             if dropout is not None:
                 keep = keep_mask(mixed, dropout.threshold)
                 p = tl.where(keep, p, zero)
+            if scales is not None:
+                p = enlarged(p, scales)
             p = p.to(v_tiles[0].dtype)
             acc = add_matmul_parts(
                 acc, p, v_tiles, v, keys, j0, (phase == 1) and not EVEN_KV, PRECISION
@@ -195,6 +209,8 @@ def flash_fwd(
         less = low
     if dropout is not None:
         factor = factor * dropout.scale
+    if scales is not None:
+        factor = factor * value_scale(scales, b, hk, sizes)
     factor = tl.where(alive, factor, 0.0)
     tl.store(lse + rows + i, tl.where(alive, top + low * LN2, float("-inf")), mask=i < q_len)
     # lse for the backward kernels is in the units of m, in which the largest logit is exact. Adding
@@ -229,7 +245,7 @@ class ForwardLaunch(QueryBlockLaunch):
         p = self.problem
         rows = struct(FLOAT, p.batch, p.heads, p.q_len)
         return {
-            "o": struct(p.dtype, p.batch, p.q_len, p.heads, p.value_dim),
+            "o": struct(p.output_dtype, p.batch, p.q_len, p.heads, p.value_dim),
             "lse": rows,
             "base": rows,
             "base_tail": rows if p.in_natural_units else None,
@@ -242,7 +258,9 @@ class ForwardLaunch(QueryBlockLaunch):
         # A soft cap bounds the logits, so that a constant can replace the running maxima where
         # exp2 of any logit minus it lies between 2^-104 and 2^44. Not in float16, whose range
         # is smaller; 2^17 keys then still sum values up to 2^66.
-        fixed = p.soft_cap is not None and p.dtype != "float16" and span <= 148
+        # Nor in 8 bits.
+        wide = p.dtype in ("bfloat16", "float32")
+        fixed = p.soft_cap is not None and wide and span <= 148
         softmax = groups.Softmax(
             power=None if fixed else 2.0 ** math.floor(math.log2(max(logit_unit(p), TINY))),
             large=None if fixed else min(2.0**30 / self.slope, MAX),
@@ -256,6 +274,7 @@ class ForwardLaunch(QueryBlockLaunch):
         paired = any(self.has(f"kv_{name}") for name in ("ids", "positions"))
         return super().arguments(target) | {
             "softmax": softmax,
+            "scales": self.scales(),
             "sinks": sink and groups.Sinks(self.operand("sink"), 0 if sink[0] == 1 else p.heads),
             "PARTIAL_STAGES": partial_stages(p, self.tiles, target) if paired else None,
         }

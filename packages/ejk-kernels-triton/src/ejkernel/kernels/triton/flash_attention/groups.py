@@ -40,6 +40,7 @@ class Heads(NamedTuple):
     PARTS: tuple[Part, ...]
     ROWS: int
     TMA: bool
+    STRIDE: int = 0  # of a column, where tokens are innermost: ``[batch, heads, ALL, STRIDE]``
 
 
 def split_columns(dim: int) -> tuple[Part, ...]:
@@ -57,6 +58,22 @@ class Sizes(NamedTuple):
     kv_len: int
     heads: int
     kv_heads: int
+
+
+class Scales(NamedTuple):
+    """Scales of 8-bit operands: of blocks of Q_BLOCK queries and K_BLOCK keys, and of values.
+
+    Every head has q_blocks, k_blocks and one of them; K_BLOCK 0: one of keys too.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    q_blocks: int
+    k_blocks: int
+    Q_BLOCK: int
+    K_BLOCK: int
+    LARGEST: float | None  # factor of probabilities before they are rounded to 8 bits
 
 
 class SegmentPair(NamedTuple):

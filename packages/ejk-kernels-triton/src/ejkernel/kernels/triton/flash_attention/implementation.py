@@ -19,6 +19,7 @@ from ejkernel.kernels.triton.common.products import precision_name, refused_prec
 from ejkernel.kernels.triton.flash_attention import lists, mods, single_row, tiles
 from ejkernel.kernels.triton.flash_attention.fits import neighbours
 from ejkernel.kernels.triton.flash_attention.launch import AttentionLaunch, is_fused
+from ejkernel.kernels.triton.flash_attention.scaled import FLOAT8, multiplies, tokens_innermost
 from ejkernel.kernels.triton.flash_attention.static_lists import build_static_lists, list_key
 from ejkernel.kernels.triton.flash_attention.terms import (
     logit_shift,
@@ -27,16 +28,18 @@ from ejkernel.kernels.triton.flash_attention.terms import (
     row_terms,
 )
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
-from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
+from ejkernel.kernels.triton.kernel import DTYPES, TritonKernel, unsupported
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.kernel_registry import kernel_registry
+from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
 from ejkernel.types.attention.context.kernel import ContextParallel
 from ejkernel.types.attention.mixins import SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.attention.rows import LN2
 from ejkernel.types.calls import arguments
+from ejkernel.types.calls.scaled_operands import FORWARD_ONLY
 from ejkernel.types.calls.shared_sequence import ShardedCall
 from ejkernel.types.calls.softmax import QKV
 from ejkernel.types.masks.structure import HULL, LISTED, block_ranges, operands, split_mask
@@ -48,20 +51,29 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     """Exact attention in memory linear in the lengths, on a GPU.
 
     q, k and v are float16, bfloat16 or float32, promoted to one dtype, with head dims that are
-    multiples of 8 up to 256; accumulators are float32. Nothing is summed by atomics, so two runs
-    give the same bits. ``cfg``: ``fwd_params`` (q_blocksize, kv_blocksize, num_warps, num_stages)
+    multiples of 8 up to 256, or of 8 bits with scales (see ``scaled``). Accumulators are float32.
+    Nothing is summed by atomics, so two runs give the same bits. ``cfg``: ``fwd_params``
+    (q_blocksize, kv_blocksize, num_warps, num_stages)
     and ``bwd_params`` (the same for the key gradients; blocksize_m and blocksize_n, with the same
     warps and stages, for the query gradient).
     """
 
     call = calls.FlashAttention
-    reads = arguments.FLASH | arguments.PACKED | arguments.DROPOUT | {"bias", "precision", *MODS}
+    reads = (
+        arguments.FLASH
+        | arguments.PACKED
+        | arguments.DROPOUT
+        | arguments.SCALED_OPERANDS
+        | {"bias", "precision", *MODS}
+    )
     choose = staticmethod(tiles.choose)
     neighbours = staticmethod(neighbours)
     saved_axes = "batch heads q_len"
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         problem = self.call.problem(a)
+        if problem.dtype == FLOAT8 and not multiplies(problem, self.target()):
+            problem = replace(problem, dtype="bfloat16")  # which holds every value
         return replace(problem, precision=precision_name(a.get("precision"), problem.dtype))
 
     def variant_reason(self, problem: Any) -> str | None:
@@ -70,9 +82,18 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     def sequence_problem(self, problem: Any) -> Any:
         return replace(problem, batch=1)
 
+    def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
+        operands = super().operands(a, problem)
+        if problem.is_eight_bit:
+            operands = not_differentiable(operands, FORWARD_ONLY)
+        if problem.dtype == FLOAT8:
+            operands["v"] = tokens_innermost(operands["v"])
+        return operands
+
     def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         dims = {"query": problem.dim, "value": problem.value_dim}
-        reason = unsupported({"query": problem.dtype}, dims, least=8)
+        reason = unsupported({"query": problem.dtype}, dims, (*DTYPES, FLOAT8), least=8)
+        reason = reason or _unsupported_output(problem)
         reason = reason or refused_precision(problem.precision)
         if reason is None and (problem.score_mod is not None or problem.mask_mod is not None):
             reason = mods.unsupported_reason(problem)
@@ -129,7 +150,8 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
         base, *base_tail = arrays["base"]
         replaced = ("sink", "base", "do", "delta")
         tensors = {name: x for name, x in arrays.items() if name not in replaced}
-        rows = row_terms(p, arrays["do"], arrays["delta"], *(base_tail or [None]))
+        do = arrays["do"].astype(p.dtype)
+        rows = row_terms(p, do, arrays["delta"], *(base_tail or [None]))
         tensors |= {"base": base, **rows}
         launch, operands = _with_operands(DqLaunch, work, t.dq, tensors)
         grads = call(launch, **operands)
@@ -145,6 +167,14 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
             launch, operands = _with_operands(DbiasLaunch, work, tile, tensors, **shared)
             grads |= call(launch, **operands)
         return {name.removeprefix("d"): gradient for name, gradient in grads.items()}
+
+
+def _unsupported_output(problem: Problem) -> str | None:
+    """Returns why the kernel does not store this output, None if it does."""
+    dtype = problem.output_dtype
+    if dtype in DTYPES:
+        return None
+    return f"out_dtype: {dtype} is not supported, only {', '.join(DTYPES)}"
 
 
 def _key_passes(work: Work) -> Iterable[tuple[tuple[str, ...], Tiles]]:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bound_launch import TensorMap
 from ejkernel.kernels.triton.flash_attention import groups, mods
+from ejkernel.kernels.triton.flash_attention.scaled import FLOAT8, largest
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_unit
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
 from ejkernel.kernels.triton.launch import BATCHED, SHARED, WHOLE, Launch
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention.problem import LOG2E, Problem
+from ejkernel.types.calls.scaled_operands import block_size
 from ejkernel.types.masks.structure import Band, Rules
 
 Block = tuple[int, int, int]
@@ -44,6 +46,7 @@ class AttentionLaunch(Launch):
 
     batching: ClassVar = {
         **{name: BATCHED for name in ("q", "k", "v", "words")},
+        **dict.fromkeys(("q_scale", "k_scale", "v_scale"), BATCHED),
         **{name: SHARED for name in ("bias", "sink", "mask", "order", "listed", "ranges")},
         **{name: SHARED for name in ("q_ids", "kv_ids", "q_positions", "kv_positions")},
         **dict.fromkeys(mods.OPERANDS, WHOLE),
@@ -75,6 +78,10 @@ class AttentionLaunch(Launch):
         """Returns an operand read by tiles of ``block`` rows; ``maps``: by TMA."""
         operand, shape = self.operand(name), self.shape(name)
         assert operand is not None and shape is not None
+        if name == "v" and self.problem.dtype == FLOAT8:
+            _, _, dim, stride = shape
+            parts = groups.split_columns(dim)
+            return groups.Heads((operand,) * len(parts), dim, parts, block, False, stride)
         batch, length, heads, dim = shape
         parts, view = groups.split_columns(dim), (batch * length, heads * dim)
         arrays = tuple(
@@ -184,6 +191,17 @@ class AttentionLaunch(Launch):
         unit = 1.0 if p.in_natural_units else p.scale
         cap_factor = float(2 / cap * LOG2E * unit) if cap else None
         return groups.Logits(scale, self.slope, self.gradient, cap_factor, FUSED=is_fused(p))
+
+    def scales(self) -> groups.Scales | None:
+        """Returns the scales of 8-bit operands, None for others."""
+        p = self.problem
+        if p.scale_blocks is None:
+            return None
+        arrays = (self.operand(f"{name}_scale") for name in "qkv")
+        q_blocks, k_blocks = p.scale_blocks
+        key_block = block_size(p.kv_len, k_blocks) if k_blocks > 1 else 0
+        query_block = block_size(p.q_len, q_blocks)
+        return groups.Scales(*arrays, q_blocks, k_blocks, query_block, key_block, largest(p))
 
     def mods(self) -> groups.Mods:
         """Returns the functions of the call and their arrays."""

@@ -34,6 +34,7 @@ def can_decode(problem: Problem) -> bool:
     p = problem
     plain = not (p.biased or p.dropout or p.rules.arrays or p.rules.chunk or p.pattern_blocks)
     plain = plain and p.score_mod is None and p.mask_mod is None
+    plain = plain and not p.is_eight_bit and p.out_dtype is None
     exact = p.dtype != "float32" or p.precision == "tf32"
     return p.q_len == 1 and p.kv_len >= LEAST_KEYS and plain and exact
 

@@ -12,6 +12,7 @@ from ejkernel.kernels.triton.flash_attention import single_row
 from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.params import config_field
 from ejkernel.types.attention.problem import Problem
 
@@ -64,7 +65,13 @@ class FlashTiles:
         dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
         decode = self.decode
         if decode is None or config_field(fwd, "q_blocksize") is not None:
-            return FlashTiles(override(self.fwd, fwd), dq, dkv)
+            tiles = override(self.fwd, fwd)
+            keys = least_keys(problem)
+            if problem.itemsize == 1 and tiles.block_kv < keys:
+                raise ConfigError(
+                    f"fwd_params: kv_blocksize={tiles.block_kv}: 8-bit matmuls take at least {keys}"
+                )
+            return FlashTiles(tiles, dq, dkv)
         return FlashTiles(self.fwd, dq, dkv, decode.apply_block_config(fwd))
 
 
@@ -125,6 +132,8 @@ def bias_tiles(dq: Tiles, target: Target) -> Tiles:
 def _forward(problem: Problem, target: Target) -> Tiles:
     dim = max(_padded(problem.dim), _padded(problem.value_dim))
     short = problem.q_len <= 64
+    if problem.itemsize == 1:
+        return _eight_bit(problem, target, dim, short)
     if problem.dtype == "float32":
         if problem.precision == "ieee":
             # no matrix instructions: 32 x 32 over 256 threads keep operands in registers
@@ -160,8 +169,20 @@ def _forward(problem: Problem, target: Target) -> Tiles:
         # queries stay in registers as operands: 128 rows take the threads of eight warps
         return Tiles(64, 64, 4, 3) if short else Tiles(128, 64, 8, 3)
     if dim <= 128:
-        return Tiles(64, 64, 4, 2) if short else Tiles(128, 64, 8, 3)
+        # a scale for each key takes registers
+        scaled = problem.scale_blocks is not None and problem.scale_blocks[1] > 1
+        return Tiles(64, 64, 4, 2) if short else Tiles(128, 32 if scaled else 64, 8, 3)
     return Tiles(64, 64, 8, 2)
+
+
+def _eight_bit(problem: Problem, target: Target, dim: int, short: bool) -> Tiles:
+    """Returns tiles of 8-bit operands: half the bytes, and matmuls that sum over 32 keys."""
+    if problem.biased or dim > 128:
+        return Tiles(64, 64, 4 if dim <= 128 else 8, 2)
+    if target.hopper:
+        # logits and accumulators of 64 rows fill a warp group's registers as in 16 bits
+        return Tiles(64 if short else 128, 64, 4 if short else 8, 3)
+    return Tiles(64, 64, 4, 3) if short else Tiles(128, 64, 8, 3)
 
 
 def partial_stages(problem: Problem, tiles: Tiles, target: Target) -> int | None:
@@ -309,6 +330,11 @@ FIELDS = {
 DQ_FIELDS = FIELDS | {"block_q": "blocksize_m", "block_kv": "blocksize_n"}
 
 
+def least_keys(problem: Problem) -> int:
+    """Returns the keys that matmuls sum over at least."""
+    return 32 if problem.itemsize == 1 else 16
+
+
 def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:
     """Returns ``tiles`` overridden by ``fwd_params`` or ``bwd_params`` of a config."""
     new = overridden(tiles, params, fields)
@@ -324,4 +350,5 @@ def pass_neighbours(tiles: Tiles, problem: Problem) -> list[Tiles]:
         replace(tiles, num_stages=tiles.num_stages + 1),
         replace(tiles, block_kv=tiles.block_kv * 2),
     ]
-    return [t for t in candidates if min(t.block_q, t.block_kv) >= 16 and t.block_kv <= 256]
+    keys = least_keys(problem)
+    return [t for t in candidates if t.block_q >= 16 and keys <= t.block_kv <= 256]

@@ -33,6 +33,10 @@ class BlockwiseKernel(XlaKernel):
         """Output and ``Rows`` of all keys, as ``blockwise.forward`` gives them, and their unit."""
         raise NotImplementedError
 
+    def output_dtype(self, work: Work, arrays: Arrays) -> Any:
+        """Returns the dtype of o."""
+        return arrays["query"].dtype
+
     def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
         """Returns gradients by name; ``rows`` are keywords of ``blockwise.backward``."""
         raise NotImplementedError
@@ -65,7 +69,7 @@ class BlockwiseKernel(XlaKernel):
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         o, rows, unit = self.rows(work, arrays)
         o, lse, row_scales = finalize_rows(o, rows, arrays.get("softmax_aux"), unit)
-        return (o.astype(arrays["query"].dtype), lse), row_scales
+        return (o.astype(self.output_dtype(work, arrays)), lse), row_scales
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         delta = row_delta(outputs[0], *cotangents, saved.m.dtype)

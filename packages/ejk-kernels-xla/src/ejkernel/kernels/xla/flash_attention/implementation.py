@@ -12,9 +12,16 @@ from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.mods import ModMask, TileScores
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls, prepare_mask
 from ejkernel.types.attention.context.kernel import ContextParallel
 from ejkernel.types.calls import arguments
+from ejkernel.types.calls.scaled_operands import (
+    FLOAT8,
+    FORWARD_ONLY,
+    dequantized,
+    output_dtype,
+)
 from ejkernel.types.calls.shared_sequence import ShardedCall
 from ejkernel.types.masks.combine import mask_of
 from ejkernel.types.mods import MODS, leaves_of
@@ -26,7 +33,7 @@ class FlashAttention(BlockwiseKernel):
     Matmuls accumulate in float32, in float64 when an array or ``logits_dtype`` is float64.
     ``cfg``: ``q_blocksize`` and ``kv_blocksize`` of ``fwd_params`` and of ``bwd_params``.
     Differentiable in reverse mode in query, key, value, bias, softmax_aux and the arrays that a
-    score_mod captures, through o and lse.
+    score_mod captures, through o and lse. Inputs of 8 bits are converted to float32 first.
     """
 
     by_rows = True
@@ -36,6 +43,7 @@ class FlashAttention(BlockwiseKernel):
         arguments.FLASH
         | arguments.PACKED
         | arguments.DROPOUT
+        | arguments.SCALED_OPERANDS
         | {"bias", "precision", "logits_dtype", *MODS}
     )
 
@@ -44,14 +52,20 @@ class FlashAttention(BlockwiseKernel):
         packed = ("cum_seqlens_q", "cum_seqlens_k", "attention_mask")
         mask = a["mask_info"] if a["cum_seqlens_q"] is None else mask_of(a)
         arrays = {name: x for name, x in self.call.array_arguments(a).items() if name not in packed}
+        if a["query"].dtype == FLOAT8:
+            arrays = not_differentiable(arrays, FORWARD_ONLY)
         leaves = leaves_of(*(arrays.pop(name, None) for name in MODS))
         return {**arrays, **leaves, "mask_info": mask}
 
     def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:
         spec, bias = Spec.from_problem(work.problem, work.tiles.fwd), arrays.get("bias")
-        q, k, v = (arrays[name] for name in ("query", "key", "value"))
+        values = dequantized(arrays) if arrays["query"].dtype == FLOAT8 else arrays
+        q, k, v = (values[name] for name in ("query", "key", "value"))
         o, rows = blockwise.forward(spec, q, k, v, bias, **_options(work, spec, arrays))
         return o, rows, spec.unit(bias)
+
+    def output_dtype(self, work: Work, arrays: Arrays) -> Any:
+        return output_dtype(arrays["query"].dtype, work.problem.out_dtype)
 
     def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
         spec = Spec.from_problem(work.problem, work.tiles.bwd)
