@@ -252,6 +252,19 @@ def test_what_cannot_promise_it_is_refused_by_name():
     assert "depend on the batch" in shown
 
 
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+def test_operations_that_do_not_promise_it(platform):
+    q, mask = draw(1, 48, 4, 16), np.ones((1, 1, 3, 3), bool)
+    sizes = {"q_block_size": 16, "kv_block_size": 16}
+    with interpret_mode(), batch_invariant():
+        for operation, arguments in (
+            (modules.scaled_dot_product_attention, {}),
+            (modules.blocksparse_attention, {"block_mask": mask, **sizes}),
+        ):
+            with pytest.raises(KernelNotSupported, match="batch_invariant"):
+                operation(q, q, q, platform=platform, **arguments)
+
+
 def test_it_is_part_of_the_key():
     q = draw(1, 48, 4, 16)
     keys = []

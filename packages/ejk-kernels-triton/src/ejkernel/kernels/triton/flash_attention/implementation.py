@@ -77,7 +77,8 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
         return replace(problem, precision=precision_name(a.get("precision"), problem.dtype))
 
     def variant_reason(self, problem: Any) -> str | None:
-        return None
+        # other operations with these kernels do more around them
+        return None if self.call is calls.FlashAttention else super().variant_reason(problem)
 
     def sequence_problem(self, problem: Any) -> Any:
         return replace(problem, batch=1)
