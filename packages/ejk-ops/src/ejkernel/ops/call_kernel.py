@@ -208,8 +208,9 @@ class CallKernel:
 
     def shares_sequence(self, a: Mapping[str, Any]) -> bool:
         """Returns whether devices may share the sequence of a call by this kernel."""
-        able = self.context is not None or getattr(self.call, "passes_states", False)
-        return able and self.call.shares_sequence(a)
+        call = self.call
+        able = self.context is not None or call.passes_states or call.shares_queries
+        return able and call.shares_sequence(a)
 
     def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         """Returns the arrays, and values that both passes derive from arrays the host knows.
