@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.batch_invariance import batch_invariant
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.partition import Words, run_region
 
@@ -241,8 +242,10 @@ class PartitionedKernel:
         if kernel.context is not None:
             kernel = kernel.sharded_call(kernel, axes)
         problem = kernel.problem(a)
-        # a share of the queries alone has other rules than the whole mask
-        tiles = kernel.tiles(problem, work.target, self.cfg)
+        # a share of the queries alone has other rules than the whole mask, and a region is traced
+        # when it is lowered
+        with batch_invariant(work.batch_invariant):
+            tiles = kernel.tiles(problem, work.target, self.cfg)
         return replace(work, kernel=kernel, problem=problem, tiles=tiles, fallback=None)
 
     def _operands(self, work: Work, a: Mapping[str, Any]) -> Arrays:
