@@ -133,6 +133,9 @@ class BlockSparseAttention(SoftmaxCall):
         if shard.parts("q_len") == 1:
             return
         first, length = shard.offset("q_len"), shard.local("q_len")
+        for name in cls.seeds:
+            if a[name] is not None:
+                a[name] = jnp.concatenate([a[name], jnp.stack([first, jnp.int32(0)])])
         if a["mask_info"] is not None:
             a["mask_info"] = rows_of(a["mask_info"], first, length, a["key"].shape[1])
         pattern, size = a["block_mask"], a["q_block_size"]
