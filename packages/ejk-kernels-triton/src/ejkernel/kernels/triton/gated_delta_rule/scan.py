@@ -15,9 +15,11 @@ and the updates: the same kernel then stores these, and no outputs.
 Bound: a chain of three matmuls a chunk. 8192 tokens are 128 chunks; at about 900 cycles each that
 is 0.06 to 0.07 ms on an H200, where 0.22 ms were measured: a multiprocessor has one program, which
 waits at every step. Scans on transposed states, whose chain stays in registers, have twice the
-columns and took 0.24 ms. Operands: q, k, v, inverse and scores are read, o is
-written: 267 MB with 16 key and 32 value heads of 128, 0.06 ms at 4.3 TB/s; what the programs of a
-head share comes from the second-level cache.
+columns and took 0.24 ms. With -inverse D k as an operand the chain has two matmuls, but a program
+loads 68 KB a chunk instead of 52: 0.22 ms too, and ``prepare``, which computes it, 0.14 instead of
+0.11. Operands: q, k, v, inverse and scores are read, o is written: 267 MB with 16 key and 32 value
+heads of 128, 0.06 ms at 4.3 TB/s; what the programs of a head share comes from the second-level
+cache, 0.85 GB in all.
 
 Sources: Yang et al. 2024 (arXiv 2406.06484), section 3, for the form in chunks; Yang et al. 2024
 (arXiv 2412.06464), section 3.3, for decays. The triangular system is applied to the errors of the
