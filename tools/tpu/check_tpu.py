@@ -43,9 +43,19 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     """Compiles every shipped call for a chip; seconds, or what went wrong."""
     chips.prepare_environment()
     from ejkernel.kernels import pallas
-    from ejktest.cases import attention, delta, grouped, latent, linear, paged, pooling, ragged
+    from ejktest.cases import (
+        attention,
+        convolution,
+        delta,
+        grouped,
+        latent,
+        linear,
+        paged,
+        pooling,
+        ragged,
+    )
 
-    families = attention, delta, grouped, latent, linear, paged, pooling, ragged
+    families = attention, convolution, delta, grouped, latent, linear, paged, pooling, ragged
     calls = {name: call for family in families for name, call in family.COMPILED_TPU.items()}
 
     device = chips.device(chip)

@@ -78,8 +78,15 @@ def test_equal_keys_with_beta_of_two(dtype):
     args |= {"beta": jnp.full_like(args["beta"], 2.0), "g": jnp.zeros_like(args["g"])}
     o = gated_delta_rule(**args, normalize_qk=True)
     want = oracle.gated_delta_rule(**args, normalize_qk=True)
-    # every chunk rounds its updates to the dtype of the matmuls, and no reflection forgets that
-    check_close(o, want.o, rms_limit=2e-3 if dtype == "float32" else 8e-2)
+    if dtype == "float32":
+        # two roundings of beta |k|^2, that of the length and that of the product, move the exact
+        # result as far as float32 may be off: no reflection forgets them
+        beta = np.asarray(args["beta"]).astype(np.float64) * (1 + 2.0**-22)
+        plain = oracle.gated_delta_rule(**{**args, "beta": beta}, normalize_qk=True)
+        check_close(o, want.o, plain.o)
+    else:
+        # every chunk rounds its updates to the dtype of the matmuls
+        check_close(o, want.o, rms_limit=8e-2)
 
 
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])

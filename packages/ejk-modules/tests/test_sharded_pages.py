@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel.modules as modules
@@ -232,3 +232,28 @@ def test_what_cannot_be_sharded():
     with pytest.raises(ValueError, match="already shards axis"):
         twice = [P(None, "pages"), *pages[1:]]
         modules.page_attention(*arrays, mesh=mesh, in_specs=twice)
+
+
+def test_pages_sharded_without_specs_are_an_error_that_names_the_way():
+    """When the program is compiled: types of automatic axes do not tell before."""
+    mesh = jax.make_mesh((2,), ("pages",), axis_types=(AxisType.Auto,))
+    arrays, _, options = page_call()
+    pages = NamedSharding(mesh, P("pages"))
+    query, keys, values, *others = arrays
+    placed = query, jax.device_put(keys, pages), jax.device_put(values, pages), *others
+    message = "page_attention: axis pages is sharded over .*'pages'.* indexed.*by mesh= and "
+    with pytest.raises(ValueError, match=message):
+        modules.page_attention(*placed, **options)
+
+    def attend(*arrays):
+        return modules.page_attention(*arrays, **options)
+
+    lowered = jax.jit(attend).lower(*placed)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"ValueError: {message}"):
+        lowered.compile()
+    notes = modules.explain("page_attention", *placed, **options).notes
+    assert any(re.match(f"refused: {message}", note) for note in notes)
+    explicit = jax.make_mesh((2,), ("pages",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit), pytest.raises(ValueError, match="axis pages may not be sharded"):
+        typed = (jax.device_put(x, NamedSharding(explicit, P("pages"))) for x in (keys, values))
+        attend(query, *typed, *others)

@@ -189,12 +189,10 @@ def test_bad_specs(where, error, message):
 
 
 def test_bad_specs_of_other_operations():
-    pool, grouped, sparse = (
-        call(name) for name in ("mean_pooling", "grouped_matmul", "native_sparse_attention")
-    )
+    grouped, sparse = (call(name) for name in ("grouped_matmul", "native_sparse_attention"))
     mesh = mesh_of((2, 4))
     with pytest.raises(ValueError, match="axis seq may not be sharded.*ring_attention"):
-        modules.mean_pooling(**pool.arguments, mesh=mesh, in_specs=(P(None, "tp"),))
+        modules.native_sparse_attention(**sparse.arguments, mesh=mesh, in_specs=(P(None, "tp"),))
     with pytest.raises(ValueError, match="axis inner may not be sharded"):
         modules.grouped_matmul(**grouped.arguments, mesh=mesh, in_specs=(P(None, "tp"),))
     with pytest.raises(InvalidArgument, match="2 kv heads cannot be sharded over 4"):

@@ -57,3 +57,5 @@ COMPILED = {
         options={"activation": "silu", "return_state": True},
     ),
 }  # fmt: skip
+
+COMPILED_TPU = {name: COMPILED[name] for name in ("convolution", "convolution packed")}

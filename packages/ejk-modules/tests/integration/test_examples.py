@@ -177,3 +177,21 @@ def test_hybrid_learns_and_decodes_as_it_was_trained(capsys):
     np.testing.assert_array_equal(texts[:, :40], prompt)
     want = jax.jit(hybrid.forward)(params, texts[:, :-1])
     np.testing.assert_allclose(logits, want, atol=2e-4)
+
+
+def test_a_shared_prefix_equals_a_prefix_in_every_table():
+    example = load("shared_prefix")
+    example.PART = 96  # several parts, and a rest
+    query, prefix, caches, lengths, tables = example.make(5, 208, 40)
+    out = example.attend(query, prefix, caches, lengths, tables)
+    for i, length in enumerate(np.asarray(lengths)):
+        own = (x[tables[i]].reshape(-1, *x.shape[2:])[:length] for x in caches)
+        k, v = (
+            np.repeat(np.concatenate(pair).astype(np.float64), 2, axis=1)
+            for pair in zip(prefix, own, strict=True)
+        )
+        x = np.einsum("hd,khd->hk", np.asarray(query[i], np.float64), k) * query.shape[2] ** -0.5
+        p = np.exp(x - x.max(1, keepdims=True))
+        expected = np.einsum("hk,khd->hd", p / p.sum(1, keepdims=True), v)
+        np.testing.assert_allclose(out[i], expected, atol=1e-5)
+    assert example.main(4, 64, 32) < 1e-5

@@ -164,6 +164,29 @@ def test_a_sharded_call_communicates_shared_gradients_alone(operation, role, siz
         assert sharding.is_equivalent_to(arrays[name].sharding, len(arrays[name].shape)), name
 
 
+@pytest.mark.parametrize(
+    "operation",
+    ["gla_attention", "mean_pooling", *(
+        pytest.param(n, marks=pytest.mark.slow)
+        for n in ("recurrent_attention", "lightning_attention", "gated_delta_rule", "causal_conv1d")
+    )],
+)  # fmt: skip
+def test_a_call_over_shared_tokens_passes_states_alone(operation, sizes):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    sizes.setenv("EJKERNEL_INTERPRET", "1")
+    sizes.setattr(partition, "interpreting", lambda: False)  # compiled, never run
+    c = call_of(operation)
+    specs, mesh = specs_of(c, {"seq": "x"}), mesh_of((4,), "x")
+    arrays = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[name]))
+        for name, x in c.arrays.items()
+    }
+    compiled = jax.jit(pulled(c, "triton")).lower(arrays).compile(compiler_options=SMALL)
+    assert set(collectives(compiled)) <= {"all-reduce", "collective-permute"}
+    for name, sharding in compiled.output_shardings[1].items():
+        assert sharding.is_equivalent_to(arrays[name].sharding, len(arrays[name].shape)), name
+
+
 def on_shards(mesh, spread):
     """``run_region`` under ``shard_map``, with words sharded as ``spread`` says."""
 

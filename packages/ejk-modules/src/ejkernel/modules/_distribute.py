@@ -69,7 +69,7 @@ def distribute(
         mesh = explicit_mesh(a)
     axis_names = explicit_axes(mesh) if typed else tuple(mesh.axis_names)
     shares = ring_axis is None and op.spec.shares_sequence(a)
-    if shares:
+    if shares and not op.spec.passes_states:
         a = without_packing(a)
     override = op.spec.distributed_axes(a)
     arguments = [_argument(p, a[p.name], override, in_specs or (), i) for i, p in _arrays(op)]
@@ -116,6 +116,9 @@ def distribute(
         if key_heads:
             shard.pick_key_heads(local, key_heads)
         op.to_shard(local, shard)
+        if shared and op.spec.passes_states:
+            of_shard = op.spec.share_sequence(local, shard, lambda part: call((), part))
+            return of_shard[0] if single else of_shard
         if shared:
             local[SEQUENCE_AXES] = shared
         if shard.parts("pages") > 1:

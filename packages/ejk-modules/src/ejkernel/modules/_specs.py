@@ -116,11 +116,24 @@ def _of_heads(word: str) -> bool:
 def spread_sequence(layout: Layout, words: Sequence[str]) -> MeshAxes:
     """Returns the mesh axes of the sequence, after spreading keys as queries are; () for none.
 
+    A call without keys has one word of tokens.
+
     Raises:
-        ValueError: keys are spread and queries are not, or otherwise.
+        ValueError: keys are spread and queries are not, or otherwise, or mesh axes out of order.
     """
-    if not any(layout.axes(word) for word in words):
+    spread = [word for word in words if layout.axes(word)]
+    if not spread:
         return ()
+    for word in spread:
+        axes = layout.axes(word)
+        ordered = tuple(axis for axis in layout.mesh_sizes if axis in axes)
+        if axes != ordered:
+            raise ValueError(
+                f"{layout.source}: axis {word} is sharded over {axes}; devices share a sequence "
+                f"over mesh axes in the order of the mesh: {ordered}"
+            )
+    if "kv_len" not in words:
+        return layout.axes(spread[0]) if layout.parts(spread[0]) > 1 else ()
     queries, keys = words
     axes = layout.axes(queries)
     if not axes or layout.axes(keys) not in ((), axes):

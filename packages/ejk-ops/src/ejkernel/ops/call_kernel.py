@@ -186,6 +186,11 @@ class CallKernel:
         """Returns the kernel and the arguments of a call that means the same on every shard."""
         return self, a
 
+    def shares_sequence(self, a: Mapping[str, Any]) -> bool:
+        """Returns whether devices may share the sequence of a call by this kernel."""
+        able = self.context is not None or getattr(self.call, "passes_states", False)
+        return able and self.call.shares_sequence(a)
+
     def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         """Returns the arrays, and values that both passes derive from arrays the host knows.
 
@@ -232,8 +237,7 @@ class CallKernel:
         if reason is not None:
             raise self.unsupported_error(reason)
         outputs = self.empty_outputs(a, problem)
-        shares = self.context is not None and self.call.shares_sequence(a)
-        partitioned = self.partitioned or shares
+        partitioned = self.partitioned or self.shares_sequence(a)
         sharded = partitioned and may_be_sharded(self.call.array_arguments(a))
         if sharded:
             kernel, same = self.on_shards(a)
@@ -332,8 +336,7 @@ class CallKernel:
             return (*notes, *placed)
         if device_kind() == "tpu":  # whose compiler does not partition kernels
             return notes
-        sequence = self.context is not None and self.call.shares_sequence(call.arguments)
-        arrays = self._caller_arrays(call)
+        sequence, arrays = self.shares_sequence(call.arguments), self._caller_arrays(call)
         return (*notes, *self.call.sharding_notes(call.arguments, arrays, sequence=sequence))
 
     def _caller_arrays(self, call: BoundCall) -> dict[str, Any]:

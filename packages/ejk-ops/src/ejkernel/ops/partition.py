@@ -109,6 +109,31 @@ class Region:
         words = tuple(self.results[i] for i in results)
         return replace(self, function=push_forward, operands=operands, results=words)
 
+    def pulled_back(self, linear: Sequence[int]) -> Region:
+        """Returns the region that pulls cotangents back to operands in which this one is linear.
+
+        Its operands are the others, the cotangents of all results, and zeros for the linear ones.
+        """
+        function, count, ends = self.function, len(self.operands), self.results
+        others = [i for i in range(count) if i not in linear]
+
+        def pull_back(shard: Any, *arrays: Any) -> tuple[Any, ...]:
+            fixed = dict(zip(others, arrays, strict=False))
+            cotangents = arrays[len(others) : len(others) + len(ends)]
+            if shard is not None and not self.summed:
+                counted = zip(cotangents, ends, strict=True)
+                cotangents = tuple(_counted_once(shard, x, words) for x, words in counted)
+
+            def call(*floats: Any) -> tuple[Any, ...]:
+                operands = fixed | dict(zip(linear, floats, strict=True))
+                return tuple(function(shard, *(operands[i] for i in range(count))))
+
+            return jax.vjp(call, *arrays[len(others) + len(ends) :])[1](tuple(cotangents))
+
+        words = tuple(self.operands[i] for i in linear)
+        operands = (*(self.operands[i] for i in others), *ends, *words)
+        return replace(self, function=pull_back, operands=operands, results=words, summed=True)
+
     # ---- the compiler's questions -----------------------------------------------------------
 
     def shardy_rule(self, mesh: Any, operand_types: Any, result_types: Any) -> SdyShardingRule:
@@ -143,7 +168,11 @@ class Region:
         """
         of_operands = list(zip(self.operands, operands, strict=True))
         of_results = list(zip(self.results, results, strict=True))
-        layout = self._layout(mesh, of_operands + of_results)
+        try:
+            layout = self._layout(mesh, of_operands + of_results)
+        except ValueError as error:
+            _refusals.append(error)
+            raise
         run = partial(self.context.copy().run, self.on_device, layout)
         return (
             full or mesh,
@@ -187,8 +216,27 @@ class Region:
             _inside.reset(token)
 
 
+def _counted_once(shard: Any, x: jax.Array, words: Words) -> jax.Array:
+    """Returns zeros in place of a cotangent that another device of the layout has as well."""
+    layout = shard.layout
+    used = {axis for axes in layout.spread.values() for axis in axes}
+    for axis in sorted(used.difference(*map(layout.axes, words))):
+        x = jnp.where(jax.lax.axis_index(axis) == 0, x, 0)
+    return x
+
+
 def _shardings(layout: Any, mesh: Any, arrays: Arrays) -> tuple[NamedSharding, ...]:
     return tuple(NamedSharding(mesh, layout.spec(words, x.shape)) for words, x in arrays)
+
+
+_refusals: list[ValueError] = []
+
+
+def take_refusal() -> ValueError | None:
+    """Returns the error that ended a compilation, once; JAX raises another that holds its text."""
+    error = _refusals[-1] if _refusals else None
+    _refusals.clear()
+    return error
 
 
 def mesh_axes_of(mesh_sizes: Mapping[str, int], tiles: np.ndarray) -> list[MeshAxes]:
@@ -320,7 +368,7 @@ batching.primitive_batchers[_region] = _batch
 
 
 def _jvp(primals: Any, tangents: Any, *, region: Region, body: _Body) -> Any:
-    """Forward mode alone: reverse mode is the business of the kernel's ``custom_vjp``."""
+    """The first gradient is the business of the kernel's ``custom_vjp``, the others are JAX's."""
     results = _region.bind(*primals, region=region, body=body)
     smooth = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
     floats = [i for i, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -334,6 +382,19 @@ def _jvp(primals: Any, tangents: Any, *, region: Region, body: _Body) -> Any:
 
 
 ad.primitive_jvps[_region] = _jvp
+
+
+def _transpose(cotangents: Any, *arrays: Any, region: Region, body: _Body) -> Any:
+    linear = [i for i, x in enumerate(arrays) if ad.is_undefined_primal(x)]
+    others = [x for x in arrays if not ad.is_undefined_primal(x)]
+    filled = map(ad.instantiate_zeros, cotangents)
+    zeros = [jnp.zeros(arrays[i].aval.shape, arrays[i].aval.dtype) for i in linear]
+    results = _bind(region.pulled_back(linear), [*others, *filled, *zeros])
+    gradients = dict(zip(linear, results, strict=True))
+    return [gradients.get(i) for i in range(len(arrays))]
+
+
+ad.primitive_transposes[_region] = _transpose
 
 
 def _lower(context: Any, *operands: Any, region: Region, body: _Body) -> Any:

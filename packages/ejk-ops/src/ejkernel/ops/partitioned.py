@@ -21,7 +21,7 @@ def run_partitioned(
 
     ``cfg``: the config of the call, for devices that share a sequence.
     """
-    if work.kernel.context is not None and work.kernel.call.shares_sequence(arguments):
+    if work.kernel.context is not None and work.kernel.shares_sequence(arguments):
         arguments = work.kernel.sharded_call.without_packing(arguments)
     kernel = PartitionedKernel(work.kernel, arguments, cfg)
     return differentiable(replace(work, kernel=kernel), same_axes(kernel.arrays_of(arguments)))
@@ -40,8 +40,7 @@ class PartitionedKernel:
     def __init__(self, kernel: Any, arguments: Mapping[str, Any], cfg: Any = None) -> None:
         self.kernel, self.call, self.cfg = kernel, kernel.call, cfg
         self.forward_again = kernel.forward_again
-        shares = kernel.context is not None and self.call.shares_sequence(arguments)
-        sequence = {"sequence": True} if shares else {}
+        sequence = {"sequence": True} if kernel.shares_sequence(arguments) else {}
         self.rule = self.call.sharding_rule(arguments, **sequence)
         self._axes: dict[str, list[tuple[str, ...]]] = self.call.array_axes(arguments)
         leaves, self._tree = jax.tree.flatten([arguments[name] for name in self._axes])
@@ -96,10 +95,16 @@ class PartitionedKernel:
 
         def run_pass(shard: Any, *leaves: Any) -> tuple[Any, ...]:
             a = self._local_arguments(shard, leaves)
+            if self._passes_states(shard):
+                _, outputs, types = structures[0]
+                shapes = self._local_shapes(shard, types, outputs)
+                # the backward pass computes its own
+                saved = [jnp.zeros(x.shape, x.dtype) for x in shapes[outputs:]]
+                return *self._shared_outputs(shard, a, shapes[:outputs]), *saved
             local = self._local_work(work, shard, a)
             outputs, saved = forward(local, self._operands(local, a))
             flat, structure = jax.tree.flatten((tuple(outputs), saved))
-            structures.append((structure, len(outputs)))
+            structures.append((structure, len(outputs), list(map(_type_of, flat))))
             return tuple(flat)
 
         results = run_region(
@@ -126,20 +131,29 @@ class PartitionedKernel:
 
         def run_pass(shard: Any, *inputs: Any) -> tuple[Any, ...]:
             leaves, cotangents = inputs[:first], inputs[last:]
+            floats = [leaves[i] for i in smooth]
+            if self._passes_states(shard):
+                types = list(map(_type_of, inputs[first : first + len(outputs)]))
+
+                def shared(*floats: Any) -> tuple[Any, ...]:
+                    changed = _replaced(leaves, smooth, floats)
+                    return self._shared_outputs(shard, self._local_arguments(shard, changed), types)
+
+                # what devices have in common is a sum: each would count its cotangent again
+                once = zip(cotangents, of_results, strict=False)
+                cotangents = tuple(self._counted_once(shard, x, words) for x, words in once)
+                return jax.vjp(shared, *floats)[1](cotangents)
             local = self._local_work(work, shard, self._local_arguments(shard, leaves))
 
             def operands(*floats: Any) -> Arrays:
-                changed = list(leaves)
-                for i, x in zip(smooth, floats, strict=True):
-                    changed[i] = x
+                changed = _replaced(leaves, smooth, floats)
                 return self._operands(local, self._local_arguments(shard, changed))
 
-            def outputs(*floats: Any) -> tuple[Any, ...]:
+            def run_forward(*floats: Any) -> tuple[Any, ...]:
                 return tuple(local.kernel.forward(local, operands(*floats))[0])
 
-            floats = [leaves[i] for i in smooth]
             if not self.kernel.has_backward:
-                return jax.vjp(outputs, *floats)[1](cotangents)
+                return jax.vjp(run_forward, *floats)[1](cotangents)
             of_floats, pull, others = jax.vjp(
                 lambda *floats: _split(operands(*floats)), *floats, has_aux=True
             )
@@ -158,6 +172,45 @@ class PartitionedKernel:
             summed=True,
         )
         return dict(zip([list(arrays)[i] for i in smooth], gradients, strict=True))
+
+    # ---- devices that pass states on --------------------------------------------------------
+
+    def _sequence_word(self, shard: Any) -> str:
+        """Returns the word of the sequence that devices share, "" where each has all of it."""
+        words = self.rule.sequence[:1] if shard is not None else ()
+        return next((word for word in words if shard.parts(word) > 1), "")
+
+    def _passes_states(self, shard: Any) -> bool:
+        return self.kernel.context is None and bool(self._sequence_word(shard))
+
+    def _shared_outputs(
+        self, shard: Any, a: Mapping[str, Any], types: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Returns the outputs of ``forward`` on one device; zeros that the call does not request.
+
+        ``types``: of those outputs on this device.
+        """
+
+        def run(part: Mapping[str, Any]) -> Any:
+            return self.kernel.run_canonical(cfg=self.cfg, **part)
+
+        outputs = self.call.share_sequence(a, shard, run)
+        shaped = [x.reshape(t.shape) for x, t in zip(outputs, types, strict=False)]
+        return *shaped, *(jnp.zeros(t.shape, t.dtype) for t in types[len(shaped) :])
+
+    def _local_shapes(self, shard: Any, types: Sequence[Any], outputs: int) -> list[Any]:
+        """Returns the types that results of the forward pass have on one device."""
+        local = []
+        for x, words in zip(types, self._words_of_results(types, outputs), strict=True):
+            parts = [shard.parts(word) if word else 1 for word in words]
+            shape = tuple(n // part for n, part in zip(x.shape, parts, strict=True))
+            local.append(jax.ShapeDtypeStruct(shape, x.dtype))
+        return local
+
+    def _counted_once(self, shard: Any, x: jax.Array, words: Words) -> jax.Array:
+        """Returns zeros in place of an array that other devices of the sequence have as well."""
+        word = self._sequence_word(shard)
+        return x if word in words else jnp.where(shard.index(word) == 0, x, 0)
 
     # ---- the call of one device -------------------------------------------------------------
 
@@ -208,6 +261,14 @@ class PartitionedKernel:
             forms.append(self._axes[axes[1:]][0] if named else tuple(axes.split()))
         forms += [tuple(self.kernel.saved_axes.split())] * (len(types) - outputs)
         return [self.rule.words(form, x.shape) for form, x in zip(forms, types, strict=True)]
+
+
+def _replaced(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Returns the leaves, those at the indices replaced."""
+    changed = list(leaves)
+    for i, x in zip(indices, values, strict=True):
+        changed[i] = x
+    return changed
 
 
 def _type_of(x: Any) -> jax.ShapeDtypeStruct:

@@ -86,6 +86,7 @@ PACKAGE = KernelPackage(
         _linear("gla", "gla_attention"),
         _linear("lightning_attn", "lightning_attention"),
         _tpu("gated_delta_rule"),
+        _tpu("causal_conv1d"),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

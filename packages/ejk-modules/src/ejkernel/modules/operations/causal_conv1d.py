@@ -56,7 +56,7 @@ def causal_conv1d(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or activation.
-        ValueError: bad ``cu_seqlens`` as a numpy array, or a sharded sequence axis.
+        ValueError: bad ``cu_seqlens`` as a numpy array.
 
     Differentiable in x, weight, bias and initial_state, also through the state.
 

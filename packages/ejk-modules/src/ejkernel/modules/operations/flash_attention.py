@@ -128,7 +128,7 @@ def flash_attention(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range, contradictory arguments, a sharded sequence axis.
+        ValueError: a value out of range, contradictory arguments, keys sharded without queries.
         KernelNotSupported: the forced platform cannot do this call; a gradient of 8-bit inputs.
         ConfigError: an illegal ``cfg``.
 

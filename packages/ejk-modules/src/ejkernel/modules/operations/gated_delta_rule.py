@@ -68,7 +68,7 @@ def gated_delta_rule(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range, or a sharded sequence axis.
+        ValueError: a value out of range.
 
     States stay bounded where ``beta |k|^2`` is between 0 and 2, as with keys of length 1; beyond
     they grow exponentially. Differentiable in query, key, value, g, beta and initial_state, also

@@ -57,7 +57,7 @@ def gla_attention(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range, or a sharded sequence axis.
+        ValueError: a value out of range.
 
     Differentiable in query, key, value, g, g_gamma and initial_state, also through the state.
 

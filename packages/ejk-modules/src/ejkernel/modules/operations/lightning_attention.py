@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import LightningAttentionConfig
@@ -15,7 +14,7 @@ from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.ops.implementation import Resolved
 from ejkernel.types import calls
-from ejkernel.types.arrays import result_dtype
+from ejkernel.types.calls.linear import LayerOfShard
 from ejkernel.types.calls.words import Array, F, I
 
 
@@ -58,31 +57,13 @@ def lightning_attention(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: ``layer_idx`` outside [0, num_layers), or a sharded sequence axis.
+        ValueError: ``layer_idx`` outside [0, num_layers).
 
     Differentiable in query, key, value and initial_state, also through the state.
 
     Source: Qin et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
     """
     return get_default_executor()(LightningAttention.shared(), **flatten(locals()))
-
-
-class _LayerOfShard(int):
-    """A layer index that knows which of all heads a shard holds: decays count global heads."""
-
-    heads: int
-    first: Any
-
-    @classmethod
-    def create(cls, layer_idx: int, heads: int, first: Any) -> "_LayerOfShard":
-        layer = cls(layer_idx)
-        layer.heads, layer.first = heads, first
-        return layer
-
-    def decays(self, num_layers: int, local_heads: int, dtype: Any) -> jax.Array:
-        """``g_gamma`` of the heads of this shard."""
-        slope = -8.0 / self.heads * (1.0 - self / num_layers)
-        return slope * (self.first + jnp.arange(local_heads)).astype(dtype)
 
 
 class LightningAttention(Operation[LightningAttentionConfig]):
@@ -93,25 +74,22 @@ class LightningAttention(Operation[LightningAttentionConfig]):
     def to_shard(a: Arguments, shard: Any) -> None:
         if shard.parts("heads") > 1:
             first = shard.offset("heads")
-            a["layer_idx"] = _LayerOfShard.create(a["layer_idx"], shard.sizes["heads"], first)
+            a["layer_idx"] = LayerOfShard.create(a["layer_idx"], shard.sizes["heads"], first)
 
     def runner(self, resolved: Resolved, cfg: Any) -> Callable[..., Any]:
         usual = super().runner(resolved, cfg)
 
         def run(**kwargs: Any) -> Any:
-            if isinstance(kwargs["layer_idx"], _LayerOfShard):
+            if isinstance(kwargs["layer_idx"], LayerOfShard):
                 return self._of_shard(resolved, kwargs, cfg)
             return usual(**kwargs)
 
         return run
 
     def _of_shard(self, resolved: Resolved, kwargs: Arguments, cfg: Any) -> Any:
-        layer = kwargs["layer_idx"]
         # the decays of a part of the heads are no lightning decays, but gla takes any
         arguments = {n: x for n, x in kwargs.items() if n not in ("layer_idx", "num_layers")}
-        query = arguments["query"]
-        wide = result_dtype(query, jnp.float32)
-        arguments["g_gamma"] = layer.decays(kwargs["num_layers"], query.shape[2], wide)
+        arguments["g_gamma"] = calls.LightningAttention.log_decays(kwargs)
         gla = GLAttention.shared()
         call = BoundCall(gla, (), abstractify(arguments))
         try:

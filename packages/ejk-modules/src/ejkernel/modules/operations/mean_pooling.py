@@ -45,15 +45,15 @@ def mean_pooling(
             restart per sequence and unused output rows are 0.
         attention_mask: ``[batch, seq]`` or ``[tokens]``, bool or integer; tokens where it is 0
             count neither in the sum nor in the length.
-        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`; batch and
-            channel axes may be sharded.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`; batch, token
+            and channel axes may be sharded.
 
     Returns:
         Means in the dtype of ``x``, summed in float32 or better. An empty group gives 0.
 
     Raises:
         InvalidArgument: wrong dtype, rank or axis size.
-        ValueError: ``chunk_size < 1``, bad ``cu_seqlens`` as a numpy array, a sharded token axis.
+        ValueError: ``chunk_size < 1``, bad ``cu_seqlens`` as a numpy array.
 
     Differentiable in x; empty groups have gradient 0.
 

@@ -66,7 +66,7 @@ def recurrent_attention(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range, or a sharded sequence axis.
+        ValueError: a value out of range.
 
     Differentiable in query, key, value, every gate and initial_state, also through the state.
 

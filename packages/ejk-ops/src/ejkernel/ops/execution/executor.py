@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.errors import JaxRuntimeError
 
 from ejkernel.ops import env, registry
 from ejkernel.ops.compat import ambient_mesh, settings
@@ -34,6 +35,7 @@ from ejkernel.ops.execution.program import (
 )
 from ejkernel.ops.execution.program_cache import ProgramCache
 from ejkernel.ops.implementation import Resolved
+from ejkernel.ops.partition import take_refusal
 from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
@@ -156,6 +158,11 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
                     self._programs.remember((now, flat.signature, self._state()), program_key)
             with offer_binding(inspect.unwrap(function), binding):
                 return function(*arrays)
+        except JaxRuntimeError as error:
+            refusal = take_refusal()
+            if refusal is None:
+                raise
+            raise ValueError(str(refusal)) from error
         except OtherOutputs:
             return self._run_unremembered(kernel, args, kwargs, options)
 

@@ -1,14 +1,19 @@
 """The call of causal_conv1d."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.calls import canonicalize, drawn, values
+from ejkernel.types.calls.layout import Layout
+from ejkernel.types.calls.sharding_notes import over_note, size_note
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, invalid
+from ejkernel.types.states.convolution import convolve_over_devices
+from ejkernel.types.states.line import Line
 
 MIN_WIDTH, MAX_WIDTH = 2, 8
 
@@ -31,6 +36,8 @@ class CausalConv1D(Call):
     ) -> None: ...
 
     symbolic = (*Call.symbolic, "sequences_plus_1")
+    sequence_axes = ("seq",)
+    passes_states = True
 
     @staticmethod
     def _state(a: Mapping[str, Any]) -> str:
@@ -69,6 +76,19 @@ class CausalConv1D(Call):
             owner = "batch row" if packed is None else "sequence of cu_seqlens"
             legal = f"float{list(expected)}, the width - 1 tokens before each {owner}"
             raise invalid("initial_state", legal, state)
+
+    @classmethod
+    def sequence_note(cls, a: Mapping[str, Any], layout: Layout) -> str:
+        (b, _, c), history = a["x"].shape, a["weight"].shape[1] - 1
+        state = jax.ShapeDtypeStruct((b, c, history), a["x"].dtype)
+        size = size_note({("batch", "channels", "history"): state}, layout)
+        return f"inputs {over_note(layout, cls.sequence_axes)}: {size} from device to device"
+
+    @classmethod
+    def share_sequence(
+        cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]
+    ) -> tuple[Any, ...]:
+        return convolve_over_devices(a, Line.of_shard(shard, "seq"), run)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

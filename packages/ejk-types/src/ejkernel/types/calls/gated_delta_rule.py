@@ -1,14 +1,17 @@
 """The call of gated_delta_rule."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.calls.linear import LinearCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, F, I, invalid
+from ejkernel.types.states.line import LocalSequences
+from ejkernel.types.states.recurrence import delta_effect
 
 
 class GatedDeltaRule(LinearCall):
@@ -38,6 +41,19 @@ class GatedDeltaRule(LinearCall):
     @classmethod
     def num_heads(cls, a: Mapping[str, Any]) -> int:
         return a["value"].shape[2]
+
+    @classmethod
+    def effect_of(
+        cls, a: Mapping[str, Any], sequences: LocalSequences, run: Callable[..., Any], dtype: Any
+    ) -> Any:
+        return delta_effect(a, sequences, run, dtype)
+
+    @classmethod
+    def passed_arrays(cls, a: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+        """States, and their transitions."""
+        b, heads, width = a["key"].shape[0], cls.num_heads(a), a["key"].shape[3]
+        transition = jax.ShapeDtypeStruct((b, heads, width, width), jnp.float32)
+        return super().passed_arrays(a) | {("batch", "heads", "key_dim", "key_dim"): transition}
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:

@@ -43,6 +43,16 @@ class Layout:
         """Over how many devices the word is spread."""
         return math.prod(self.mesh_sizes[a] for a in self.axes(word))
 
+    def in_mesh_order(self, axes: MeshAxes) -> MeshAxes:
+        """Returns the longest start of mesh axes that has the order of the mesh.
+
+        JAX counts the devices of several mesh axes in that order where they send each other arrays.
+        """
+        order = list(self.mesh_sizes)
+        places = [order.index(axis) for axis in axes]
+        ordered = (n for n in range(len(axes), 0, -1) if places[:n] == sorted(places[:n]))
+        return axes[: next(ordered, 0)]
+
     @property
     def summed_axes(self) -> frozenset[str]:
         """The mesh axes over which the devices' results of a call are terms of a sum."""

@@ -1,21 +1,66 @@
 """The calls of all recurrent operations: one state per batch row or packed sequence."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.attention import softmax
 from ejkernel.types.calls import canonicalize
+from ejkernel.types.calls.layout import Layout
+from ejkernel.types.calls.sharding_notes import over_note, size_note
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, invalid, out_of_range
+from ejkernel.types.states.line import Line, LocalSequences
+from ejkernel.types.states.recurrence import Decays, decay_effect, run_over_devices, sum_of
 
 
 class LinearCall(Call):
     """A call with an initial state, one per batch row or per packed sequence."""
 
     symbolic = (*Call.symbolic, "sequences_plus_1")
+    sequence_axes = ("seq",)
+    passes_states = True
+
+    @classmethod
+    def decays(cls, a: Mapping[str, Any]) -> Decays:
+        """Returns the log decays of every token."""
+        g, gamma = a.get("g"), a.get("g_gamma")
+        if gamma is not None:
+            gamma = jnp.broadcast_to(gamma[None, None, :, None], (*a["query"].shape[:3], 1))
+        if g is not None and g.ndim == 3:
+            g = g[..., None]
+        return Decays(sum_of(g, gamma, a.get("gk")), a.get("gv"))
+
+    @classmethod
+    def effect_of(
+        cls, a: Mapping[str, Any], sequences: LocalSequences, run: Callable[..., Any], dtype: Any
+    ) -> Any:
+        """Returns what a state that comes from another device changes on this one."""
+        return decay_effect(a, sequences, dtype, decays=cls.decays(a))
+
+    @classmethod
+    def passed_arrays(cls, a: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+        """Returns the types of the states that devices of a sequence pass on, by axes."""
+        shape = (a["query"].shape[0], cls.num_heads(a), a["key"].shape[3], a["value"].shape[3])
+        state = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return {("batch", "heads", "key_dim", "v_dim"): state}
+
+    @classmethod
+    def sequence_note(cls, a: Mapping[str, Any], layout: Layout) -> str:
+        size, over = size_note(cls.passed_arrays(a), layout), over_note(layout, cls.sequence_axes)
+        return f"states {over}: {size} from device to device in each of a few steps"
+
+    @classmethod
+    def share_sequence(
+        cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]
+    ) -> tuple[Any, ...]:
+        line = Line.of_shard(shard, "seq", reverse=a["reverse"])
+        sequences = LocalSequences.of_line(line, a["cu_seqlens"])
+        return run_over_devices(a, sequences, run, cls.effect_of)
 
     @classmethod
     def num_heads(cls, a: Mapping[str, Any]) -> int:
@@ -73,6 +118,19 @@ class LinearCall(Call):
                 decay = -np.abs(rng.standard_normal(gate.shape)) / 16
                 samples[name] = jnp.asarray(decay, gate.dtype)
         return samples
+
+
+class LayerOfShard(int):
+    """A layer index that knows which of all heads a shard holds: decays count global heads."""
+
+    heads: int
+    first: Any
+
+    @classmethod
+    def create(cls, layer_idx: int, heads: int, first: Any) -> "LayerOfShard":
+        layer = cls(layer_idx)
+        layer.heads, layer.first = heads, first
+        return layer
 
 
 class RecurrentAttention(LinearCall):
@@ -141,6 +199,21 @@ class LightningAttention(LinearCall):
         reverse: bool = False,
         return_state: bool = False,
     ) -> None: ...
+
+    @classmethod
+    def log_decays(cls, a: Mapping[str, Any]) -> jax.Array:
+        """Returns ``g_gamma`` of the heads of a call, which may be a shard's."""
+        layer, heads = a["layer_idx"], a["query"].shape[2]
+        every, first = heads, 0
+        if isinstance(layer, LayerOfShard):
+            every, first = layer.heads, layer.first
+        slope = -8.0 / max(every, 1) * (1.0 - layer / a["num_layers"])
+        head = first + jnp.arange(heads)
+        return slope * head.astype(result_dtype(a["query"], jnp.float32))
+
+    @classmethod
+    def decays(cls, a: Mapping[str, Any]) -> Decays:
+        return super().decays({"query": a["query"], "g_gamma": cls.log_decays(a)})
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:

@@ -1,24 +1,31 @@
 """The call of mean_pooling."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import as_bool, at_most
 from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.axes import bare
+from ejkernel.types.calls.layout import Layout
 from ejkernel.types.calls.sharding import ShardingRule
+from ejkernel.types.calls.sharding_notes import over_note, size_note
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, Flags, I, invalid
+from ejkernel.types.states.line import Line
+from ejkernel.types.states.pooling import pool_over_devices
 
 
 class MeanPooling(Call):
     """Means over sequences, packed sequences or chunks of them."""
 
     name = "mean_pooling"
+    sequence_axes = ("seq", "tokens")
+    passes_states = True
 
     @staticmethod
     def signature(
@@ -65,6 +72,22 @@ class MeanPooling(Call):
             if mask.shape != x.shape[: axis + 1]:
                 raise invalid("attention_mask", f"bool or int{list(x.shape[: axis + 1])}", mask)
             a["attention_mask"] = as_bool(mask)
+
+    @classmethod
+    def sequence_note(cls, a: Mapping[str, Any], layout: Layout) -> str:
+        shape = cls._shapes(a)[0]
+        batch = "batch" if a["cu_seqlens"] is None else "sequences"
+        axis = 1 if a["chunk_size"] is None else 2
+        words = (batch, *("chunks",) * (axis - 1), "channels_0", *("_",) * (len(shape) - axis - 1))
+        size = size_note({words: jax.ShapeDtypeStruct(shape, jnp.float32)}, layout)
+        return f"sums {over_note(layout, cls.sequence_axes)}: all-reduce of {size}"
+
+    @classmethod
+    def share_sequence(
+        cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]
+    ) -> tuple[Any, ...]:
+        word = "seq" if a["cu_seqlens"] is None else "tokens"
+        return (pool_over_devices(a, Line.of_shard(shard, word), run),)
 
     @classmethod
     def _shapes(cls, a: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -33,6 +33,9 @@ class PagedCall(Call):
     """A call that reads a cache of pages, its first array of pages, through ``block_tables``."""
 
     shards_pages: ClassVar[bool] = True
+    refused_axes: ClassVar[Mapping[str, str]] = {
+        "pages": "spread pages by mesh= and in_specs=, or shard heads or rows"
+    }
     NOT_OVER_DEVICES: ClassVar[tuple[str, ...]] = ("sliding_window", "tree_mask", "positions")
     """Arguments that say which keys a row sees by their places."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ejkernel.types.arrays import is_symbolic
@@ -26,6 +26,9 @@ Factors = tuple[tuple[tuple[str, int], ...], ...]
 MAPPED = "mapped_"
 """How words of axes begin that ``vmap`` added; all of them are batch-like."""
 
+REFUSED = "refused_"
+"""How words of axes begin that the compiler must not find sharded."""
+
 
 @dataclass(frozen=True)
 class ShardingRule:
@@ -36,20 +39,28 @@ class ShardingRule:
         sizes: global sizes of the axis words.
         whole_groups: whether a device needs all query heads of its key heads.
         sequence: words of the axes of queries and keys where devices share a sequence.
+        refused: words of axes that are an error where they are sharded, and what to do instead;
+            the compiler gathers other axes that may not be sharded.
     """
 
     operation: str
     sizes: Mapping[str, int]
     whole_groups: bool = False
     sequence: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def words(self, words: Iterable[str], shape: Sequence[int]) -> Words:
         """Returns the words of an array's axes, "" in place of those that may not be sharded.
 
-        An axis may hold several entries for each one of its word, all next to each other.
+        Words that are refused begin with ``REFUSED``. An axis may hold several entries for each one
+        of its word, all next to each other.
         """
         return tuple(
-            word if self._is_free(word) and _is_multiple(size, self.sizes.get(word)) else ""
+            REFUSED + word
+            if word in self.refused
+            else word
+            if self._is_free(word) and _is_multiple(size, self.sizes.get(word))
+            else ""
             for word, size in zip((w.lstrip("#") for w in words), shape, strict=True)
         )
 
@@ -86,7 +97,7 @@ class ShardingRule:
         otherwise the compiler might split a mesh axis between groups and heads of a group.
         """
         return tuple(
-            self._factors(word, size, mesh_sizes) if word else ()
+            self._factors(word, size, mesh_sizes) if word and not word.startswith(REFUSED) else ()
             for word, size in zip(words, shape, strict=True)
         )
 
@@ -112,11 +123,17 @@ class ShardingRule:
 
         ``arrays``: the words and the mesh axes of each array's axes, in order. A word keeps as
         many of its mesh axes, major first, as divide it evenly.
+
+        Raises:
+            ValueError: an axis is sharded that is ``refused``.
         """
         layout = Layout(self.operation, mesh_sizes, frozenset(self.sizes))
         used: set[str] = set()
         for words, entries in arrays:
             for word, axes in zip(words, entries, strict=True):
+                if word.startswith(REFUSED):
+                    self._check_whole(word.removeprefix(REFUSED), axes, mesh_sizes)
+                    continue
                 chosen = "heads" if word and _is_of_keys(word) else word
                 if not word or chosen in layout.spread:
                     continue
@@ -132,12 +149,20 @@ class ShardingRule:
                     used.update(axes)
         return layout
 
+    def _check_whole(self, word: str, axes: MeshAxes, mesh_sizes: Mapping[str, int]) -> None:
+        """Raises ValueError for an axis that is sharded."""
+        if any(mesh_sizes[axis] > 1 for axis in axes):
+            raise ValueError(
+                f"{self.operation}: axis {word} is sharded over {axes}, but is indexed, so that "
+                f"every device needs all of it; {self.refused[word]}"
+            )
+
     def _spread_sequence(self, layout: Layout, word: str, axes: MeshAxes) -> MeshAxes:
         """Returns the mesh axes of queries, after spreading keys over them; keys follow queries."""
         if word != self.sequence[0]:
             return ()
         counts = [self.sizes[w] for w in self.sequence if w in self.sizes]
-        axes = _dividing(axes, layout.mesh_sizes, counts)
+        axes = _dividing(layout.in_mesh_order(axes), layout.mesh_sizes, counts)
         if axes:
             layout.spread.update(dict.fromkeys(self.sequence, axes))
         return axes

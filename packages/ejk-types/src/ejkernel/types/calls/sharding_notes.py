@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,12 +25,13 @@ def sharding_notes(
     arrays: Mapping[str, Any],
     output: Sequence[str] = (),
     a: Mapping[str, Any] | None = None,
+    describe: Callable[[Layout], str] | None = None,
 ) -> tuple[str, ...]:
     """Returns the notes on a call under plain ``jit``; none where no array is sharded.
 
     ``axes``: words of the axes of the arrays of each argument; ``arrays``: the arguments that are
     arrays or masks, abstract or not; ``output``: words of the axes of the first output; ``a``: the
-    canonical arguments.
+    canonical arguments; ``describe``: returns the note on a sequence whose devices pass states on.
     """
     named = [
         (name, rule.words(words, x.shape), words, x)
@@ -43,13 +44,16 @@ def sharding_notes(
     if not any(map(any, split)):
         return ()
     entries = [(words, mesh_axes) for (_, words, *_), mesh_axes in zip(named, split, strict=True)]
-    layout = rule.layout(mesh_sizes, entries)
+    try:
+        layout = rule.layout(mesh_sizes, entries)
+    except ValueError as error:
+        return (f"refused: {error}",)
     used = {axis for mesh_axes in layout.spread.values() for axis in mesh_axes}
     words = sorted(layout.spread, key=lambda word: list(AXES).index(bare(word)))
     spread = ", ".join(f"{word} over {' and '.join(layout.axes(word))}" for word in words)
     notes = [f"sharded: {spread or 'no axis'}"]
     if a is not None and layout.spread.keys() & set(rule.sequence):
-        notes.append(_sequence_note(layout, rule, a))
+        notes.append(_sequence_note(layout, rule, a) if describe is None else describe(layout))
     if layout.summed_axes:
         shape = [rule.sizes.get(word, 1) for word in output]
         full = jax.ShapeDtypeStruct(tuple(shape), named[0][3].dtype)
@@ -98,6 +102,18 @@ def _sequence_note(layout: Layout, rule: ShardingRule, a: Mapping[str, Any]) -> 
     plan = Plan.make(ring, rules, local["query"].shape[1], local["key"].shape[1])
     choice = choose_strategy({**local, "bias": a.get("bias")}, ring, plan, rules)
     return f"context_parallel {over}: auto is {choice.strategy}: {choice.reason}"
+
+
+def size_note(arrays: Mapping[Words, Any], layout: Layout) -> str:
+    """Returns the size on each device of arrays by the words of their axes."""
+    return _in_words(
+        sum(_bytes(x) / math.prod(map(layout.parts, words)) for words, x in arrays.items())
+    )
+
+
+def over_note(layout: Layout, words: Sequence[str]) -> str:
+    """Returns over which mesh axes a sequence is spread, whose word is among ``words``."""
+    return "over " + " and ".join(next(layout.axes(word) for word in words if layout.axes(word)))
 
 
 def place_arrays(

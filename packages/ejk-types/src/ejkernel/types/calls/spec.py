@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -52,7 +53,12 @@ class Call:
         sequence_hint: what a caller does in place of sharding a sequence, for messages.
         shards_pages: whether pages of a cache may be spread over devices (``attend_to_shard``).
         whole_groups: whether a device of a mesh needs all query heads of its key heads.
-        sequence_axes: words of the axes of queries and of keys, if devices may share a sequence.
+        sequence_axes: words of the axes of queries and of keys, or of tokens, if devices may share
+            a sequence.
+        passes_states: whether such devices pass states on (``share_sequence``), whatever the
+            kernel; otherwise it takes a kernel that can share a sequence.
+        refused_axes: words of axes that are an error under plain ``jit`` where they are sharded,
+            and what to do instead.
         boundary: the parameters, read from ``signature``.
         StaticArguments: tuple with a field for every parameter but ``mask_info``.
         Options: tuple with a field for every parameter whose annotation is no array.
@@ -73,6 +79,8 @@ class Call:
     shards_pages: ClassVar[bool] = False
     whole_groups: ClassVar[bool] = False
     sequence_axes: ClassVar[tuple[str, ...]] = ()
+    passes_states: ClassVar[bool] = False
+    refused_axes: ClassVar[Mapping[str, str]] = {}
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
         "pages", "max_blocks", "inner", "columns", "channels",
@@ -198,8 +206,8 @@ class Call:
                 for word, size in zip(axes, x.shape, strict=True):
                     if not (word.startswith("#") and size == 1):
                         sizes.setdefault(word.lstrip("#"), size)
-        words = cls.sequence_axes if sequence else ()
-        return ShardingRule(cls.name, sizes, cls.whole_groups, words)
+        words = tuple(word for word in cls.sequence_axes if word in sizes) if sequence else ()
+        return ShardingRule(cls.name, sizes, cls.whole_groups, words, cls.refused_axes)
 
     @classmethod
     def sharding_notes(
@@ -220,7 +228,8 @@ class Call:
         first = next(iter(cls.output_axes(dict(a))), "")
         output = () if first.startswith("=") else tuple(first.split())
         rule = cls.sharding_rule(a, sequence=sequence)
-        return sharding_notes(rule, axes, alike, output, a)
+        describe = partial(cls.sequence_note, a) if cls.passes_states else None
+        return sharding_notes(rule, axes, alike, output, a, describe)
 
     @classmethod
     def placement_notes(
@@ -257,6 +266,21 @@ class Call:
     @classmethod
     def attend_to_shard(cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]) -> Any:
         """Returns the result of a call of which each device has some of the pages.
+
+        ``a``: the arguments of one shard; ``run``: computes a call of one device.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def sequence_note(cls, a: Mapping[str, Any], layout: Layout) -> str:
+        """Returns what devices that share the sequence of a call send each other."""
+        raise NotImplementedError
+
+    @classmethod
+    def share_sequence(
+        cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]
+    ) -> tuple[Any, ...]:
+        """Returns the requested outputs of a call of which each device has some of the tokens.
 
         ``a``: the arguments of one shard; ``run``: computes a call of one device.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ejkernel.kernels.triton.gated_delta_rule.chunks import ChunkLaunch
-from ejkernel.kernels.triton.gated_delta_rule.prepare import EPSILON
+from ejkernel.kernels.triton.gated_delta_rule.prepare import EPSILON, reciprocal_root
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows, store_rows
 from ejkernel.kernels.triton.linear_attention.tiles import width
@@ -76,4 +76,4 @@ def reciprocal_length(x, base, tokens, head, sizes, BLOCK: tl.constexpr):
     for channel in tl.range(0, sizes.DIM, BLOCK, num_stages=1):
         row = load_block(x, base, tokens, head, channel, sizes, BLOCK).to(tl.float32)
         squares += tl.sum(row * row, 1)
-    return 1.0 / tl.sqrt(squares + EPSILON)
+    return reciprocal_root(squares + EPSILON)

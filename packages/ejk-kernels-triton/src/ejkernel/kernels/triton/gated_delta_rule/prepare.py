@@ -42,7 +42,17 @@ SMALLEST_BETA = tl.constexpr(2.0**-30)
 def reciprocal_lengths(x):
     """Returns 1 / sqrt(sum of squares + epsilon) of every row, 1e3 for rows of zeros."""
     x = x.to(tl.float32)
-    return 1.0 / tl.sqrt(tl.sum(x * x, 1) + EPSILON)
+    return reciprocal_root(tl.sum(x * x, 1) + EPSILON)
+
+
+@triton.jit
+def reciprocal_root(x):
+    """Returns 1 / sqrt(x), correctly rounded twice.
+
+    Every pair of tokens has the error of a key's length. Where keys repeat it adds up over a
+    sequence, so the approximations of the hardware are not enough.
+    """
+    return tl.div_rn(1.0, tl.sqrt_rn(x))
 
 
 @triton.jit

@@ -81,6 +81,54 @@ MIN_LANES, MAX_ROUNDS = 32, 8
 
 
 @triton.jit
+def attend_tiles(
+    q, rows, inside, position, factor, cache, v, hk, table, page, tile, stop, length, begin, sizes,
+    logits, layout, dots, BLOCK: tl.constexpr, MASK_BEGIN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Attention of query ``rows`` to the key tiles ``tile`` .. ``stop`` of one sequence.
+
+    ``position``: of each row, None where all come after all keys. ``factor``: of the logits.
+    ``page``: pages of the first tile. MASK_BEGIN: keys before ``begin`` are not read.
+
+    Returns (m, l, acc, acc_tail), m as a base-2 logit.
+    """
+    POSITIVE: tl.constexpr = logits.POSITIVE and factor is None
+    if factor is None:
+        factor = logits.scale
+    if dots.RAW_QUERIES:
+        queries = load_raw_queries(q, rows, inside, factor, logits, cache.K, POSITIVE)
+    else:
+        queries = prepare_queries(q, rows, inside, factor, logits, cache.K, dots, POSITIVE)
+    m, l, sums = init_state(cache.V, layout.BLOCK)  # noqa: E741
+    opaque = None
+    if dots.OPAQUE:
+        opaque = length > 0
+    for i in tl.range(tile, stop):
+        j = i * BLOCK + tl.arange(0, BLOCK)
+        cache_rows = compute_cache_rows(page, i * BLOCK, sizes.pages, cache.PAGE, BLOCK)
+        current_page = page
+        page = load_block_pages(table, (i + 1) * BLOCK, length, cache.PAGE, BLOCK)
+        loaded = j < length
+        if MASK_BEGIN:
+            loaded = loaded & (j >= begin)
+        run = None
+        if cache.k_tail is not None:
+            run = clamp_run(current_page, i * BLOCK, length - 1, sizes.pages, cache.PAGE, BLOCK)
+        keys = Keys(
+            j, cache_rows, loaded, run, position,
+            sizes.left if sizes.WINDOW and layout.TOKENS > 1 else None, None,
+        )  # fmt: skip
+        m, l, _e, sums = attend_block(  # noqa: E741
+            queries, m, l, None, sums, cache, v, hk, keys, logits, dots, PTX, opaque
+        )
+    m = partial_logit(m, queries.slopes, l)
+    acc, acc_tail = join_columns(sums, cache.V)
+    if dots.BIASED:
+        acc = acc * 2.0**24
+    return m, l, acc, acc_tail
+
+
+@triton.jit
 def paged_split(
     q, cache, sequences, k_scale, v_scale, sinks, partial, starts, o, sizes, logits, layout, dots,
     BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, SPLITS: tl.constexpr,
@@ -89,7 +137,6 @@ def paged_split(
     """Writes ``partial`` results and ``starts``, or with one split a sequence the output."""
     GROUP: tl.constexpr = layout.ALL // layout.KV
     TOKENS: tl.constexpr = layout.TOKENS
-    left = sizes.left
     pid = tl.program_id(0)
     chunk = pid % layout.CHUNKS
     hk = (pid // layout.CHUNKS) % layout.KV
@@ -152,46 +199,15 @@ def paged_split(
                 count = tl.load(sequences.counts + b)
             inside = token < count
             position = length - count + token
-        factor = logits.scale
+        factor = None
         if k_scale.array is not None:
             at = k_scale.array + b * k_scale.row + hk * k_scale.head
-            factor *= tl.load(at).to(tl.float32)
-        POSITIVE: tl.constexpr = logits.POSITIVE and k_scale.array is None
-        if dots.RAW_QUERIES:
-            queries = load_raw_queries(q, row + row_of, inside, factor, logits, cache.K, POSITIVE)
-        else:
-            queries = prepare_queries(
-                q, row + row_of, inside, factor, logits, cache.K, dots, POSITIVE
-            )
-        m, l, sums = init_state(cache.V, layout.BLOCK)  # noqa: E741
-        opaque = None
-        if dots.OPAQUE:
-            opaque = length > 0
-        for tile in tl.range(tile0, first_tile + stop - before - SETUP_TILES):
-            j = tile * BLOCK + tl.arange(0, BLOCK)
-            cache_rows = compute_cache_rows(page, tile * BLOCK, sizes.pages, cache.PAGE, BLOCK)
-            current_page = page
-            page = load_block_pages(table, (tile + 1) * BLOCK, length, cache.PAGE, BLOCK)
-            loaded = j < length
-            if sizes.WINDOW or sequences.begins is not None:
-                loaded = loaded & (j >= begin)
-            run = None
-            if cache.k_tail is not None:
-                run = clamp_run(
-                    current_page, tile * BLOCK, length - 1, sizes.pages, cache.PAGE, BLOCK
-                )
-            keys = Keys(
-                j, cache_rows, loaded, run, position,
-                left if sizes.WINDOW and TOKENS > 1 else None, None,
-            )  # fmt: skip
-            m, l, _e, sums = attend_block(  # noqa: E741
-                queries, m, l, None, sums, cache, v, hk, keys, logits, dots, PTX, opaque
-            )
-
-        m = partial_logit(m, queries.slopes, l)
-        acc, acc_tail = join_columns(sums, cache.V)
-        if dots.BIASED:
-            acc = acc * 2.0**24
+            factor = tl.load(at).to(tl.float32) * logits.scale
+        m, l, acc, acc_tail = attend_tiles(  # noqa: E741
+            q, row + row_of, inside, position, factor, cache, v, hk, table, page, tile0,
+            first_tile + stop - before - SETUP_TILES, length, begin, sizes, logits, layout, dots,
+            BLOCK, sizes.WINDOW or sequences.begins is not None, PTX,
+        )  # fmt: skip
         if o is not None:
             value_scale = load_head_scale(v_scale, b, hk)
             factor = compute_output_factor(m, l, sinks, b, heads, inside, value_scale)
@@ -252,13 +268,7 @@ class PagedSplit(PagedLaunch):
         return (self.ranges * self.problem.kv_heads * self.query_block[1],)
 
     def options(self, target):
-        t = self.tiles
-        options = {"num_warps": t.num_warps, "num_stages": t.num_stages}
-        if target.platform != "cuda":
-            return options
-        # without a bound the assembler spills to fit more programs than are meant to run together
-        registers = min(255, 2048 // (t.num_warps * t.programs_per_core) // 8 * 8)
-        return options | {"maxnreg": registers}
+        return self.tiles.launch_options(target)
 
     def cache_operands(self) -> tuple[In | TensorMap | None, TensorMap | None, In | None]:
         """Returns keys by pointer, or by descriptors of both parts of a row, and values."""

@@ -57,6 +57,15 @@ class DecodeTiles:
         fields = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return fields if self.pages is None else {"pages_per_block": self.pages, **fields}
 
+    def launch_options(self, target: Target) -> dict[str, int]:
+        """Returns the compiler's options of a launch that reads keys."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if target.platform != "cuda":
+            return options
+        # without a bound the assembler spills to fit more programs than are meant to run together
+        registers = min(255, 2048 // (self.num_warps * self.programs_per_core) // 8 * 8)
+        return options | {"maxnreg": registers}
+
     def apply_config(self, cfg: Any, problem: PagedProblem, target: Target) -> DecodeTiles:
         """Returns the tiles with the values of a config, then the splits that the call asks for."""
         tiles, pages = overridden(self, cfg, LAUNCHED), config_field(cfg, "pages_per_block")

@@ -85,7 +85,7 @@ def compute_output_factor(m, l, sinks, b, heads, inside, value_scale):  # noqa: 
 
 
 @triton.jit
-def _find_range(t, tiles, extra):
+def find_range(t, tiles, extra):
     """Returns the range of tile t; the first ``extra`` ranges have ``tiles + 1`` tiles."""
     longer = extra * (tiles + 1)  # tiles of these
     return tl.where(t < longer, t // (tiles + 1), extra + (t - longer) // tl.maximum(tiles, 1))
@@ -105,9 +105,9 @@ def find_slots(
         total = tl.load(starts + batch)
         tiles = total // ranges
         extra = total % ranges
-        first = _find_range(start + SETUP_TILES, tiles, extra)
+        first = find_range(start + SETUP_TILES, tiles, extra)
         slot = first + b
-        count = tl.where(stop > start, _find_range(stop - 1, tiles, extra) - first + 1, 0)
+        count = tl.where(stop > start, find_range(stop - 1, tiles, extra) - first + 1, 0)
     return slot, count
 
 
@@ -223,6 +223,43 @@ def merge_row(
         m, l, acc = _merge_many(  # noqa: E741
             acc_in, m_in, l_in, first, count, step, column, DV, PARTS, AVERAGES
         )
+    return m, l, acc
+
+
+@triton.jit
+def merge_rows(
+    acc_in, m_in, l_in, rows, inside, count, step, column, DV: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Returns (m, l, acc) of several rows, each of ``count`` partial results ``step`` rows apart.
+
+    ``rows``: the first of each. No sum crosses lanes, and PARTS loads are in flight together.
+    """
+    m = tl.full(rows.shape, float("-inf"), tl.float32)
+    l = tl.zeros(rows.shape, tl.float32)  # noqa: E741
+    acc = tl.zeros([rows.shape[0], column.shape[0]], tl.float32)
+    for i in range(0, count, PARTS):
+        accs = ()
+        ms = ()
+        ls = ()
+        top = m
+        for n in tl.static_range(PARTS):
+            valid = inside & (i + n < count)
+            at = rows + (i + n) * step
+            mask = valid[:, None] & (column < DV)[None, :]
+            accs += (tl.load(acc_in + at[:, None] * DV + column[None, :], mask=mask, other=0.0),)
+            ms += (tl.load(m_in + at, mask=valid, other=float("-inf")),)
+            ls += (tl.load(l_in + at, mask=valid, other=0.0),)
+        for n in tl.static_range(PARTS):
+            top = tl.maximum(top, ms[n])
+        base = tl.where(top == float("-inf"), 0.0, top)
+        alpha = tl.exp2(m - base)
+        m = top
+        l = l * alpha  # noqa: E741
+        acc = acc * alpha[:, None]
+        for n in tl.static_range(PARTS):
+            weight = tl.exp2(ms[n] - base)
+            l += ls[n] * weight  # noqa: E741
+            acc += accs[n] * weight[:, None]
     return m, l, acc
 
 

@@ -17,6 +17,9 @@ from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 from ejkernel.types.serving.schedule import LongPrefill
 
 MIN_SPLIT_KEYS = 1024  # keys of a split: its partial results are a quarter of their bytes
+MAX_COMPARISONS = 4096  # of rows with sequences, which each program of few rows makes at once
+FEW_ROWS_STEPS = 4  # steps of a work range of few rows
+MAX_REPEATED_READS = 4  # times that few rows of one sequence may read its keys, one a chunk
 MAX_DECODE_TOKENS = 8  # rows of a sequence in one decoding step: keys are read once for all of them
 
 
@@ -181,6 +184,42 @@ def decode_ranges(problem: RaggedProblem, tiles: RaggedTiles, target: Target) ->
         return decode_tiles.count_work_ranges(decode_problem(problem, tiles), tiles.decode, target)
     longest = -(-p.capacity // tiles.decode.block)
     return max(1, p.batch * min(tiles.splits, longest))
+
+
+def is_few_rows(problem: RaggedProblem, tiles: RaggedTiles) -> bool:
+    """Returns whether a call is one of few rows, which ``few_rows`` attends to in one launch.
+
+    A row for each sequence at most is the shape of a call that only decodes. Whatever its values,
+    no sequence has more chunks than are worth another launch.
+    """
+    rows, n, tokens = problem.rows, problem.sequences, tiles.decode_tokens
+    few = rows <= tokens or rows <= min(n, max(MAX_DECODE_TOKENS, MAX_REPEATED_READS * tokens))
+    comparisons = power_of_two(rows) * power_of_two(n)
+    return few and comparisons <= MAX_COMPARISONS and tiles.long_prefill is None
+
+
+def few_row_ranges(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:
+    """Returns the number of equal work ranges of all keys of few rows.
+
+    A program has FEW_ROWS_STEPS steps, whose loads are in flight together, so that few partial
+    results merge in one wait; or fewer, so that every multiprocessor has a program, or more, where
+    as many programs run as of ``decode``.
+    """
+    p, t = problem.paged, tiles.decode
+    longest = -(-p.capacity // t.block)
+    if tiles.splits is not None:
+        return max(1, problem.rows * min(tiles.splits, longest))
+    _, chunks = query_rows(decode_problem(problem, tiles), t.max_rows)
+    heads, steps = p.kv_heads * chunks, problem.rows * longest
+    ranges = max(steps // FEW_ROWS_STEPS, target.cores // heads)
+    return max(1, min(ranges, t.programs_per_core * target.cores // heads, steps))
+
+
+def count_counters(problem: RaggedProblem, tiles: RaggedTiles) -> int:
+    """Returns the counters of few rows: of finished programs, for each row and program of it."""
+    p = problem.paged
+    _, chunks = query_rows(decode_problem(problem, tiles), tiles.decode.max_rows)
+    return problem.rows * p.kv_heads * chunks
 
 
 def max_split_units(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:

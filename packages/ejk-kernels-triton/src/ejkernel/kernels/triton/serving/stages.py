@@ -9,10 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.serving.decode_tiles import count_work_ranges
-from ejkernel.kernels.triton.serving.ragged_tiles import RaggedTiles, decode_problem, decode_ranges
+from ejkernel.kernels.triton.serving.ragged_tiles import (
+    RaggedTiles,
+    count_counters,
+    decode_problem,
+    decode_ranges,
+    is_few_rows,
+)
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types.serving.problem import RaggedProblem
@@ -50,7 +57,9 @@ def _count_ranges(work: Work) -> int:
 
 
 def build_schedule(work: Work, arrays: Arrays) -> Arrays:
-    """Returns the tables of ``types.serving.schedule.RaggedSchedule``."""
+    """Returns the tables of ``types.serving.schedule.RaggedSchedule``; none for few rows."""
+    if is_few_rows(work.problem, work.tiles):
+        return {}
     from ejkernel.kernels.triton.serving.schedule import RaggedScheduleLaunch
 
     launch = RaggedScheduleLaunch(work.problem, work.tiles, work.target)
@@ -62,20 +71,25 @@ def write_cache(work: Work, arrays: Arrays) -> Arrays:
     from ejkernel.kernels.triton.serving.write import RaggedWrite
 
     names = ("keys", "values", "tables", "sequences", "header", "k_scale", "v_scale")
+    if is_few_rows(work.problem, work.tiles):
+        names += ("starts", "lens", "valid")
     written = call(
         RaggedWrite(work.problem, work.tiles, work.target),
         **select_arrays(arrays, *names),
-        first_rows=arrays["d_rows"],
+        first_rows=arrays.get("d_rows"),
         # XLA then copies a slice of stacked caches before the launch, at full speed (``in_place``)
         cache_in=jax.lax.optimization_barrier(arrays["k"]),
     )
     scale = arrays.get("logit_scale", arrays.get("k_scale"))
-    return {"k": written["cache"]} | ({} if scale is None else {"k_scale": scale})
+    written["k"] = written.pop("cache")
+    return written | ({} if scale is None else {"k_scale": scale})
 
 
 def decode_rows(work: Work, arrays: Arrays) -> Arrays:
-    """Returns partial results of the sequences that are decoded."""
+    """Returns partial results of the sequences that are decoded; of few rows all outputs."""
     p, t = work.problem, work.tiles
+    if is_few_rows(p, t):
+        return _attend_few_rows(work, arrays)
     partial = call(
         decode_launch(p, t, work.target),
         **select_arrays(arrays, "q", "k", "tables", "k_scale"),
@@ -85,6 +99,23 @@ def decode_rows(work: Work, arrays: Arrays) -> Arrays:
         counts=arrays["d_counts"],
     )
     return {f"d_{name}": x for name, x in partial.items()}
+
+
+def _attend_few_rows(work: Work, arrays: Arrays) -> Arrays:
+    from ejkernel.kernels.triton.serving.few_rows import FewRowsAttention
+
+    p, t = work.problem, work.tiles
+    counters = arrays.get("counters")
+    if counters is None:
+        counters = jnp.zeros(count_counters(p, t), jnp.int32)
+    names = ("q", "k", "tables", "starts", "lens", "valid", "k_scale", "v_scale", "sink")
+    results = call(
+        FewRowsAttention(p, t, work.target),
+        **select_arrays(arrays, *names),
+        counters_in=counters,
+    )
+    outputs = {"o": "o", "lse": "lse", "cache": "k"}
+    return {outputs[name]: x for name, x in results.items() if name in outputs}
 
 
 def decode_launch(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> PagedSplit:
@@ -106,6 +137,8 @@ def skip_long_prefill(work: Work, arrays: Arrays) -> Arrays:
 
 def prefill_rows(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output with the rows of short prefill, and partial results of split tiles."""
+    if is_few_rows(work.problem, work.tiles):
+        return {}
     from ejkernel.kernels.triton.serving.prefill import RaggedPrefill
 
     names = ("q", "k", "tables", "sequences", "header", "k_scale", "v_scale", "sink")
@@ -121,11 +154,15 @@ def prefill_rows(work: Work, arrays: Arrays) -> Arrays:
 
 def merge_rows(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output, and the log-sum-exp, with the rows of partial results."""
+    if is_few_rows(work.problem, work.tiles):
+        return {}
     return _merge_partials(work, arrays, None)
 
 
 def merge_rows_and_cache(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output, the log-sum-exp, and the cache of a call that wrote it."""
+    if is_few_rows(work.problem, work.tiles):
+        return {}
     merged = _merge_partials(work, arrays, arrays["k"])
     return {"k": merged.pop("cache"), **merged}
 

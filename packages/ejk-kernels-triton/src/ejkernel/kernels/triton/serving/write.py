@@ -21,12 +21,15 @@ from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import power_of_two, struct
 from ejkernel.kernels.triton.serving.in_place import is_elsewhere
 from ejkernel.kernels.triton.serving.launch import RaggedLaunch, sequential
+from ejkernel.kernels.triton.serving.packed_rows import PackedSequences, find_packed_rows
 from ejkernel.kernels.triton.serving.params import layout_params
 from ejkernel.kernels.triton.serving.quantize import eight_bit_quotients, eight_bits
+from ejkernel.kernels.triton.serving.ragged_tiles import count_counters
 from ejkernel.kernels.triton.serving.schedule import END_ROW, FIRST_ROW, KV_LEN, ROW_END
 from ejkernel.kernels.triton.targets import instructions
 from ejkernel.types.serving.problem import ITEMSIZE
 
+COUNTED = tl.constexpr(256)  # counters that are set to 0 at once
 BLOCK = 32  # packed rows of a program that writes
 LANES = 64  # sequences it looks at at once: one compare for each row and each of them
 
@@ -59,6 +62,7 @@ class WriteSizes(NamedTuple):
     rows: int
     max_pages: int
     pages: int
+    counters: int
 
 
 class WriteTile(NamedTuple):
@@ -85,13 +89,15 @@ class WriteTile(NamedTuple):
 
 @triton.jit
 def _write_rows(
-    block, head, keys, values, tables, first_rows, sequences, header, k_scale, v_scale, cache,
-    sizes, tile, PTX: tl.constexpr,
+    block, head, keys, values, tables, packed, first_rows, sequences, header, k_scale, v_scale,
+    cache, sizes, tile, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes the keys and values of one head in one block of packed rows."""
     n = sizes.n
     row = block * tile.BLOCK + tl.arange(0, tile.BLOCK)
-    is_valid = (row >= tl.load(header + FIRST_ROW)) & (row < tl.load(header + END_ROW))
+    is_valid = row < sizes.rows
+    if header is not None:
+        is_valid = (row >= tl.load(header + FIRST_ROW)) & (row < tl.load(header + END_ROW))
     column = tl.arange(0, tile.COLUMNS)
     # loaded before the rows of the cache are known, while one look-up waits for the other
     source = (row.to(tl.int64) * tile.KV_HEADS + head)[:, None] * tile.D + column[None, :]
@@ -99,15 +105,20 @@ def _write_rows(
     new_keys = tl.load(keys + source, mask=mask, other=0)
     new_values = tl.load(values + source, mask=mask, other=0)
 
-    r = tl.zeros([tile.BLOCK], tl.int32)
-    for base in range(0, n, tile.LANES):
-        i = base + tl.arange(0, tile.LANES)
-        end = tl.load(sequences + ROW_END * n + i, mask=i < n, other=2147483647)
-        r += tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
-    r = tl.minimum(r, n - 1)
-    last = tl.load(sequences + ROW_END * n + r)
-    length = tl.load(sequences + KV_LEN * n + r)
-    first = tl.load(first_rows + r)
+    if packed is not None:
+        capacity = sizes.max_pages * tile.PAGE
+        r, first, last, length = find_packed_rows(row, packed, n, sizes.rows, capacity, tile.LANES)
+        is_valid = is_valid & (last > 0)
+    else:
+        r = tl.zeros([tile.BLOCK], tl.int32)
+        for base in range(0, n, tile.LANES):
+            i = base + tl.arange(0, tile.LANES)
+            end = tl.load(sequences + ROW_END * n + i, mask=i < n, other=2147483647)
+            r += tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
+        r = tl.minimum(r, n - 1)
+        last = tl.load(sequences + ROW_END * n + r)
+        length = tl.load(sequences + KV_LEN * n + r)
+        first = tl.load(first_rows + r)
     position = length - last + row
     is_valid = is_valid & (position >= 0) & (row >= first)
     page = tl.load(
@@ -140,12 +151,21 @@ def _copy_head(source, cache, cache_rows, head, K_HEADS: tl.constexpr, K_STEP: t
 
 @triton.jit
 def ragged_write(
-    keys, values, tables, first_rows, sequences, header, k_scale, v_scale, cache_in, cache, sizes,
-    tile, PTX: tl.constexpr,
+    keys, values, tables, packed, first_rows, sequences, header, k_scale, v_scale, cache_in, cache,
+    counters, sizes, tile, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Writes keys and values into the cache, which is in the memory of ``cache_in``."""
+    """Writes keys and values into the cache, which is in the memory of ``cache_in``.
+
+    Without a schedule, whose tables are then None, ``packed`` says which rows a sequence has, and
+    the ``counters`` of ``few_rows`` are set to 0.
+    """
     block = tl.program_id(0)
     head = tl.program_id(1)
+    if counters is not None:
+        if head + block == 0:
+            for start in range(0, sizes.counters, COUNTED):
+                i = start + tl.arange(0, COUNTED)
+                tl.store(counters + i, tl.zeros([COUNTED], tl.int32), mask=i < sizes.counters)
     stop = block + 1
     if is_elsewhere(cache_in, cache):
         # A program per head copies and writes all of the head, which no other program touches.
@@ -159,8 +179,8 @@ def ragged_write(
             tl.debug_barrier()
     for b in range(block, stop):
         _write_rows(
-            b, head, keys, values, tables, first_rows, sequences, header, k_scale, v_scale, cache,
-            sizes, tile, PTX,
+            b, head, keys, values, tables, packed, first_rows, sequences, header, k_scale, v_scale,
+            cache, sizes, tile, PTX,
         )  # fmt: skip
 
 
@@ -170,11 +190,19 @@ class RaggedWrite(RaggedLaunch):
 
     kernel = ragged_write
     batching: ClassVar = sequential(
-        "keys values tables first_rows sequences header k_scale v_scale cache_in"
+        "keys values tables starts lens valid first_rows sequences header k_scale v_scale cache_in"
     )
 
+    @property
+    def counters(self) -> int:
+        """Counters that are set to 0."""
+        return 0 if self.has("header") else count_counters(self.problem, self.tiles)
+
     def outputs(self):
-        return {"cache": struct(self.problem.paged.key_dtype, *(self.shape("cache_in") or ()))}
+        return {
+            "cache": struct(self.problem.paged.key_dtype, *(self.shape("cache_in") or ())),
+            "counters": struct("int32", self.counters) if self.counters else None,
+        }
 
     def in_place(self):
         return {"cache": "cache_in"}
@@ -189,14 +217,20 @@ class RaggedWrite(RaggedLaunch):
         p, (key, value) = self.problem.paged, self.problem.written_dtypes
         eight_bit = ITEMSIZE[p.key_dtype] == 1
         view, layout = "int8" if eight_bit else None, layout_params(p)
+        packed = None
+        if not self.has("header"):
+            # the last element is the number of valid sequences
+            count = (self.shape("valid") or (1,))[0] - 1
+            packed = PackedSequences(*map(self.operand, ("starts", "lens", "valid")), COUNT=count)
         return {
+            "packed": packed,
             "keys": self.operand("keys", view if key == p.key_dtype else None),
             "values": self.operand("values", view if value == p.key_dtype else None),
             "k_scale": self.scale("k_scale"),
             "v_scale": self.scale("v_scale"),
             "cache_in": self.operand("cache_in", view),
             "cache": self.result("cache", view),
-            "sizes": WriteSizes(p.batch, self.problem.rows, p.max_pages, p.pages),
+            "sizes": WriteSizes(p.batch, self.problem.rows, p.max_pages, p.pages, self.counters),
             "tile": WriteTile(
                 KV_HEADS=p.kv_heads,
                 D=p.dim,
@@ -204,8 +238,8 @@ class RaggedWrite(RaggedLaunch):
                 K_HEADS=layout["K_HEADS"],
                 K_STEP=layout["K_STEP"],
                 PAGE=p.page_size,
-                BLOCK=BLOCK,
-                LANES=LANES,
+                BLOCK=BLOCK if packed is None else min(BLOCK, power_of_two(self.problem.rows)),
+                LANES=LANES if packed is None else power_of_two(p.batch),
                 KIND=p.key_dtype if eight_bit else "",
                 LARGEST=0.0 if eight_bit else float(jnp.finfo(p.key_dtype).max),
                 VERBATIM_K=key == p.key_dtype,

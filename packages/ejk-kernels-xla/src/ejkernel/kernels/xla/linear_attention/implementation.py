@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -14,6 +14,7 @@ from ejkernel.kernels.xla.linear_attention import core, step, tiles
 from ejkernel.kernels.xla.linear_attention.inputs import rows_and_states
 from ejkernel.kernels.xla.linear_attention.layout import Plain, packed
 from ejkernel.kernels.xla.linear_attention.tiles import Chunk
+from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.types import calls
@@ -131,6 +132,11 @@ class LightningAttention(LinearKernel):
     def gates(self, problem: Any, arrays: Arrays) -> Arrays:
         decay = slopes(problem.query.shape[2], problem.layer_idx, problem.num_layers)
         return {"g_gamma": jnp.asarray(decay, jnp.result_type(float))}
+
+    def on_shards(self, a: Mapping[str, Any]) -> tuple[CallKernel, Mapping[str, Any]]:
+        """A shard has some of the heads, and decays count all of them."""
+        same = {n: x for n, x in a.items() if n not in ("layer_idx", "num_layers")}
+        return gla_attention, same | {"g_gamma": self.call.log_decays(a)}
 
 
 def slopes(heads: int, layer: int, layers: int) -> np.ndarray:

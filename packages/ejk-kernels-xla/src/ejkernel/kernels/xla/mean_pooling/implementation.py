@@ -7,6 +7,7 @@ Bound: every row is read once, a stream.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,9 @@ class MeanPooling(XlaKernel):
     # rows of a batch and their means, whatever the form of the call
     operands, results = CallKernel.operands, CallKernel.results
     empty_outputs = CallKernel.empty_outputs
+
+    def forward_axes(self, a: Mapping[str, Any], count: int) -> tuple[str, ...]:
+        return ("batch chunks channels_0" if a["cu_seqlens"] is None else "sequences channels_0",)
 
     def choose(self, problem: Any, target: Any) -> RowTile:
         return RowTile(BLOCK)

@@ -1,0 +1,1 @@
+"""The short causal convolution for TPUs, forward and backward."""

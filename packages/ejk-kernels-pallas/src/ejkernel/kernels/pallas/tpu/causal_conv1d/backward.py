@@ -1,0 +1,142 @@
+"""The gradient of the short causal convolution on a TPU.
+
+    dz_t = dy_t act'(z_t)          dx_t = sum_i weight[i] dz_{t+w-1-i}
+    dweight[i] = sum_t dz_t x_{t-w+1+i}          dbias = sum_t dz_t
+
+Grid and visits as in ``forward``. The rows before and after a block are loaded with it, and z is
+computed again, for the rows after it too. The gradients of taps and bias stay in vector memory
+until all visits of a block of channels have added to them.
+
+Bound: x and dy are read once, dx is written once: memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.compat import result
+from ejkernel.kernels.pallas.tpu.causal_conv1d.forward import (
+    compiler_params,
+    convolve,
+    load_rows,
+    position_of,
+    put_state,
+    shifted,
+    specs_of,
+)
+from ejkernel.kernels.pallas.tpu.causal_conv1d.problem import NEAR, Problem, Tiles
+from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.segments import Visits
+
+
+def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
+    tables, refs = refs[:3], refs[3:]
+    before_ref, x_ref, after_ref, dy_ref, dy_after_ref, taps_ref, state_ref = refs[:7]
+    dx_ref, dtaps_ref, dstate_ref, history_ref, dhistory_ref = refs[7:]
+    at = position_of(t, tables)
+    inside = at.mask(0, t.rows, t.channels)
+    # rows of no sequence may hold anything
+    at = at._replace(end=jnp.where(at.sequence < p.states, at.end, at.start))
+    history_ref[:NEAR] = load_rows(at, -NEAR, before_ref)
+    history_ref[NEAR : NEAR + t.rows] = load_rows(at, 0, x_ref)
+    history_ref[NEAR + t.rows :] = load_rows(at, t.rows, after_ref)
+    put_state(p, t, at, history_ref, state_ref)
+    history, taps = history_ref[...], taps_ref[...]
+    dhistory_ref[:NEAR] = jnp.zeros((NEAR, t.channels), jnp.float32)
+    dhistory_ref[NEAR : NEAR + t.rows] = load_rows(at, 0, dy_ref)
+    dhistory_ref[NEAR + t.rows :] = load_rows(at, t.rows, dy_after_ref)
+    dz = dhistory_ref[...]
+    if p.silu:
+        z = convolve(p, history, taps)
+        gate = lax.logistic(z)
+        dz = dz * (gate * (1.0 + z * (1.0 - gate)))
+
+    @pl.when(pl.program_id(1) == 0)
+    def _begin() -> None:
+        dtaps_ref[...] = jnp.zeros_like(dtaps_ref)
+
+    of_block = dz[: NEAR + t.rows]
+    dhistory = dz * taps[p.width - 1 : p.width]
+    for back in range(p.width):
+        tap = p.width - 1 - back
+        read = shifted(history, back)[: NEAR + t.rows]
+        dtaps_ref[tap : tap + 1] += jnp.sum(of_block * read, axis=0, keepdims=True)
+        if back:
+            # rows that leave at the start come back at the end, where none is used
+            dhistory += shifted(dz, -back) * taps[tap : tap + 1]
+    dtaps_ref[p.width : p.width + 1] += jnp.sum(of_block, axis=0, keepdims=True)
+    dhistory_ref[...] = dhistory
+
+    others = dx_ref[...].astype(jnp.float32)
+    dx = dhistory[NEAR : NEAR + t.rows]
+    dx_ref[...] = jnp.where(inside, dx, others).astype(dx_ref.dtype)
+
+    # the rows before a sequence have the gradient of its state
+    @pl.when(at.begins(t) & (at.sequence < p.states))
+    def _store_state() -> None:
+        for i in range(p.width - 1):
+            row = at.start - at.first + (NEAR - p.width + 1 + i)
+            dstate_ref[0, i : i + 1] = dhistory_ref[pl.ds(row, 1), :]
+
+
+def backward(
+    p: Problem,
+    t: Tiles,
+    chip: Chip,
+    schedule: Visits,
+    x: jax.Array,
+    taps: jax.Array,
+    states: jax.Array,
+    dy: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns dx ``[rows, channels]``, and in float32 the gradients of the taps and the bias
+    ``[w + 1, channels]`` and of the states ``[states + 1, w - 1, channels]``; the last one and the
+    gradients of empty sequences mean nothing."""
+    specs = specs_of(p, t)
+    extended = t.rows + 2 * NEAR
+
+    def of_state(c: Any, v: Any, segment: Any, shift: Any, bounds: Any) -> Any:
+        return segment[v], 0, c
+
+    return pl.pallas_call(
+        functools.partial(_kernel, p, t),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(-(-p.channels // t.channels), schedule.count),
+            in_specs=[
+                specs.before,
+                specs.rows,
+                specs.after,
+                specs.rows,
+                specs.after,
+                specs.taps,
+                specs.states,
+            ],
+            out_specs=[
+                specs.rows,
+                specs.taps,
+                pl.BlockSpec((1, p.width - 1, t.channels), of_state),
+            ],
+            scratch_shapes=[pltpu.VMEM((extended, t.channels), jnp.float32)] * 2,
+        ),
+        out_shape=[
+            result((p.total, p.channels), p.dtype, x),
+            result((p.width + 1, p.channels), "float32", x),
+            result((p.states + 1, p.width - 1, p.channels), "float32", x),
+        ],
+        compiler_params=compiler_params(chip, t),
+        cost_estimate=pl.CostEstimate(
+            flops=6 * p.width * x.size,
+            transcendentals=x.size if p.silu else 0,
+            bytes_accessed=3 * x.nbytes,
+        ),
+        interpret=chip.interpret,
+        name="ejkernel_causal_conv1d_gradient",
+    )(*schedule.tables, x, x, x, dy, dy, taps, states)

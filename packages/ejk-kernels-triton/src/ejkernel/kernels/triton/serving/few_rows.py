@@ -1,0 +1,332 @@
+"""Ragged attention of few packed rows, in one launch: schedule, decoding and merge.
+
+Math, per row at position i of its sequence and query head, over the keys j <= i in the window:
+
+    x_ij = scale * k_scale * q_i . k_j, soft-capped;  lse_i = log(sum_j exp x_ij + exp sink)
+    o_i  = v_scale * sum_j exp(x_ij - lse_i) v_j
+
+Work split: up to TOKENS rows of a sequence are a chunk, which is decoded like a sequence of
+``decode``: the key tiles of all chunks, laid end to end, are split into equal work ranges, one
+program per (range, kv head, block of query heads). Every program finds the chunks from starts and
+lengths (``packed_rows``). A chunk has the number of its first row; what range r holds of chunk b
+goes to slot r + b of the partial results.
+
+The last program of a chunk and head to finish merges its partial results, in the order of the
+ranges, so that two runs give the same bits. ``counters`` holds how many have finished, 0 before the
+launch. A chunk in one range needs neither. Rows that see no key are set by the first range.
+
+Bound: reading keys and values once for each chunk. One sequence of 1,024 tokens, 8 kv heads, D128
+in bfloat16: 4.2 MB, 1 us at 4.3 TB/s, so that waits for memory and between launches decide.
+
+Sources: as for ``decode``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import power_of_two, struct
+from ejkernel.kernels.triton.serving.attend_block import store_rows
+from ejkernel.kernels.triton.serving.decode import attend_tiles
+from ejkernel.kernels.triton.serving.decode_tiles import query_rows
+from ejkernel.kernels.triton.serving.groups import Partial, RowLayout
+from ejkernel.kernels.triton.serving.in_place import copy_if_elsewhere
+from ejkernel.kernels.triton.serving.launch import (
+    RaggedLaunch,
+    cache_group,
+    dot_options,
+    logits_group,
+    sequential,
+)
+from ejkernel.kernels.triton.serving.merge import (
+    compute_output_factor,
+    find_range,
+    load_head_scale,
+    merge_rows,
+    row_lse,
+)
+from ejkernel.kernels.triton.serving.packed_rows import PackedSequences, find_packed_rows
+from ejkernel.kernels.triton.serving.pages import load_block_pages
+from ejkernel.kernels.triton.serving.ragged_tiles import (
+    count_counters,
+    decode_problem,
+    few_row_ranges,
+)
+from ejkernel.kernels.triton.targets import instructions
+from ejkernel.types.serving.problem import ITEMSIZE
+
+MERGED = 8192  # float32 elements of partial results that a program loads at once
+COPIED = 2048  # elements of a cache that a program copies at a time
+
+
+class FewRowsSizes(NamedTuple):
+    """Sizes of a call.
+
+    Attributes:
+        n, rows: sequences, and rows of all.
+        ranges: work ranges.
+        max_pages, pages: pages of a row of the block table, and of the cache.
+        cache_size: elements of the cache, as they are read.
+        left, WINDOW: keys seen before a row, where there is a window.
+    """
+
+    n: int
+    rows: int
+    ranges: int
+    max_pages: int
+    pages: int
+    cache_size: int
+    left: int
+    WINDOW: bool
+
+
+@triton.jit
+def _at(lane, x, i):
+    """Returns element i of a vector."""
+    return tl.sum(tl.where(lane == i, x, 0), 0)
+
+
+@triton.jit
+def _clear_rows(o, lse, lane, is_seen, rows, member, inside, layout, V):
+    """Writes the rows that see no key, of the query heads ``member``: 0, and -inf as the lse."""
+    if tl.min(tl.where(lane < rows, is_seen, 1), 0) == 0:
+        for row in range(0, rows):
+            if _at(lane, is_seen, row) == 0:
+                target = (row * layout.ALL + member).to(tl.int64)
+                zero = tl.zeros([layout.BLOCK, V.MAIN], tl.float32)
+                zero_tail = zero
+                if V.TAIL > 0:
+                    zero_tail = tl.zeros([layout.BLOCK, V.TAIL], tl.float32)
+                store_rows(o, target, zero, zero_tail, inside, V)
+                if lse is not None:
+                    least = tl.full([layout.BLOCK], float("-inf"), tl.float32)
+                    tl.store(lse + target, least, mask=inside)
+
+
+@triton.jit
+def few_rows_attention(
+    q, cache, tables, packed, k_scale, v_scale, sinks, counters_in, partial, o, lse, counters,
+    cache_out, sizes, logits, layout, dots, BLOCK: tl.constexpr, tile, PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes all rows of ``o [T, h, d]`` and of ``lse [T, h]``, if the call returns it.
+
+    ``counters_in``, ``cache.k``: operands in whose memory ``counters`` and ``cache_out`` are.
+    """
+    GROUP: tl.constexpr = layout.ALL // layout.KV
+    TOKENS: tl.constexpr = layout.TOKENS
+    pid = tl.program_id(0)
+    head_block = pid % (layout.CHUNKS * layout.KV)
+    hk = head_block // layout.CHUNKS
+    work_range = pid // (layout.CHUNKS * layout.KV)
+    ranges, rows = sizes.ranges, sizes.rows
+    if cache_out is not None:
+        copy_if_elsewhere(cache.k, cache_out, sizes.cache_size, tile.COPIED)
+
+    # the chunk that begins at each row; other rows have no tiles
+    lane = tl.arange(0, tile.LANES)
+    row_of = find_packed_rows(
+        lane, packed, sizes.n, rows, sizes.max_pages * cache.PAGE, tile.SEQUENCES
+    )
+    token_of = lane - row_of.first
+    is_chunk = (row_of.last > 0) & (token_of % TOKENS == 0)
+    counts = tl.minimum(row_of.last - lane, TOKENS)
+    # keys that the last row of a chunk sees
+    stops = row_of.length - row_of.last + lane + counts
+    begins = stops * 0
+    if sizes.WINDOW:
+        begins = tl.maximum(stops - counts - sizes.left, 0)
+    tiles = tl.where(is_chunk & (stops > 0), tl.cdiv(stops, BLOCK) - begins // BLOCK, 0)
+    ends = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    tiles_each = total // ranges
+    extra = total % ranges
+    t = work_range * tiles_each + tl.minimum(work_range, extra)
+    end = t + tiles_each + (work_range < extra).to(tl.int32)
+
+    member = (head_block % layout.CHUNKS) * layout.BLOCK + tl.arange(0, layout.BLOCK)
+    token = member // GROUP
+    member = hk * GROUP + (member if TOKENS == 1 else member % GROUP)
+    is_head = token == 0
+    if work_range == 0:
+        # the position of a row that sees a key is not negative
+        is_seen = (row_of.last > 0) & (row_of.length - row_of.last + lane >= 0)
+        _clear_rows(
+            o, lse, lane, is_seen.to(tl.int32), rows, member, is_head, layout, cache.V
+        )  # fmt: skip
+    v = cache.k + cache.V_OFFSET
+    while t < end:
+        b = tl.sum((ends <= t).to(tl.int32), 0)
+        chunk_end = _at(lane, ends, b)
+        chunk_tiles = _at(lane, tiles, b)
+        count = _at(lane, counts, b)
+        length = _at(lane, stops, b)
+        begin = _at(lane, begins, b)
+        sequence = _at(lane, row_of.sequence, b)
+        chunk_start = chunk_end - chunk_tiles
+        stop = tl.minimum(end, chunk_end)
+        table = tables + sequence.to(tl.int64) * sizes.max_pages
+        first_tile = begin // BLOCK + t - chunk_start
+        page = load_block_pages(table, first_tile * BLOCK, length, cache.PAGE, BLOCK)
+        factor = None
+        if k_scale.array is not None:
+            factor = tl.load(k_scale.array + hk * k_scale.head).to(tl.float32) * logits.scale
+        inside = is_head
+        position = None
+        if TOKENS > 1:
+            inside = token < count
+            position = length - count + token
+        row_number = token * layout.ALL + member
+        q_row = b.to(tl.int64) * layout.ALL + row_number
+        m, l, acc, acc_tail = attend_tiles(  # noqa: E741
+            q, q_row, inside, position, factor, cache, v, hk, table, page, first_tile,
+            first_tile + stop - t, length, begin, sizes, logits, layout, dots, BLOCK,
+            sizes.WINDOW, PTX,
+        )  # fmt: skip
+
+        value_scale = load_head_scale(v_scale, 0, hk)
+        first_range = find_range(chunk_start, tiles_each, extra)
+        parts = find_range(chunk_end - 1, tiles_each, extra) - first_range + 1
+        if parts == 1:
+            weight = compute_output_factor(m, l, sinks, 0, member, inside, value_scale)
+            if cache.V.TAIL > 0:
+                acc_tail = acc_tail * weight[:, None]
+            store_rows(o, q_row, acc * weight[:, None], acc_tail, inside, cache.V)
+            if lse is not None:
+                tl.store(lse + q_row, row_lse(m, l, sinks, 0, member, inside), mask=inside)
+        else:
+            slot = (work_range + b).to(tl.int64) * (TOKENS * layout.ALL)
+            tl.store(partial.m + slot + row_number, m, mask=inside)
+            tl.store(partial.l + slot + row_number, l, mask=inside)
+            store_rows(partial.acc, slot + row_number, acc, acc_tail, inside, cache.V)
+            # all threads have stored before one of them says so
+            tl.debug_barrier()
+            counter = counters + b * (layout.KV * layout.CHUNKS) + head_block
+            finished = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if finished == parts - 1:
+                first = (first_range + b).to(tl.int64) * (TOKENS * layout.ALL)
+                head = (head_block % layout.CHUNKS) * tile.HEADS + tl.arange(0, tile.HEADS)
+                is_valid = head < GROUP
+                head += hk * GROUP
+                column = tl.arange(0, tile.COLUMNS)
+                for i in range(0, count):
+                    top, norm, merged = merge_rows(
+                        partial.acc, partial.m, partial.l, first + i * layout.ALL + head,
+                        is_valid, parts, TOKENS * layout.ALL, column, cache.V.DIM, tile.PARTS,
+                    )  # fmt: skip
+                    share = compute_output_factor(top, norm, sinks, 0, head, is_valid, value_scale)
+                    target = (b + i).to(tl.int64) * layout.ALL + head
+                    tl.store(
+                        o + target[:, None] * cache.V.DIM + column[None, :],
+                        (merged * share[:, None]).to(o.dtype.element_ty),
+                        mask=is_valid[:, None] & (column < cache.V.DIM)[None, :],
+                    )
+                    if lse is not None:
+                        logit = row_lse(top, norm, sinks, 0, head, is_valid)
+                        tl.store(lse + target, logit, mask=is_valid)
+        t = stop
+
+
+class FewRowsTile(NamedTuple):
+    """Constants.
+
+    Attributes:
+        LANES, SEQUENCES: rows and sequences of a call, as powers of two.
+        HEADS, COLUMNS, PARTS: query heads, columns and partial results that are merged at once.
+        COPIED: elements that a program copies at a time.
+    """
+
+    LANES: int
+    SEQUENCES: int
+    HEADS: int
+    COLUMNS: int
+    PARTS: int
+    COPIED: int
+
+
+@dataclass(frozen=True)
+class FewRowsAttention(RaggedLaunch):
+    """Launch of ``few_rows_attention``.
+
+    Results: o ``[T, h, d]``, lse ``[T, h]`` if the call returns it, the cache if the call wrote it,
+    partial results and counters, which must be 0 before.
+    """
+
+    kernel = few_rows_attention
+    batching: ClassVar = sequential("q k tables starts lens valid k_scale v_scale sink counters_in")
+
+    @property
+    def ranges(self) -> int:
+        """Equal parts of the keys of all chunks."""
+        return few_row_ranges(self.problem, self.tiles, self.target)
+
+    @property
+    def query_block(self) -> tuple[int, int]:
+        """Query rows of a program, and programs for the rows of a kv head."""
+        return query_rows(decode_problem(self.problem, self.tiles), self.tiles.decode.max_rows)
+
+    def outputs(self):
+        p, rows = self.problem.paged, self.problem.rows
+        slots, size = self.ranges + rows - 1, self.tiles.decode_tokens * p.heads
+        row = struct("float32", slots, size)
+        lse = struct("float32", rows, p.heads) if p.return_lse else None
+        writes = bool(self.problem.written_dtypes)
+        return {
+            "acc": struct("float32", slots, size, p.dim),
+            "m": row,
+            "l": row,
+            "o": struct(p.query_dtype, rows, p.heads, p.dim),
+            "lse": lse,
+            "counters": struct("int32", count_counters(self.problem, self.tiles)),
+            "cache": struct(p.key_dtype, *(self.shape("k") or ())) if writes else None,
+        }
+
+    def in_place(self):
+        return {"counters": "counters_in", "cache": "k"}
+
+    def grid(self, target):
+        return (self.ranges * self.problem.paged.kv_heads * self.query_block[1],)
+
+    def options(self, target):
+        return self.tiles.decode.launch_options(target)
+
+    def arguments(self, target):
+        p, t, (block, chunks) = self.problem.paged, self.tiles.decode, self.query_block
+        view = "int16" if ITEMSIZE[p.key_dtype] == 1 else None
+        cache = self.operand("k", view)
+        columns = max(16, power_of_two(p.dim))
+        heads = block if chunks > 1 else power_of_two(p.group)
+        valid = self.shape("valid") or (1,)
+        size = math.prod(self.shape("k") or (0,)) // (1 if view is None else 2)
+        return {
+            # once: XLA copies an operand that it sees read next to the result in its memory
+            "cache": cache_group(p, cache, None, None),
+            # the last element is the number of valid sequences
+            "packed": PackedSequences(
+                *map(self.operand, ("starts", "lens", "valid")), COUNT=valid[0] - 1
+            ),
+            "k_scale": self.scale("k_scale"),
+            "v_scale": self.scale("v_scale"),
+            "sinks": self.sinks(),
+            "partial": Partial(*map(self.result, ("acc", "m", "l"))),
+            "cache_out": self.result("cache", view),
+            "sizes": FewRowsSizes(
+                p.batch, self.problem.rows, self.ranges, p.max_pages, p.pages, size,
+                p.window_left or 0, WINDOW=p.window_left is not None,
+            ),
+            "logits": logits_group(p),
+            "layout": RowLayout(p.heads, p.kv_heads, chunks, block, self.tiles.decode_tokens),
+            "dots": dot_options(p, target),
+            "BLOCK": t.block,
+            "tile": FewRowsTile(
+                LANES=power_of_two(self.problem.rows),
+                SEQUENCES=power_of_two(p.batch),
+                HEADS=heads,
+                COLUMNS=columns,
+                PARTS=max(1, MERGED // (heads * columns)),
+                COPIED=COPIED,
+            ),
+            "PTX": instructions(target),
+        }  # fmt: skip

@@ -1,0 +1,152 @@
+"""Ragged attention of few rows in one launch, through Triton's interpreter, against an oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ejkernel.kernels.triton.bound_launch import input_order
+from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
+from ejkernel.ops import interpret_mode
+from ejktest import triton_calls
+from ejktest.bound import struct
+from ejktest.drawn import wild_tables
+from ejktest.oracles import paged
+from ejktest.tolerance import check_close
+
+pytest.importorskip("triton")
+
+from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
+from ejkernel.kernels.triton.resources import launch_source, measure
+
+H, HK, D, PAGE = 8, 2, 16, 16
+SINKS = np.random.default_rng(7).standard_normal((H, 3)).astype(np.float32)
+CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "one": ((1,), (150,), {}),
+    "each one": ((1, 1, 0, 1), (37, 5, 0, 130), {"left": 20, "cap": 2.0}),
+    # two rows of no sequence
+    "several": ((0, 3, 0, 1, 2, 0, 0, 0), (9, 140, 8, 33, 2, 7, 60, 1), {"aux": SINKS}),
+    # seven rows of one sequence are two chunks
+    "all of one": ((0, 7, *[0] * 6), (9, 75, *[3] * 6), {}),
+}
+NAMES = {"left": "sliding_window", "cap": "logits_soft_cap", "aux": "softmax_aux"}
+
+
+def draw(rows, lens, cache="float32"):
+    """Returns queries, new keys and values, a cache, lengths, tables and starts."""
+    rng = np.random.default_rng(0)
+    tables, pages = wild_tables(rng, lens, PAGE)
+    starts = np.cumsum([0, *rows]).astype(np.int32)
+    count = min(sum(rows) + 2, max(len(rows), sum(rows)))
+    q = rng.standard_normal((count, H, D)).astype(np.float32)
+    keys, values = rng.standard_normal((2, count, HK, D)).astype(np.float32)
+    kv = rng.standard_normal((pages, PAGE, 2 * HK, D)).astype(getattr(ml_dtypes, cache, cache))
+    return q, keys, values, kv, np.asarray(lens, np.int32), np.asarray(tables), starts
+
+
+def expected(q, kv, lens, tables, starts, **options):
+    with jax.enable_x64(True):
+        wide = [np.asarray(x).astype(np.float64) for x in (q, kv)]
+        if "aux" in options:
+            options["aux"] = options["aux"].astype(np.float64)
+        out = paged.ragged_page_attention(
+            *wide, lens, tables, starts, len(lens), scale=D**-0.5, return_lse=True, **options
+        )
+        return jax.tree.map(np.asarray, out)
+
+
+# one program a sequence and head, or partial results of many, which the last one merges
+@pytest.mark.parametrize("cores", [2, 40])
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_reference(name, cores):
+    rows, lens, known = CASES[name]
+    q, keys, values, kv, *tables = draw(rows, lens)
+    options = {NAMES[n]: x for n, x in known.items()}
+    with interpret_mode(), compile_for(cuda_target(90, cores)):
+        out, lse = ragged_page_attention(q, kv, *tables, len(rows), return_lse=True, **options)
+        counts = np.array([0, 0, len(rows)])
+        written, cache = ragged_page_attention_v3(
+            q, keys, values, kv, *tables, counts, cfg={"num_splits": 3}, **options
+        )
+    want, want_lse = expected(q, kv, *tables, **known)
+    check_close(np.asarray(out), want, name=name)
+    check_close(np.asarray(lse), want_lse, name="lse")
+    want_cache = np.asarray(
+        paged.write_pages(*map(jnp.asarray, (kv, keys, values)), *tables, len(rows))
+    )
+    np.testing.assert_array_equal(cache, want_cache)
+    want, _ = expected(q, want_cache, *tables, **known)
+    check_close(np.asarray(written), want, name="after the write")
+
+
+@pytest.mark.parametrize("cache", ["int8", "float8_e5m2"])
+def test_eight_bit_caches(cache):
+    rows, lens, _ = CASES["several"]
+    q, keys, values, kv, *tables = draw(rows, lens)
+    kv = np.clip(np.round(kv * 40), -100, 100).astype(getattr(ml_dtypes, cache, cache))
+    with interpret_mode(), compile_for(cuda_target(90, 40)):
+        out, new = ragged_page_attention_v3(
+            *(x.astype(ml_dtypes.bfloat16) for x in (q, keys, values)), kv, *tables,
+            np.array([0, 0, len(rows)]), k_scale=np.float32(0.025), v_scale=np.float32(0.03),
+        )  # fmt: skip
+    scales = {"k_scale": np.full(HK, 0.025), "v_scale": np.full(HK, 0.03)}
+    q = q.astype(ml_dtypes.bfloat16)
+    want, _ = expected(q, np.asarray(new).astype(np.float32), *tables, **scales)
+    check_close(np.asarray(out), want)
+
+
+def test_traced_starts_out_of_order_are_safe():
+    """Rows belong to the first sequence that reaches them; pages that are none are clipped."""
+    q, keys, values, kv, _, tables, _ = draw((2, 1, 3), (30, 20, 25))
+    lens, starts = np.array([1000, -5, 30], np.int32), np.array([1, 4, 2, 2**31 - 1], np.int32)
+    args = (q, keys, values, kv, lens, tables - 30, starts, np.array([0, 0, 9], np.int32))
+    with interpret_mode(), compile_for(cuda_target(90, 40)):
+        out, cache = jax.jit(ragged_page_attention_v3)(*args)
+    assert np.isfinite(np.asarray(out)).all() and np.isfinite(np.asarray(cache)).all()
+    assert not np.asarray(out)[0].any() and np.asarray(out)[1:4].any()
+
+
+def traced(rows, n, writes, target, heads=32, kv_heads=8, dtype="bfloat16"):
+    """Returns the launches of a call of ``n`` sequences, with the types of their operands."""
+    integers = [struct(*size, dtype=jnp.int32) for size in ((n,), (n, 64), (n + 1,))]
+    kv = struct(n * 64, PAGE, 2 * kv_heads, 128, dtype=dtype)
+    q, new = struct(rows, heads, 128, dtype=dtype), struct(rows, kv_heads, 128, dtype=dtype)
+    with compile_for(target):
+        if writes:
+            call, args = ragged_page_attention_v3, (q, new, new, kv, *integers)
+            args += (struct(3, dtype=jnp.int32),)
+        else:
+            call, args = ragged_page_attention, (q, kv, *integers, struct(dtype=jnp.int32))
+        program = jax.make_jaxpr(lambda *x: call(*x))(*args)
+    return list(triton_calls.traced_launches(program.jaxpr))
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "reads", "writes"),
+    [(1, 1, 1, 2), (8, 8, 1, 2), (4, 100, 1, 2), (16, 16, 1, 2), (16, 1, 4, 5), (64, 64, 4, 5)],
+)
+def test_launches(rows, n, reads, writes):
+    """Shapes that may hold a prefill worth its own tiles have launches for it."""
+    target = cuda_target(90)
+    assert len(traced(rows, n, False, target)) == reads
+    *_, (last, _) = updating = traced(rows, n, True, target)
+    assert len(updating) == writes
+    # an operand that is read twice would be copied before its memory becomes a result
+    bound = last.bind(target)
+    order = input_order(bound, len(last.result_types()))
+    assert all(order.count(operand) == 1 for operand in bound.aliases) and len(bound.aliases) == 2
+
+
+@pytest.mark.parametrize(
+    "target", [cuda_target(80, 108), cuda_target(90), rocm_target("gfx942")], ids=lambda t: t.name
+)
+def test_compiles_without_spills(target):
+    for launch, avals in traced(8, 8, True, target):
+        found = measure(launch_source(launch, avals, target), target)
+        print(f"{type(launch).__name__} {target.name}: {found}")
+        assert found.spills == 0 and found.shared <= target.shared_limit
