@@ -163,7 +163,7 @@ def _eight_bit(widest: int) -> ForwardTiles:
     if widest <= 64:
         return ForwardTiles(block_q=192, slack=3)
     if widest <= 128:
-        return ForwardTiles(block_kv=192, stages=3, slack=3)
+        return ForwardTiles(block_kv=192, stages=3, slack=0)
     return ForwardTiles(slack=3)
 
 
