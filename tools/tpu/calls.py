@@ -9,7 +9,7 @@ from typing import Any
 
 from ejkernel.kernels import pallas
 from ejktest.abstract import BF16
-from ejktest.cases import grouped, paged, ragged
+from ejktest.cases import attention, delta, grouped, latent, linear, paged, pooling, ragged, sparse
 from ejktest.cases.attention import flash
 
 LANES = 128
@@ -26,7 +26,8 @@ class Cost:
         row: what it computes; kernels of one row are compared.
         kernel: part of its name.
         tiles: its tiles, for the table.
-        work: useful multiply-adds of the steady code.
+        work: useful multiply-adds of the steady code; for kernels that are compared with their own
+            past alone, one pass.
         depth: contracted length of its matmuls, at most that of a matrix unit.
         function: a call that runs it, for arrays of these ``shapes``.
     """
@@ -252,8 +253,63 @@ def jax_ragged(pages: int, queries: int, row: str) -> Iterator[Cost]:
     yield Cost("jax", row, "ragged_paged", text, work, LANES, forward, operands)
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A kernel that is compared with its own past alone.
+
+    Attributes:
+        row: what it computes. kernel: part of its name. call: a call that runs it.
+        backward: whether it runs in the backward pass. tiles: its tiles, for the table.
+        passes: matmuls of 128 x 128 x 128 in its steady code, where they are counted.
+    """
+
+    row: str
+    kernel: str
+    call: Any
+    backward: bool = False
+    tiles: str = ""
+    passes: int = 1
+
+    def count(self) -> Iterator[Cost]:
+        """Yields the cost."""
+        function = self.call.backward(pallas) if self.backward else self.call.forward(pallas)
+        work = self.passes * LANES**3
+        yield Cost(
+            "ejkernel", self.row, self.kernel, self.tiles, work, LANES, function, self.call.shapes()
+        )
+
+
+_SPARSE, _LINEAR = sparse.COMPILED_TPU["sparse branches"], linear.COMPILED_TPU["linear heads"]
+_DELTA, _LISTED = delta.COMPILED_TPU["delta"], attention.COMPILED_TPU["sparse"]
+ALONE = {
+    "native sparse": (
+        Alone("choice", "ejkernel_select_blocks", _SPARSE),
+        Alone("selected", "ejkernel_selected_fwd", _SPARSE, tiles="128x512", passes=8),
+        Alone("gradients", "ejkernel_selected_bwd", _SPARSE, True, "128x512", 20),
+    ),
+    "linear": (
+        Alone("forward", "ejkernel_linear_attention", _LINEAR),
+        Alone("gradients", "ejkernel_linear_attention_gradients", _LINEAR, True),
+    ),
+    "delta": (
+        Alone("forward", "ejkernel_gated_delta_rule", _DELTA),
+        Alone("gradients", "ejkernel_gated_delta_rule_gradients", _DELTA, True),
+    ),
+    "latent": (Alone("decode", "ejkernel_decode", latent.COMPILED_TPU["latent 128 heads"]),),
+    "pooling": (
+        Alone("chunks", "ejkernel_pool_chunks", pooling.COMPILED_TPU["pooling chunks"]),
+        Alone("packed", "ejkernel_pool_segments", pooling.COMPILED_TPU["pooling packed"]),
+    ),
+    "blocksparse": tuple(
+        Alone(kernel, f"ejkernel_flash_{kernel}", _LISTED, kernel != "fwd") for kernel in KERNELS
+    ),
+}
+
+
 def sources(name: str) -> list[Callable[[], Iterator[Cost]]]:
-    """The kernels of a part of the count: "d64" and the like, or a family's name."""
+    """The kernels of a part of the count, ours first: "d64" and the like, or a family's name."""
+    if name in ALONE:
+        return [kernel.count for kernel in ALONE[name]]
     if name == "grouped":
         others = [partial(jax_grouped, (512, 1024, n)) for n in (512, 1024)]
         return [our_grouped, *others]

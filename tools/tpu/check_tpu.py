@@ -13,7 +13,8 @@ Needs the libtpu wheel next to jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU
    the useful matmuls in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs fewer,
    unless ours already need no more than the matrix units take (such cases are named).
 3. The counts are compared with ``costs.json``: exit status 1 where a kernel of the same tiles takes
-   more than 5% more. ``--store`` keeps the counts of this run there.
+   more than 5% more. ``--store`` keeps the counts of this run there; ``--ours`` leaves out JAX's
+   kernels, which takes a few minutes for all chips.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from tools.tpu import chips  # noqa: E402
 
 PASS = 128**3
-PARTS = ["d64", "d128", "d256", "grouped", "decode", "ragged"]
+COMPARED = ["d64", "d128", "d256", "grouped", "decode", "ragged"]
+ALONE = ["native sparse", "linear", "delta", "latent", "pooling", "blocksparse"]
+PARTS = [*COMPARED, *ALONE]
 COSTS = Path(__file__).with_name("costs.json")
 ALLOWED = 1.05  # of the stored bundles of a kernel with the same tiles
 
@@ -53,9 +56,13 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
         paged,
         pooling,
         ragged,
+        sparse,
     )
 
-    families = attention, convolution, delta, grouped, latent, linear, paged, pooling, ragged
+    families = (
+        *(attention, convolution, delta, grouped, latent),
+        *(linear, paged, pooling, ragged, sparse),
+    )
     calls = {name: call for family in families for name, call in family.COMPILED_TPU.items()}
 
     device = chips.device(chip)
@@ -78,8 +85,8 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def count_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
-    """Static cost of the kernels of these parts on a chip."""
+def count_all(chip: str, names: list[str], *, ours: bool) -> list[dict[str, Any]]:
+    """Static cost of the kernels of these parts on a chip; with ``ours`` not of JAX's."""
     dump = Path(tempfile.mkdtemp(prefix="llo"))
     chips.prepare_environment(dump)
     from tools.tpu.calls import sources
@@ -88,7 +95,8 @@ def count_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     rows = []
     try:
         for name in names:
-            for source in sources(name):
+            kernels = sources(name)
+            for source in kernels[:1] if ours and name in COMPARED else kernels:
                 rows += _count(device, dump, source, name, chip)
     finally:
         shutil.rmtree(dump)
@@ -247,6 +255,7 @@ def main() -> None:
     parser.add_argument("--no-cost", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--slowest", type=float, default=60.0)
+    parser.add_argument("--ours", action="store_true", help="count no kernels of JAX")
     parser.add_argument("--store", action="store_true", help="keep the counts in costs.json")
     parser.add_argument("--calls", nargs="+", default=[], help="compile only these calls")
     parser.add_argument("--child", choices=("compile", "cost"))
@@ -256,7 +265,7 @@ def main() -> None:
         if args.child == "compile":
             rows = compile_all(chip, args.calls)
         else:
-            rows = count_all(chip, args.parts)
+            rows = count_all(chip, args.parts, ours=args.ours)
         print(json.dumps(rows))
         return
     faults = []
@@ -266,7 +275,8 @@ def main() -> None:
             rows = in_child("--child", "compile", "--chips", chip, *calls)
             faults += report_compiled(chip, rows, args.slowest)
         if not args.no_cost:
-            rows = in_child("--child", "cost", "--chips", chip, "--parts", *args.parts)
+            ours = ["--ours"] if args.ours else []
+            rows = in_child("--child", "cost", "--chips", chip, *ours, "--parts", *args.parts)
             faults += report_cost(chip, rows)
             faults += compare_costs(chip, rows, store=args.store)
     print("\n" + ("\n".join(faults) if faults else "nothing is wrong"))

@@ -30,7 +30,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class KernelCode:
-    """A kernel's final code. ``steady`` is the piece with the most matrix products.
+    """A kernel's final code. ``steady`` is the piece with the most matrix products, or the
+    longest where there are none.
 
     ``vmem``: bytes of vector memory: windows, scratch and spilled registers.
     """
@@ -95,7 +96,8 @@ def kernel_code(folder: Path, name: str) -> KernelCode:
     (used,) = folder.glob(f"{stamp}-{kernel}-*-final_hlo-static-per-bundle-utilization.txt")
     names, capacity, rows = _utilization(used)
     pieces = _pieces(path)
-    first, count, _ = max(pieces, key=lambda piece: piece[2])
+    products = max(piece[2] for piece in pieces)
+    first, count, _ = max(pieces, key=lambda piece: piece[2] if products else piece[1])
     sums = [sum(column) for column in zip(*rows[first : first + count], strict=True)]
     steady = Piece(
         count, dict(zip(names, sums, strict=True)), dict(zip(names, capacity, strict=True))

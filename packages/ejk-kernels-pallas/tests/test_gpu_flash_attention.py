@@ -33,6 +33,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention import (
     tiles,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import flash_kernel
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import RANGE
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     flash_attention,
     scaled_dot_product_attention,
@@ -186,6 +187,29 @@ def test_sums_stay_exact_where_maxima_cross(monkeypatch, unit, dtype, slack):
     np.testing.assert_allclose(total * shift, weights.sum(1), rtol=2**-18)
     np.testing.assert_allclose(acc * shift, weights @ v, rtol=0, atol=2**-18 * block * 5)
     assert np.asarray(total).max() < 2.0**50
+
+
+@pytest.mark.parametrize("unit, is_right", [(1.0, True), (-1.0, True), (10.0, False)])
+def test_a_step_without_maxima_is_right_or_seen_to_be_wrong(monkeypatch, unit, is_right):
+    """Sums of logits of 60 and -60 are in range; those of 600 are seen not to be."""
+    lane_sums = lambda x, rows, factors, **_: rows + jnp.sum(x, axis=1)  # noqa: E731
+    monkeypatch.setattr(forward_softmax, "lane_sums", lane_sums)
+    monkeypatch.setattr(forward_softmax, "_hide", lambda kernel, r, x, *_: x)
+    monkeypatch.setattr(forward_softmax.plgpu, "layout_cast", lambda x, _: x)
+    problem = Problem(1, 64, 64, 1, 1, 64, 64, "bfloat16", unit)
+    kernel = flash_kernel(problem, tiles.ForwardTiles(unshifted_first=True), (), 132).unshifted
+    x = np.random.default_rng(0).uniform(-60, 60, (64, 64)).astype(np.float32)
+    x[0] = -60.0
+    total = forward_softmax.start(kernel.form)
+    for n in range(0, 64, 16):
+        s = jnp.asarray(x[:, n : n + 16])
+        _, total, factor = forward_softmax.softmax(kernel, None, s, None, None, (), total)
+        assert factor is None
+    total = np.asarray(total[0], np.float64)
+    inside = (total >= RANGE[0]) & (total <= RANGE[1])
+    assert inside.all() == is_right
+    want = np.exp(unit * x.astype(np.float64)).sum(1)
+    np.testing.assert_allclose(total[inside], want[inside], rtol=2**-16)
 
 
 # ---- what surrounds the kernels ----------------------------------------------------------------

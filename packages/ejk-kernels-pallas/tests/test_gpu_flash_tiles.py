@@ -71,6 +71,25 @@ def test_capped_logits_are_shifted_by_a_constant_where_exponentials_fit(cap, dty
     assert ends[1] * 2.0**20 * 2.0**20 < huge  # a million keys, values of a million
 
 
+@pytest.mark.parametrize(
+    "rules, options",
+    [
+        (Rules(), dict(dtype="float16")),
+        (Rules(), dict(soft_cap=30.0)),
+        (Rules(), dict(pattern_blocks=(128, 128))),
+        (Rules(Band(None, -1)), {}),  # the first row sees nothing
+        (Rules(Band(-512, 0)), {}),
+        (Rules(arrays=True), {}),
+    ],
+)
+def test_logits_are_shifted_where_that_may_be_needed_or_tiles_are_short(rules, options):
+    p = Problem(**dict(batch=1, q_len=1280, kv_len=1280, heads=2, kv_heads=2, dim=128)
+        | dict(value_dim=128, dtype="bfloat16", scale=1.0, rules=rules) | options)  # fmt: skip
+    assert not tiles.forward_tiles(p, rules, Chip()).unshifted_first
+    plain = replace(p, rules=Rules(), dtype="bfloat16", soft_cap=None, pattern_blocks=None)
+    assert tiles.forward_tiles(plain, Rules(), Chip()).unshifted_first
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d, dv", DIMS)
 def test_configs_give_the_tiles_they_come_from(d, dv, causal):
@@ -87,22 +106,22 @@ def test_configs_give_the_tiles_they_come_from(d, dv, causal):
     assert first.bwd == backward_tiles(p)
 
 
-UNEVEN = {  # (queries, head dim): what runs there, no powers of two
-    (8192, 64): dict(q_blocksize=192, kv_blocksize=128, num_stages=2, warpgroups=3),
-    (4096, 128): dict(q_blocksize=128, kv_blocksize=160, num_stages=2, warpgroups=2),
+UNEVEN = {  # (queries, head dim, dtype): what runs there, no powers of two
+    (8192, 64, "bfloat16"): dict(q_blocksize=192, kv_blocksize=128, num_stages=3, warpgroups=3),
+    (4096, 128, "float16"): dict(q_blocksize=128, kv_blocksize=160, num_stages=2, warpgroups=2),
 }
 
 
-@pytest.mark.parametrize("n, d", UNEVEN)
-def test_a_config_says_the_tiles_that_run_and_they_stay_when_the_heuristic_changes(n, d):
-    x = struct(1, n, 2, d)
+@pytest.mark.parametrize("n, d, dtype", UNEVEN)
+def test_a_config_says_the_tiles_that_run_and_they_stay_when_the_heuristic_changes(n, d, dtype):
+    x = struct(1, n, 2, d, dtype=dtype)
     inv = bound(flash_attention.call, query=x, key=x, value=x)
     p = flash_attention.problem(inv.arguments)
     with on(H200):
         config = flash_attention.heuristic(inv)
-    assert config["fwd_params"] == UNEVEN[n, d]
+    assert config["fwd_params"] == UNEVEN[n, d, dtype]
     stored = FwdParams.from_dict(config["fwd_params"])
-    assert stored == WarpgroupParams(**UNEVEN[n, d])
+    assert stored == WarpgroupParams(**UNEVEN[n, d, dtype])
     for other in (tiles.ForwardTiles(block_kv=64, stages=3), tiles.ForwardTiles(q_held=64)):
         changed = replace(flash_attention.choose(p, Chip()), fwd=other)
         runs = changed.apply_config({"fwd_params": stored}, p, Chip()).fwd
@@ -125,8 +144,8 @@ def test_shipped_tiles_are_said_in_full():
         (64, False, dict(q_blocksize=128, kv_blocksize=160, warpgroups=2), "heads of 128"),
         (64, False, dict(q_blocksize=192, kv_blocksize=128, warpgroups=2), "192 x 128 of 3"),
         (64, False, dict(q_blocksize=192, kv_blocksize=96, warpgroups=3), "192 x 64 of 3"),
-        (64, False, dict(**UNEVEN[8192, 64] | {"num_stages": 1}), "at least 2"),
-        (64, False, dict(**UNEVEN[8192, 64] | {"num_stages": 6}), "shared memory"),
+        (64, False, dict(**UNEVEN[8192, 64, "bfloat16"] | {"num_stages": 1}), "at least 2"),
+        (64, False, dict(**UNEVEN[8192, 64, "bfloat16"] | {"num_stages": 6}), "shared memory"),
     ],
 )
 def test_uneven_tiles_run_as_given_or_are_refused(d, causal, given, reason):
@@ -138,7 +157,7 @@ def test_uneven_tiles_run_as_given_or_are_refused(d, causal, given, reason):
 
 
 def test_given_blocks_take_the_form_that_arithmetic_gives_them():
-    small, large = (Problem(1, n, n, 2, 2, 128, 128, "bfloat16", 1.0) for n in (1024, 4096))
+    small, large = (Problem(1, n, n, 2, 2, 128, 128, "float16", 1.0) for n in (1024, 4096))
     chosen = [tiles.forward_tiles(p, Rules(), Chip()) for p in (small, large)]
     assert [t.cluster for t in chosen] == [1, 2]
     given = {"q_blocksize": 128, "kv_blocksize": chosen[0].block_kv, "num_stages": 2}

@@ -35,8 +35,9 @@ def test_write_then_attend(name: str) -> None:
         assert cases.error(m, x, cache, jax.jit(f)(*args)) <= cases.BOUND[m.q]
 
 
-def test_a_donated_cache_stays_where_it_is() -> None:
-    m = cases.CASES["page 16"]
+@pytest.mark.parametrize("name", ["few rows", "decoding", "page 16"])
+def test_a_donated_cache_stays_where_it_is(name: str) -> None:
+    m = cases.CASES[name]
     x = cases.draw(m)
     f, args = cases.writing(ragged_page_attention_v3, m, x)
     step = jax.jit(f, donate_argnums=3)

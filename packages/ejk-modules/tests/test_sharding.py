@@ -1,11 +1,13 @@
 # ruff: noqa: RUF043 (messages are patterns)
 """A call on a mesh equals the call without one: eight CPU devices."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel.modules as modules
@@ -197,6 +199,18 @@ def test_bad_specs_of_other_operations():
         modules.grouped_matmul(**grouped.arguments, mesh=mesh, in_specs=(P(None, "tp"),))
     with pytest.raises(InvalidArgument, match="2 kv heads cannot be sharded over 4"):
         modules.native_sparse_attention(**sparse.arguments, mesh=mesh, in_specs=(BSHD,))
+
+
+def test_a_sharded_sequence_with_another_output_dtype_stays_whole():
+    spec = P(None, "tp")
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))
+    attend = partial(modules.flash_attention, causal=True, out_dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="axis q_len may not be sharded"):
+        attend(*qkv(), mesh=mesh, in_specs=(spec,) * 3)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in qkv()]
+    out, expected = jax.jit(attend)(*placed), attend(*qkv())
+    assert out.dtype == expected.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out.astype(jnp.float32), expected.astype(jnp.float32))
 
 
 def test_specs_are_pure_functions():

@@ -112,7 +112,7 @@ def test_overrides_end_with_their_block_also_after_an_error():
     with pytest.raises(RuntimeError):
         with overlay_cache({}), policy_override(True), interpret_mode():
             raise RuntimeError
-    assert selection_state() == (None, None, ())
+    assert selection_state() == (None, None, None, ())
 
 
 def test_overrides_hold_for_one_thread_and_one_task():
@@ -121,7 +121,7 @@ def test_overrides_hold_for_one_thread_and_one_task():
         thread = threading.Thread(target=lambda: seen.append(selection_state()))
         thread.start()
         thread.join()
-    assert seen == [(None, None, ())]
+    assert seen == [(None, None, None, ())]
 
     async def one(value):
         with overlay_cache({"k": value}):

@@ -14,9 +14,11 @@ from ejkernel.ops import (
     KernelNotSupported,
     KernelUnavailable,
     NoConfigError,
+    batch_invariant,
     env,
     interpret_mode,
 )
+from ejkernel.ops.batch_invariance import is_batch_invariant
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.interpret import interpreting
 
@@ -175,3 +177,18 @@ def test_interpret_mode_nests_and_overrides_the_variable(monkeypatch):
     assert interpreting()
     with interpret_mode(False):
         assert not interpreting()
+
+
+def test_batch_invariant_nests_and_overrides_the_variable(monkeypatch):
+    assert not is_batch_invariant()
+    with batch_invariant():
+        assert is_batch_invariant()
+        with batch_invariant(False):
+            assert not is_batch_invariant()
+    monkeypatch.setenv("EJKERNEL_BATCH_INVARIANT", "1")
+    assert is_batch_invariant()
+    with batch_invariant(False):
+        assert not is_batch_invariant()
+    monkeypatch.setenv("EJKERNEL_BATCH_INVARIANT", "maybe")
+    with pytest.raises(ValueError, match="EJKERNEL_BATCH_INVARIANT"):
+        is_batch_invariant()

@@ -41,8 +41,9 @@ _DENSE = (
     _case("causal d256", d=256, causal=True),
     _case("odd causal", 1037, causal=True),
     # programs in pairs, blocks of keys that do not divide the length, a block without a partner
-    _case("pairs", 2048),
-    _case("odd pairs", 2150, 3000, hk=2, sinks=(4, 2)),
+    _case("pairs", 2048, dtype="float16"),
+    _case("odd pairs", 2150, 3000, hk=2, sinks=(4, 2), dtype="float16"),
+    _case("many full blocks", 2048),
     _case("odd causal d256", 1037, hk=2, d=256, causal=True),
     _case("odd full d64", 1000, 777, hk=2, d=64, b=3),
     _case("offset q<k", 300, 1100, d=64, causal=True, causal_offset=800),

@@ -142,7 +142,13 @@ def error(m: Mix, x: dict[str, jax.Array], cache: jax.Array, out: jax.Array) -> 
 BOUND = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 2e-5}
 
 UNEVEN = Mix((1, 0, 700, 1, 3, 130, 1, 64), (4096, 5, 3000, 16, 777, 130, 1, 6000))
+# with the rows of no sequence 15 rows of 16 sequences, and 25 of 30
+FEW = Mix((1, 3, 0, 1, 4, 1, *[0] * 10), (4096, 777, 5, 1, 2000, 9000, *[3] * 10))
+DECODING = Mix((*[1] * 12, 8, *[0] * 17), (*[4096, 1, 777, 50] * 3, 6000, *[3] * 17))
 CASES = {
+    "few rows": FEW,
+    "few rows window e4m3": replace(FEW, kv="float8_e4m3fn", window=1000, packed=True),
+    "decoding": DECODING,
     "page 16": UNEVEN,
     "page 64": replace(UNEVEN, ps=64),
     "page 256 packed": replace(UNEVEN, ps=256, packed=True),
@@ -159,7 +165,8 @@ CASES = {
     "e4m3": replace(UNEVEN, kv="float8_e4m3fn"),
     "e5m2 d256 page 64": replace(UNEVEN, kv="float8_e5m2", h=16, d=256, ps=64),
 }
-READ = ("page 16", "float16 mha d64 page 128")  # also without writing: all else is the same
+# also without writing: all else is the same
+READ = ("few rows", "page 16", "float16 mha d64 page 128")
 # for Hopper: single rows among others that the same launch has, and single rows that Triton's has
 HOPPER = {
     "singles": Mix((1, 1, 2000, 1, 104), (500, 70, 2100, 129, 1000), h=16, hk=4),

@@ -118,3 +118,5 @@ COMPILED = {
     "lists": _sparse("block_indices"),
     "branches": _sparse("g_cmp", "g_slc"),
 }
+
+COMPILED_TPU = {f"sparse {name}": call for name, call in COMPILED.items()}

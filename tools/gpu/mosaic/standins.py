@@ -82,8 +82,8 @@ def read_thread(k: Any, names: Any) -> Any:
 
 
 @standin("lane_softmax.lane_sums")
-def lane_sums(k: Any, names: Any, rows: Any, factors: Any, x: Any) -> Any:
-    return rows * factors + jnp.sum(x, axis=1)
+def lane_sums(k: Any, names: Any, rows: Any, x: Any, *factors: Any) -> Any:
+    return rows * (factors[0] if factors else 1.0) + jnp.sum(x, axis=1)
 
 
 @standin("lane_softmax.sum_over_lanes")
@@ -107,6 +107,15 @@ def to_8_bit(k: Any, names: Any, x: Any) -> Any:
     kind = k.eqn.outvars[0].aval.dtype
     largest = float(jnp.finfo(kind).max)
     return in_operand_order(jnp.clip(x, -largest, largest)).astype(kind)
+
+
+@standin("lane_softmax.mark_if_any")
+def mark_if_any(k: Any, names: Any, word: Any, rows: Any) -> None:
+    def mark(host: Any, word: Any, rows: Any) -> None:
+        if np.any(np.asarray(rows) != 0):
+            host.put(word, np.int32(1), (0,))
+
+    k.on_host(mark, (), word, rows)
 
 
 # ---- memory ------------------------------------------------------------------------------------

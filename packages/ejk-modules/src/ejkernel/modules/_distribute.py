@@ -69,7 +69,8 @@ def distribute(
         mesh = explicit_mesh(a)
     axis_names = explicit_axes(mesh) if typed else tuple(mesh.axis_names)
     shares = ring_axis is None and op.spec.shares_sequence(a)
-    if shares and not op.spec.passes_states:
+    by_kernel = shares and not (op.spec.passes_states or op.spec.shares_queries)
+    if by_kernel:
         a = without_packing(a)
     override = op.spec.distributed_axes(a)
     arguments = [_argument(p, a[p.name], override, in_specs or (), i) for i, p in _arrays(op)]
@@ -119,7 +120,7 @@ def distribute(
         if shared and op.spec.passes_states:
             of_shard = op.spec.share_sequence(local, shard, lambda part: call((), part))
             return of_shard[0] if single else of_shard
-        if shared:
+        if shared and by_kernel:
             local[SEQUENCE_AXES] = shared
         if shard.parts("pages") > 1:
             return op.spec.attend_to_shard(local, shard, lambda part: call((), part))

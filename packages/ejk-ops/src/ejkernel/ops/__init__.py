@@ -4,6 +4,7 @@ Importing it starts no device and changes no setting.
 """
 
 from ejkernel.ops._version import __version__
+from ejkernel.ops.batch_invariance import batch_invariant
 from ejkernel.ops.config.cache import ConfigCache, overlay_cache, policy_override
 from ejkernel.ops.config.choice import AutotunePolicy, Choice, ConfigChooser
 from ejkernel.ops.config.persistent import PersistentCache
@@ -103,6 +104,7 @@ __all__ = [
     "allow_in_files",
     "autotune",
     "autotune_recorded",
+    "batch_invariant",
     "benchmark",
     "clear_invocations",
     "create_default_executor",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops import env
+from ejkernel.ops.batch_invariance import is_batch_invariant
 from ejkernel.ops.config.choice import is_config_from_file
 from ejkernel.ops.core.distribution import SEQUENCE_AXES
 from ejkernel.ops.core.invocation import BoundCall
@@ -153,6 +154,25 @@ class CallKernel:
         """
         return None
 
+    def variant_reason(self, problem: Any) -> str | None:
+        """Returns why the bits of a sequence's results depend on the rest of the call, or None.
+
+        A kernel that returns None has the same bits in every batch, for tiles of
+        ``sequence_problem`` that went through ``fix_order``.
+        """
+        return "batch_invariant: its results depend on the batch"
+
+    def sequence_problem(self, problem: Any) -> Any:
+        """Returns the problem with fixed values of all that the batch decides.
+
+        Tiles of batch-invariant calls are chosen from it.
+        """
+        return problem
+
+    def fix_order(self, tiles: Any) -> Any:
+        """Returns tiles with which sums have an order that each sequence decides for itself."""
+        return tiles
+
     def unsupported_error(self, reason: str) -> Exception:
         """Returns the error of an unsupported call."""
         return self.call.Unsupported(reason)
@@ -188,8 +208,9 @@ class CallKernel:
 
     def shares_sequence(self, a: Mapping[str, Any]) -> bool:
         """Returns whether devices may share the sequence of a call by this kernel."""
-        able = self.context is not None or getattr(self.call, "passes_states", False)
-        return able and self.call.shares_sequence(a)
+        call = self.call
+        able = self.context is not None or call.passes_states or call.shares_queries
+        return able and call.shares_sequence(a)
 
     def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         """Returns the arrays, and values that both passes derive from arrays the host knows.
@@ -234,6 +255,9 @@ class CallKernel:
             raise self.unsupported_error(_not_supported(unread))
         problem, target = self.problem(a), self.target()
         reason = self.unsupported_reason(problem, target)
+        invariant = is_batch_invariant()
+        if reason is None and invariant:
+            reason = self._variance(a, problem)
         if reason is not None:
             raise self.unsupported_error(reason)
         outputs = self.empty_outputs(a, problem)
@@ -248,7 +272,7 @@ class CallKernel:
             # an explicit config has none: where it fails, the call fails
             fallback = self.tiles(problem, target) if is_config_from_file() else None
             options, name = self.call.options(a), operation(self.call.name)
-            work = Work(self, problem, options, tiles, target, name, fallback)
+            work = Work(self, problem, options, tiles, target, name, fallback, invariant)
             if sharded:
                 outputs = run_partitioned(work, a, cfg)
             else:
@@ -264,7 +288,11 @@ class CallKernel:
             raise ConfigError(
                 f"cfg: fwd_params: warpgroups={groups}: {self!r} takes FwdParams without it"
             )
-        return self.apply_config(self.choose(problem, target), cfg, problem, target)
+        invariant = is_batch_invariant()
+        if invariant:
+            problem = self.sequence_problem(problem)
+        tiles = self.apply_config(self.choose(problem, target), cfg, problem, target)
+        return self.fix_order(tiles) if invariant else tiles
 
     # ---- what the registry asks -------------------------------------------------------------
 
@@ -273,6 +301,17 @@ class CallKernel:
         if self.context is None:
             raise self.unsupported_error(f"{self.call.boundary.names[0]}: a sharded sequence")
         return self.context, self.sharded_call.arguments(a, axes)
+
+    def _variance(self, a: Mapping[str, Any], problem: Any) -> str | None:
+        """Returns the argument for which, or why, a call is not batch-invariant; None if it is."""
+        if SEQUENCE_AXES in a:
+            return "batch_invariant: devices share a sequence"
+        for name in ("cum_seqlens_q", "cu_seqlens"):
+            if a.get(name) is not None:
+                return f"{name}: not batch-invariant, tiles begin where the packed rows begin"
+        if a.get("dropout_prob"):
+            return "dropout_prob: not batch-invariant, dropout counts batch rows"
+        return self.variant_reason(problem)
 
     def examine(self, call: BoundCall) -> tuple[Any, str | None]:
         """Returns the problem of a call, and the reason why it is not supported."""
@@ -304,13 +343,21 @@ class CallKernel:
     def supports(self, call: BoundCall) -> str | None:
         """Returns None, or the reason why the call is not supported."""
         reason = self.unavailable_reason()
-        return reason or call.remember(self, lambda: self.examine(call))[1]
+        problem, unsupported = call.remember(self, lambda: self.examine(call))
+        reason = reason or unsupported
+        if reason is None and call.route.batch_invariant:
+            # packed sequences are a mask in canonical form
+            reason = self._variance({**call.arguments, **_packed(call)}, problem)
+        return reason
 
     def heuristic(self, call: BoundCall) -> dict[str, Any]:
         """Returns the config fields of the chosen tiles."""
         if self.fixed_tiles or SEQUENCE_AXES in call.arguments:
             return {}
-        return self.fields(self.choose(self.problem_of(call), self.target()))
+        problem = self.problem_of(call)
+        if call.route.batch_invariant:
+            problem = self.sequence_problem(problem)
+        return self.fields(self.choose(problem, self.target()))
 
     def candidates(self, call: BoundCall) -> list[dict[str, Any]]:
         """Returns config fields worth timing, each once; the chosen tiles come first."""
@@ -355,3 +402,9 @@ class CallKernel:
 def _not_supported(argument: str) -> str:
     """Returns the reason against a call that gives an argument the kernel does not read."""
     return f"{argument}: not supported"
+
+
+def _packed(call: BoundCall) -> Mapping[str, Any]:
+    """Returns the arguments of packed sequences that the caller gave."""
+    made = call.made.arguments
+    return {name: made[name] for name in ("cum_seqlens_q", "cu_seqlens") if name in made}

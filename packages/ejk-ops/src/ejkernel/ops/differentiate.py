@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.batch_invariance import batch_invariant
 from ejkernel.ops.compat import Tracer
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.execution.lowering import lowering_error
@@ -32,6 +33,8 @@ class Work:
         tiles: how each pass is launched.
         target: the device it is made for.
         operation: the function that the user called, for errors.
+        batch_invariant: whether no sum may depend on the batch, also where gradients are traced
+            later.
         fallback: tiles for calls whose gradients cannot be lowered with ``tiles``, which then come
             from a file; None: that is an error.
     """
@@ -43,6 +46,7 @@ class Work:
     target: Any
     operation: str = ""
     fallback: Any = None
+    batch_invariant: bool = False
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -69,7 +73,7 @@ def _forward(work: Work, arrays: Arrays) -> Any:
 
 def _backward(work: Work, residuals: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Arrays]:
     cotangents, work = _once(work, cotangents), _lowerable(work, residuals[0])
-    with running(work.operation):
+    with running(work.operation), batch_invariant(work.batch_invariant):
         gradients: Mapping[str, Any] = work.kernel.backward(work, *residuals, cotangents)
     arrays = residuals[0]
     unknown = gradients.keys() - arrays.keys()

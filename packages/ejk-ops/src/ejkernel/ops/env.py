@@ -15,6 +15,7 @@ N = TypeVar("N", int, float)
 
 AUTOTUNE_POLICY = "EJKERNEL_AUTOTUNE_POLICY"
 AUTOTUNE_BUDGET_S = "EJKERNEL_AUTOTUNE_BUDGET_S"
+BATCH_INVARIANT = "EJKERNEL_BATCH_INVARIANT"
 CACHE_DIR = "EJKERNEL_CACHE_DIR"
 INTERPRET = "EJKERNEL_INTERPRET"
 LOG_AUTOTUNE = "EJKERNEL_LOG_AUTOTUNE"
@@ -105,6 +106,11 @@ def interpret() -> bool:
     return _flag(INTERPRET, False)
 
 
+def batch_invariant() -> bool:
+    """``EJKERNEL_BATCH_INVARIANT``: bits that do not depend on the batch. Default off."""
+    return _flag(BATCH_INVARIANT, False)
+
+
 def triton_smem_limit() -> int | None:
     """``EJKERNEL_TRITON_SMEM_LIMIT``: bytes of shared memory a candidate may need.
 
@@ -163,6 +169,7 @@ def check_values() -> None:
 _READERS: dict[str, Callable[[], Any]] = {
     AUTOTUNE_POLICY: autotune_policy,
     AUTOTUNE_BUDGET_S: autotune_budget_s,
+    BATCH_INVARIANT: lambda: None,  # every call reads it, unless a block says otherwise
     CACHE_DIR: lambda: None,  # any text is the name of a folder
     INTERPRET: interpret,
     LOG_AUTOTUNE: log_autotune,

@@ -152,7 +152,15 @@ class Implementation:
         reason = None if self.supports is None or inv is None else self.supports(inv)
         if not isinstance(reason, str | None):
             raise TypeError(f"supports gives {reason!r}, expected None or the reason why not")
-        return reason
+        invariant = getattr(getattr(inv, "route", None), "batch_invariant", False)
+        return self._variance(inv) if reason is None and invariant else reason
+
+    def _variance(self, inv: Any) -> str | None:
+        """Returns why a call is not batch-invariant, where ``supports`` has not said it."""
+        kernel: Any = self.load()
+        if not hasattr(kernel, "variant_reason"):
+            return "batch_invariant: it does not say whether its results depend on the batch"
+        return None if self.supports is not None else kernel.supports(inv)
 
     def priority_of(self, inv: Any) -> int:
         """Its priority for a call that it supports, or for any (None)."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.batch_invariance import batch_invariant
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.partition import Words, run_region
 
@@ -181,7 +182,7 @@ class PartitionedKernel:
         return next((word for word in words if shard.parts(word) > 1), "")
 
     def _passes_states(self, shard: Any) -> bool:
-        return self.kernel.context is None and bool(self._sequence_word(shard))
+        return self.call.passes_states and bool(self._sequence_word(shard))
 
     def _shared_outputs(
         self, shard: Any, a: Mapping[str, Any], types: Sequence[Any]
@@ -235,12 +236,16 @@ class PartitionedKernel:
     def _local_work(self, work: Work, shard: Any, a: Mapping[str, Any]) -> Work:
         if shard is None:
             return replace(work, kernel=self.kernel, fallback=None)
-        axes = shard.layout.axes(self.rule.sequence[0]) if self.rule.sequence else ()
+        kernel, axes = self.kernel, shard.layout.axes(self._sequence_word(shard))
         if not axes:
-            return replace(work, kernel=self.kernel, problem=self.kernel.problem(a), fallback=None)
-        kernel = self.kernel.sharded_call(self.kernel, axes, self.cfg)
+            return replace(work, kernel=kernel, problem=kernel.problem(a), fallback=None)
+        if kernel.context is not None:
+            kernel = kernel.sharded_call(kernel, axes)
         problem = kernel.problem(a)
-        tiles = kernel.tiles(problem, work.target)
+        # a share of the queries alone has other rules than the whole mask, and a region is traced
+        # when it is lowered
+        with batch_invariant(work.batch_invariant):
+            tiles = kernel.tiles(problem, work.target, self.cfg)
         return replace(work, kernel=kernel, problem=problem, tiles=tiles, fallback=None)
 
     def _operands(self, work: Work, a: Mapping[str, Any]) -> Arrays:

@@ -75,6 +75,7 @@ PACKAGE = KernelPackage(
         _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
         _tpu("mla_attention", *_TPU_FLASH, folder="flash_attention"),
         _tpu("blocksparse_attention", *_TPU_FLASH),
+        _tpu("native_sparse_attention"),
         _tpu("grouped_matmul", "block_m", "block_n", "block_k"),
         _tpu("mean_pooling"),
         _tpu("page_attention", "pages_per_block"),

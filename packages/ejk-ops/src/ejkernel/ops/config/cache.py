@@ -9,6 +9,7 @@ from collections.abc import Generator, Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from ejkernel.ops.batch_invariance import batch_invariance
 from ejkernel.ops.execution.freeze import ByIdentity
 from ejkernel.ops.interpret import interpret_override
 from ejkernel.ops.utils.copying import Copyable
@@ -176,7 +177,8 @@ def selection_state() -> Hashable:
     Two calls with equal states, in equal environments, with equal caches, choose alike.
     """
     layers = _overlays.get()
-    return _autotune.get(), interpret_override(), tuple([_overlay_state(c) for c in layers])
+    states = tuple([_overlay_state(c) for c in layers])
+    return _autotune.get(), interpret_override(), batch_invariance.get(), states
 
 
 def _overlay_state(cache: Overlay) -> Hashable:

@@ -112,8 +112,8 @@ class ConfigSelectorChain:
         """Returns the choice with its tier; an explicit ``cfg`` wins and is never stored."""
         search = _Search(inv.bound, kernel, dry=False)
         choice = self._fast_tiers(search, cfg)
-        if choice is None and search.call.symbolic:
-            choice = self._heuristics(search)  # nothing is stored or timed for a size unknown
+        if choice is None and _is_fixed(search.call):
+            choice = self._heuristics(search)
         if choice is None:
             group = multihost.peers() if kernel.has_tunables else None
             if group is None:
@@ -135,7 +135,7 @@ class ConfigSelectorChain:
     def preview(self, inv: Invocation, kernel: AnyKernel, cfg: Any = None) -> Choice:
         """Returns the choice of ``decide``, without tuning, storing or events."""
         search = _Search(inv.bound, kernel, dry=True)
-        slow = self._heuristics if search.call.symbolic else self._slow_tiers
+        slow = self._heuristics if _is_fixed(search.call) else self._slow_tiers
         return self._fast_tiers(search, cfg) or slow(search)
 
     def store(self, key: str, cfg: Any, metadata: Any = None, measured: Any = None) -> None:
@@ -170,6 +170,8 @@ class ConfigSelectorChain:
         if cfg is not None:
             return search.hit("override", kernel.convert_config(cfg, call), "explicit cfg")
         search.miss("override", "no cfg was given")
+        if call.route.batch_invariant:
+            return None
         cfg = find_overlay(call.key, kernel.name)
         if cfg is not None:
             return search.hit("overlay", kernel.convert_config(cfg, call), "hit")
@@ -343,6 +345,14 @@ class ConfigSelectorChain:
     def _emit(self, event: str, search: _Search, **details: Any) -> None:
         if self.on_event is not None:
             self.on_event(event, {"kernel": search.kernel.name, "key": search.call.key, **details})
+
+
+def _is_fixed(call: BoundCall) -> bool:
+    """Returns whether nothing stored or timed serves a call.
+
+    No size is known of a symbolic one, and what is timed for one batch differs from another's.
+    """
+    return call.symbolic or call.route.batch_invariant
 
 
 def _near(distance: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
+from ejkernel.ops.batch_invariance import is_batch_invariant
 from ejkernel.ops.config.key_distance import SimilarityRules
 from ejkernel.ops.core.binding import Binding, BindingSteps, bind_shapes
 from ejkernel.ops.core.distribution import SEQUENCE_AXES
@@ -271,6 +272,7 @@ def call_invocation(
         mesh=kwargs.get("mesh"),
         in_specs=specs_key(kwargs.get("in_specs")),
         out_specs=specs_key(kwargs.get("out_specs")),
+        batch_invariant=is_batch_invariant(),
     )
     return Invocation(kernel, args, plain, route=route)
 

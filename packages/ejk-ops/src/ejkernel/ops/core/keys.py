@@ -143,6 +143,8 @@ def key_payload(
             name: _describe_argument(name, value, buckets) for name, value in arguments.items()
         },
     }
+    if route.batch_invariant:
+        payload["batch_invariant"] = True
     if route.mesh_axes:
         payload["mesh"] = [[name, size] for name, size in route.mesh_axes]
         payload["specs"] = [str(route.in_specs), str(route.out_specs)]

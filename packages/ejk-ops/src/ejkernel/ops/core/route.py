@@ -24,6 +24,7 @@ class Route:
         backend: the hardware that the implementation is for, as a config names it.
         mesh, in_specs, out_specs: the mesh over which it is distributed, and how.
         device: fingerprint of the device it is meant for.
+        batch_invariant: whether the bits of a sequence may not depend on the batch.
     """
 
     platform: Platform | None = None
@@ -32,6 +33,7 @@ class Route:
     in_specs: Any = None
     out_specs: Any = None
     device: str | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh, type(None))):
@@ -65,6 +67,8 @@ class Route:
             shown["mesh_axes"] = self.mesh_axes
         if self.device is not None:
             shown["device_fingerprint"] = self.device
+        if self.batch_invariant:
+            shown["batch_invariant"] = True
         return shown
 
 

@@ -14,6 +14,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from ejkernel.ops import env, registry
+from ejkernel.ops.batch_invariance import is_batch_invariant
 from ejkernel.ops.compat import ambient_mesh, settings
 from ejkernel.ops.config.cache import ConfigCache, selection_state
 from ejkernel.ops.config.choice import Choice, ConfigChooser
@@ -301,7 +302,9 @@ def _route(kernel: AnyKernel, options: Options) -> tuple[Any, Route]:
         )
     backend = getattr(cfg, "backend", None)
     backend = backend if isinstance(backend, str) and backend != "any" else None
-    return cfg, Route(requested or named, backend, mesh, in_specs, out_specs)
+    invariant = is_batch_invariant()
+    where = (requested or named, backend, mesh, in_specs, out_specs)
+    return cfg, Route(*where, batch_invariant=invariant)
 
 
 def _program_key(

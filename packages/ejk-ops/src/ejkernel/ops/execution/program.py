@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ejkernel.ops import env
+from ejkernel.ops.batch_invariance import batch_invariance
 from ejkernel.ops.compat import Tracer
 from ejkernel.ops.config.choice import config_from_file
 from ejkernel.ops.core.binding import Binding, array_types
@@ -176,22 +177,27 @@ class Program:
 
     def __call__(self, *arrays: Any) -> Any:
         kernel, route = self.kernel, self.route
-        run: Any = kernel.runner(self.resolved, self.cfg)
-        if self.stamped_call is not None:
-            run = partial(self._run_stamped, self.stamped_call, run)
-        binding = _offered_binding(self, arrays)
-        with config_from_file(self.from_file):
-            if binding is not None:
-                args, kwargs = binding(arrays)
-                out = run(*args, **kwargs)
-            else:
-                args, kwargs = kernel.bind(*self.parts.around(arrays))
-                if route.distributed or kernel.distributes(args, kwargs):
-                    out = kernel.distribute(
-                        args, kwargs, route.placement, lambda a, named: run(*a, **named)
-                    )
-                else:
+        # as when its config was chosen, also where JAX traces it again later
+        token = batch_invariance.set(route.batch_invariant)
+        try:
+            run: Any = kernel.runner(self.resolved, self.cfg)
+            if self.stamped_call is not None:
+                run = partial(self._run_stamped, self.stamped_call, run)
+            binding = _offered_binding(self, arrays)
+            with config_from_file(self.from_file):
+                if binding is not None:
+                    args, kwargs = binding(arrays)
                     out = run(*args, **kwargs)
+                else:
+                    args, kwargs = kernel.bind(*self.parts.around(arrays))
+                    if route.distributed or kernel.distributes(args, kwargs):
+                        out = kernel.distribute(
+                            args, kwargs, route.placement, lambda a, named: run(*a, **named)
+                        )
+                    else:
+                        out = run(*args, **kwargs)
+        finally:
+            batch_invariance.reset(token)
         if self.compiled and any(map(_no_array, jax.tree_util.tree_leaves(out))):
             raise OtherOutputs
         return out

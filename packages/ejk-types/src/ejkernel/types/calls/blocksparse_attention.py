@@ -1,19 +1,25 @@
 """The call of blocksparse_attention."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import canonicalize
+from ejkernel.types.calls.layout import Layout
+from ejkernel.types.calls.sharding_notes import over_note
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, Key, invalid
+from ejkernel.types.masks.fields import is_placed
 from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.rows import rows_of
 
 
 class BlockSparseAttention(SoftmaxCall):
@@ -24,6 +30,8 @@ class BlockSparseAttention(SoftmaxCall):
 
     name = "blocksparse_attention"
     seeds = ("dropout_seed",)
+    sequence_axes = ("q_len",)
+    shares_queries = True
     merged: ClassVar[Mapping[str, str]] = {**SoftmaxCall.merged, "mask_builder": "block_mask"}
 
     @staticmethod
@@ -104,6 +112,37 @@ class BlockSparseAttention(SoftmaxCall):
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
         return super().operands(a, problem) | {"pattern": a["block_mask"]}
+
+    @classmethod
+    def shares_sequence(cls, a: Mapping[str, Any]) -> bool:
+        """Returns whether devices may share the queries of a call.
+
+        Their indices become positions, of which kernels take one set.
+        """
+        mask = a["mask_info"]
+        return mask is None or not any(map(is_placed, mask.terms))
+
+    @classmethod
+    def sequence_note(cls, a: Mapping[str, Any], layout: Layout) -> str:
+        over = over_note(layout, cls.sequence_axes)
+        return f"queries {over}: each device attends to all keys with its own"
+
+    @classmethod
+    def to_shard(cls, a: Arguments, shard: Any) -> None:
+        super().to_shard(a, shard)
+        if shard.parts("q_len") == 1:
+            return
+        first, length = shard.offset("q_len"), shard.local("q_len")
+        if a["mask_info"] is not None:
+            a["mask_info"] = rows_of(a["mask_info"], first, length, a["key"].shape[1])
+        pattern, size = a["block_mask"], a["q_block_size"]
+        if pattern is None:
+            return
+        block = math.gcd(size, length)
+        if block < size:  # a block lies on several devices
+            pattern, a["q_block_size"] = jnp.repeat(pattern, size // block, axis=2), block
+        rows = first // block, length // block
+        a["block_mask"] = jax.lax.dynamic_slice_in_dim(pattern, *rows, axis=2)
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

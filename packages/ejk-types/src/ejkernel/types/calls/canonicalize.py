@@ -239,13 +239,19 @@ def is_key(x: Any) -> bool:
 
 
 def local_seeds(a: Arguments, shard: Any, *names: str) -> None:
-    """Replaces each seed by (seed, first batch row, first head of the shard), all global."""
+    """Replaces each seed by itself and the first batch row and head of the shard, all global.
+
+    The first query follows where devices share queries.
+    """
     for name in names:
         seed = a[name]
         if seed is None:
             continue
         words = seed if seed.ndim else jnp.stack([seed, jnp.int32(0), jnp.int32(0)])
         offsets = [jnp.int32(0), shard.offset("batch"), shard.offset("heads")]
+        if shard.parts("q_len") > 1:
+            offsets += [shard.offset("q_len"), jnp.int32(0)]
+            words = jnp.pad(words, (0, len(offsets) - words.shape[0]))
         a[name] = words + jnp.stack(offsets)
 
 

@@ -80,8 +80,11 @@ class FlashAttention(SoftmaxCall):
 
     @classmethod
     def shares_sequence(cls, a: Mapping[str, Any]) -> bool:
-        if a["query"].dtype == scaled_operands.FLOAT8:
+        dtype, out_dtype = a["query"].dtype, a["out_dtype"]
+        if dtype == scaled_operands.FLOAT8:
             return False
+        if out_dtype is not None and np.dtype(out_dtype) != dtype:
+            return False  # devices that share a sequence have outputs in the dtype of the queries
         for scale in (a["q_scale"], a["k_scale"]):
             if scale is not None and len(getattr(scale, "shape", ())) == 3:
                 return False  # blocks count over all tokens

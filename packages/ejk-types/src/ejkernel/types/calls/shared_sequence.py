@@ -54,8 +54,8 @@ class ShardedCall:
     arguments = staticmethod(ring_arguments)
     without_packing = staticmethod(without_packing)
 
-    def __init__(self, kernel: Any, axes: tuple[str, ...], cfg: Any) -> None:
-        self.kernel, self.ring, self.axes, self.cfg = kernel, kernel.context, axes, cfg
+    def __init__(self, kernel: Any, axes: tuple[str, ...]) -> None:
+        self.kernel, self.ring, self.axes = kernel, kernel.context, axes
 
     @property
     def has_backward(self) -> bool:
@@ -64,8 +64,8 @@ class ShardedCall:
     def problem(self, a: Mapping[str, Any]) -> Any:
         return self.ring.problem(ring_arguments(a, self.axes))
 
-    def tiles(self, problem: Any, target: Any) -> Any:
-        return self.ring.tiles(problem, target, self.cfg)
+    def tiles(self, problem: Any, target: Any, cfg: Any = None) -> Any:
+        return self.ring.tiles(problem, target, cfg)
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
         return self.ring.operands(ring_arguments(a, self.axes), problem)

@@ -57,6 +57,8 @@ class Call:
             a sequence.
         passes_states: whether such devices pass states on (``share_sequence``), whatever the
             kernel; otherwise it takes a kernel that can share a sequence.
+        shares_queries: whether devices may share the queries alone: ``to_shard`` adapts a call to
+            some of its rows.
         refused_axes: words of axes that are an error under plain ``jit`` where they are sharded,
             and what to do instead.
         boundary: the parameters, read from ``signature``.
@@ -80,6 +82,7 @@ class Call:
     whole_groups: ClassVar[bool] = False
     sequence_axes: ClassVar[tuple[str, ...]] = ()
     passes_states: ClassVar[bool] = False
+    shares_queries: ClassVar[bool] = False
     refused_axes: ClassVar[Mapping[str, str]] = {}
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
@@ -228,7 +231,8 @@ class Call:
         first = next(iter(cls.output_axes(dict(a))), "")
         output = () if first.startswith("=") else tuple(first.split())
         rule = cls.sharding_rule(a, sequence=sequence)
-        describe = partial(cls.sequence_note, a) if cls.passes_states else None
+        described = cls.passes_states or cls.shares_queries
+        describe = partial(cls.sequence_note, a) if described else None
         return sharding_notes(rule, axes, alike, output, a, describe)
 
     @classmethod

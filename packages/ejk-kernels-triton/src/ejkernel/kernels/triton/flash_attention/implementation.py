@@ -76,6 +76,13 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
             problem = replace(problem, dtype="bfloat16")  # which holds every value
         return replace(problem, precision=precision_name(a.get("precision"), problem.dtype))
 
+    def variant_reason(self, problem: Any) -> str | None:
+        # other operations with these kernels do more around them
+        return None if self.call is calls.FlashAttention else super().variant_reason(problem)
+
+    def sequence_problem(self, problem: Any) -> Any:
+        return replace(problem, batch=1)
+
     def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
         operands = super().operands(a, problem)
         if problem.is_eight_bit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -51,6 +52,12 @@ class GatedDeltaRule(TritonKernel):
     problem = staticmethod(problem_of)
     choose = staticmethod(tiles.choose)
     neighbours = staticmethod(tiles.neighbours)
+
+    def variant_reason(self, problem: Any) -> str | None:
+        return None
+
+    def sequence_problem(self, problem: Any) -> Any:
+        return replace(problem, batch=1)
 
     def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         return problem.unsupported or None

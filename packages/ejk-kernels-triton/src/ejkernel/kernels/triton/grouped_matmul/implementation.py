@@ -18,6 +18,8 @@ from ejkernel.types import calls
 from ejkernel.types.calls import arguments
 from ejkernel.types.problems.grouped_passes import GroupedPasses
 
+INVARIANT_ROWS = 1024  # of a group, whatever the number of rows
+
 
 def forward(work: Work, arrays: Arrays) -> Arrays:
     """Returns the rows of every group times the matrix of the group."""
@@ -56,6 +58,13 @@ class GroupedMatmul(GroupedPasses, TritonKernel, StagedKernel):
     reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision", "rhs_scale"}
     choose = staticmethod(tiles.choose_all)
     stages: ClassVar[Mapping[str, Stage]] = {"forward": forward, "dlhs": dlhs, "drhs": drhs}
+
+    def variant_reason(self, problem: Any) -> str | None:
+        return None
+
+    def sequence_problem(self, problem: Problem) -> Problem:
+        # as many rows as fill a GPU with full tiles
+        return replace(problem, batch=1, rows=INVARIANT_ROWS * problem.groups)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         reason = tiles.unsupported_reason(a)

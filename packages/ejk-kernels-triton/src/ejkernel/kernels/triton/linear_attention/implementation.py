@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +25,12 @@ class LinearAttention(TritonKernel):
     choose = staticmethod(tiles.choose)
     neighbours = staticmethod(tiles.neighbours)
     saved_axes = "batch heads key_dim v_dim"  # states before the segments of all rows
+
+    def variant_reason(self, problem: Any) -> str | None:
+        return None
+
+    def sequence_problem(self, problem: Any) -> Any:
+        return replace(problem, batch=1)
 
     def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         return problem.unsupported or None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,6 +30,12 @@ class MeanPooling(TritonKernel):
     choose = staticmethod(tiles.choose)
     neighbours = staticmethod(tiles.neighbours)
     saved_axes = "batch"
+
+    def variant_reason(self, problem: Any) -> str | None:
+        return None
+
+    def sequence_problem(self, problem: Any) -> Any:
+        return replace(problem, batch=1)
 
     def unsupported_reason(self, problem: PoolingProblem, target: Target) -> str | None:
         return unsupported({"x": problem.dtype}, {})

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from ejkernel.kernels.triton.bound_launch import RUNS
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.serving import decode_tiles, mla_decode_tiles, ragged_tiles, stages
 from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles
+from ejkernel.kernels.triton.serving.ragged_tiles import RaggedTiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import config_field
 from ejkernel.ops.stages import Stage, StagedKernel
@@ -19,10 +21,20 @@ from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import ITEMSIZE, LatentProblem, PagedProblem, RaggedProblem
 
 MAX_LATENT, MAX_ROPE = 512, 128
+# of every batch-invariant call:
+INVARIANT_SPLITS = 16  # of a sequence; one with 8 heads fills a GPU
+INVARIANT_PAGES = 2**16  # of a table, of any width
+INVARIANT_ROWS = 2**16  # of a ragged call, of any number of rows
 
 
 class CacheKernel(XlaGradients, TritonKernel, StagedKernel):
     """A kernel over a cache, differentiated by the XLA kernel of its operation."""
+
+    def variant_reason(self, problem: Any) -> str | None:
+        p = getattr(problem, "paged", problem)
+        if p.pages * p.page_size >= RUNS:
+            return f"batch_invariant: TMA reads no cache of {RUNS} tokens or more"
+        return None
 
 
 class DecodeKernel(CacheKernel):
@@ -32,6 +44,13 @@ class DecodeKernel(CacheKernel):
         "decode": stages.decode_sequences,
         "merge": stages.merge_sequences,
     }
+
+    def sequence_problem(self, problem: PagedProblem) -> PagedProblem:
+        return replace(_of_any_batch(problem), num_splits=problem.num_splits)
+
+    def fix_order(self, tiles: DecodeTiles) -> DecodeTiles:
+        # equal work ranges would cut a sequence where others end
+        return tiles if tiles.splits else replace(tiles, splits=INVARIANT_SPLITS)
 
 
 class PageAttention(DecodeKernel):
@@ -166,6 +185,14 @@ class RaggedKernel(CacheKernel):
     choose = staticmethod(ragged_tiles.choose)
     neighbours = staticmethod(ragged_tiles.neighbours)
 
+    def sequence_problem(self, problem: RaggedProblem) -> RaggedProblem:
+        return replace(problem, paged=_of_any_batch(problem.paged), rows=INVARIANT_ROWS)
+
+    def fix_order(self, tiles: RaggedTiles) -> RaggedTiles:
+        # the keys of a tile stay together, as their splits would follow from all sequences
+        decode = replace(tiles.decode, splits=tiles.splits or INVARIANT_SPLITS)
+        return replace(tiles, splits=None, decode=decode, min_split_keys=2**30)
+
     def unsupported_reason(self, problem: RaggedProblem, target: Target) -> str | None:
         p = problem.paged
         reason = unsupported({"queries": p.query_dtype}, {"queries": p.dim})
@@ -233,6 +260,12 @@ class RaggedPageAttentionv3(RaggedKernel):
         if not problem.paged.heads:
             return "queries: without heads"
         return super().unsupported_reason(problem, target)
+
+
+def _of_any_batch(problem: PagedProblem) -> PagedProblem:
+    """Returns the problem of one sequence, with a table and a cache of fixed sizes."""
+    pages = 1 if not problem.max_pages else INVARIANT_PAGES
+    return replace(problem, batch=1, pages=1, max_pages=pages)
 
 
 page_attention = PageAttention()

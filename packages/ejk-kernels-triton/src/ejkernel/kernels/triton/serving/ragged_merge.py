@@ -79,9 +79,13 @@ class MergeSizes(NamedTuple):
 
 
 class MergeTile(NamedTuple):
-    """Constants: TOKENS rows of a decoded sequence; PARTS partial results, LINES rows at once."""
+    """Constants: TOKENS rows of a decoded sequence; PARTS partial results, LINES rows at once.
+
+    SPLITS: partial results of every decoded sequence; 0: as many as its work ranges.
+    """
 
     TOKENS: int
+    SPLITS: int
     D: int
     COLUMNS: int
     PARTS: int
@@ -134,7 +138,7 @@ def ragged_merge(
         b = x // HEADS
         tokens = tl.load(d_counts + b)
         start = tl.load(first_rows + b)
-        slot, count = find_slots(b, d_starts, n, sizes.ranges, 0, 0)
+        slot, count = find_slots(b, d_starts, n, sizes.ranges, tile.SPLITS, 0)
         value_scale = load_head_scale(v_scale, 0, h // GROUP)
         for token in range(0, tokens):
             partial_row = slot.to(tl.int64) * (TOKENS * HEADS) + token * HEADS + h
@@ -255,6 +259,7 @@ class RaggedMerge(RaggedLaunch):
             "layout": self.layout(),
             "tile": MergeTile(
                 TOKENS=self.tiles.decode_tokens,
+                SPLITS=self.tiles.decode.splits or 0,
                 D=p.dim,
                 COLUMNS=self.columns,
                 PARTS=parts,

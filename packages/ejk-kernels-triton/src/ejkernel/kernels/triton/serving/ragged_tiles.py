@@ -180,6 +180,8 @@ def can_use_tma(p: PagedProblem, block: int, target: Target) -> bool:
 def decode_ranges(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:
     """Returns the number of equal work ranges of all decoded keys."""
     p = problem.paged
+    if tiles.decode.splits is not None:
+        return p.batch * tiles.decode.splits
     if tiles.splits is None:
         return decode_tiles.count_work_ranges(decode_problem(problem, tiles), tiles.decode, target)
     longest = -(-p.capacity // tiles.decode.block)
@@ -190,8 +192,11 @@ def is_few_rows(problem: RaggedProblem, tiles: RaggedTiles) -> bool:
     """Returns whether a call is one of few rows, which ``few_rows`` attends to in one launch.
 
     A row for each sequence at most is the shape of a call that only decodes. Whatever its values,
-    no sequence has more chunks than are worth another launch.
+    no sequence has more chunks than are worth another launch. Its work ranges cut a sequence where
+    others end, so that it never serves batch-invariant calls, whose splits are fixed.
     """
+    if tiles.decode.splits is not None:
+        return False
     rows, n, tokens = problem.rows, problem.sequences, tiles.decode_tokens
     few = rows <= tokens or rows <= min(n, max(MAX_DECODE_TOKENS, MAX_REPEATED_READS * tokens))
     comparisons = power_of_two(rows) * power_of_two(n)

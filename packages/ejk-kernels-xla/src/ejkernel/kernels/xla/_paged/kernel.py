@@ -32,6 +32,7 @@ class Groups(Steps):
 class SplitKernel(XlaKernel):
     """A kernel of ``Splits``: one XLA loop covers the blocks of all rows, so one split is best."""
 
+    by_rows = True
     partitioned = True  # the compiler would end the loops of all devices together
 
     def choose(self, problem: Any, target: Any) -> Splits:

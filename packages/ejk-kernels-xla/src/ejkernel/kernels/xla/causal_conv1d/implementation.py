@@ -78,6 +78,8 @@ class CausalConv1D(XlaKernel):
     No ``cfg`` field is read. Differentiable to every order.
     """
 
+    by_rows = True
+
     call = calls.CausalConv1D
     reads = frozenset(
         {"x", "weight", "bias", "initial_state", "cu_seqlens", "activation", "return_state"}

@@ -36,6 +36,8 @@ class FlashAttention(BlockwiseKernel):
     score_mod captures, through o and lse. Inputs of 8 bits are converted to float32 first.
     """
 
+    by_rows = True
+
     call = calls.FlashAttention
     reads = (
         arguments.FLASH

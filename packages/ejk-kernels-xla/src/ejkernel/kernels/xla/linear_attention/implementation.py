@@ -58,6 +58,8 @@ class LinearKernel(XlaKernel):
         chunked: the outputs and the states after every chunk.
     """
 
+    by_rows = True
+
     advance: ClassVar[Callable[..., tuple[jax.Array, jax.Array]]] = staticmethod(step.advance)
     chunked: ClassVar[Callable[..., tuple[jax.Array, jax.Array]]] = staticmethod(core.chunked)
 

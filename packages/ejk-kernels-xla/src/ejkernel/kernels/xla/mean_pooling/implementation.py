@@ -41,6 +41,8 @@ class MeanPooling(XlaKernel):
     ``cfg``: ``token_tile``, the number of rows summed first. Differentiable to every order.
     """
 
+    by_rows = True
+
     call = calls.MeanPooling
     reads = frozenset({"x", "cu_seqlens", "chunk_size", "attention_mask"})
     # rows of a batch and their means, whatever the form of the call

@@ -28,6 +28,8 @@ class FlashMLA(XlaKernel):
     float array.
     """
 
+    by_rows = True
+
     call = calls.FlashMLA
     reads = arguments.FLASH_MLA | arguments.DROPOUT | {"bias"}
 

@@ -45,6 +45,8 @@ class RaggedDecodeAttention(XlaKernel):
     Differentiable in every float array.
     """
 
+    by_rows = True
+
     call = calls.RaggedDecodeAttention
     reads = (
         arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end", "return_lse"}

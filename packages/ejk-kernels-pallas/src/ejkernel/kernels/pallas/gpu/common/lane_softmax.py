@@ -21,8 +21,10 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     ROW,
     SCALAR,
     arith,
+    asm,
     constant,
     element,
+    i32,
     like,
     llvm,
     on_registers,
@@ -52,18 +54,31 @@ def _pack_rows(like_this: Any, values: list[Any]) -> Any:
     return like(like_this, registers)
 
 
-def lane_sums(x: jax.Array, rows: jax.Array, factors: jax.Array) -> jax.Array:
-    """Returns ``rows * factors`` plus this lane's elements of the rows of ``x``."""
+def lane_sums(
+    x: jax.Array, rows: jax.Array, factors: jax.Array | None, *, keep_here: bool = False
+) -> jax.Array:
+    """Returns ``rows * factors`` plus this lane's elements of the rows of ``x``; None: factors 1.
 
-    @on_registers(rows, ROW, ROW, LAYOUT)
-    def apply(rows: Any, factors: Any, x: Any) -> Any:
+    ``keep_here``: the compiler may not move the additions to where the sums are used, such as
+    behind a wait for matmuls.
+    """
+
+    optional = () if factors is None else (factors,)
+
+    @on_registers(rows, ROW, LAYOUT, *(ROW for _ in optional))
+    def apply(rows: Any, x: Any, *factors: Any) -> Any:
         sums = _reduce_rows(x, arith.addf)
-        old = [element(r, 0) for r in rows.registers.flat]
-        by = [element(r, 0) for r in factors.registers.flat]
-        new = [llvm.intr_fma(o, f, s) for o, f, s in zip(old, by, sums, strict=True)]
+        new = [element(r, 0) for r in rows.registers.flat]
+        if factors:
+            by = [element(r, 0) for r in factors[0].registers.flat]
+            new = [llvm.intr_fma(o, f, s) for o, f, s in zip(new, by, sums, strict=True)]
+        else:
+            new = [arith.addf(o, s) for o, s in zip(new, sums, strict=True)]
+        if keep_here:
+            new = [asm("mov.f32 $0, $1;", "=f,f", x.type, x) for x in new]
         return _pack_rows(rows, new)
 
-    return apply(rows, factors, x)
+    return apply(rows, x, *optional)
 
 
 def sum_over_lanes(rows: jax.Array) -> jax.Array:
@@ -122,3 +137,18 @@ def to_16_bit(x: jax.Array, dtype: Any) -> jax.Array:
         return like(x, out)
 
     return apply(x)
+
+
+def mark_if_any(word: Any, rows: jax.Array) -> None:
+    """Sets ``word``, an int32 ``[1]`` of shared memory, to 1 where a row of this warp is not 0."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW))
+    def apply(_: Any, word: Any, rows: Any) -> None:
+        values = [element(r, 0) for r in rows.registers.flat]
+        tests = [arith.cmpf(arith.CmpFPredicate.UNE, x, constant(0.0)) for x in values]
+        is_any = arith.extui(i32(), any_in_warp(tests))
+        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.u32 [$0], 1; }"
+        start = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(word))
+        asm(text, "r,r", None, start, is_any)
+
+    apply(word, rows)

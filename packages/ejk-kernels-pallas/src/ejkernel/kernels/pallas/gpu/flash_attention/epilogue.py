@@ -12,9 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.common.units import unit
+from ejkernel.kernels.pallas.gpu.common.lane_softmax import sum_over_lanes
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, FACTORS, ROWS
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import RANGE, Form
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, FACTORS, ROWS, start
 from ejkernel.types.attention.problem import LOG2E
 
 
@@ -32,11 +33,21 @@ class Epilogue:
 
     keeps_lse: ClassVar[bool] = True
 
-    def finish(self, r: Any, tile: Any, o: jax.Array, state: tuple) -> None:
-        """Divides o; hands o, lse and base (lse in ``units``) of a tile to TMA."""
+    def finish(self, r: Any, tile: Any, o: jax.Array, state: tuple) -> jax.Array | None:
+        """Divides o; hands o, lse and base (lse in ``units``) of a tile to TMA.
+
+        Returns, of an ``unshifted`` form, which rows are to be computed again: 1.0, else 0.0.
+        """
         t, p = self.form.tiles, self.form.problem
         wg = lax.axis_index("wg")
-        m, total, *e = state
+        wrong = None
+        m, total, *e = (*start(self.form), *state) if self.form.unshifted else state
+        if self.form.lane_sums:
+            total = sum_over_lanes(total)
+        if self.form.unshifted:
+            # 0 * o is NaN where o is not finite
+            checked = total + jnp.sum(o * 0.0, axis=1)
+            wrong = jnp.where((checked >= RANGE[0]) & (checked <= RANGE[1]), 0.0, 1.0)
         empty = total == 0.0
         common = jnp.exp2(-e[0]) if e else 1.0
         total = total * common
@@ -76,6 +87,7 @@ class Epilogue:
                 out = (tile.batch, tile.head, out_rows)
                 plgpu.copy_smem_to_gmem(r.lse_smem.at[rows], r.lse.at[out])
                 plgpu.copy_smem_to_gmem(r.base_smem.at[rows], r.base.at[out])
+        return wrong
 
     def store(self, r: Any, tile: Any, part: jax.Array, column: int) -> None:
         """Hands this warpgroup's rows of o from ``column`` on to TMA, through staging memory."""

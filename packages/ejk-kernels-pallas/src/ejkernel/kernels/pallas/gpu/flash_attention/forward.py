@@ -24,9 +24,9 @@ within a warpgroup); Dao 2023, FlashAttention-2, section 3.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order, to_8_bit
+from ejkernel.kernels.pallas.gpu.common.lane_softmax import mark_if_any
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
 from ejkernel.kernels.pallas.gpu.common.tma import pad_rows, padded_rows, tiled
@@ -61,6 +62,20 @@ from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.types.attention.problem import Problem
 
 VALUES_GROUP = 128  # tokens that a tiled copy of 8-bit values moves together, at most
+
+
+class Counts(NamedTuple):
+    """Tiles and key blocks that a program has begun: they number its buffers."""
+
+    tiles: Any
+    blocks: Any
+
+
+FROM_START = Counts(0, 0)
+
+
+def _discard(_: Any) -> None:
+    """Returns nothing, as branches of the compiled program do."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +119,12 @@ class ForwardKernel:
 
     # ---- consumers --------------------------------------------------------------------------
 
-    def run_tiles(self, r: Any) -> None:
-        """Computes all tiles of this program, 64 rows in this warpgroup."""
+    def run_tiles(self, r: Any, start_at: Counts = FROM_START) -> tuple[Counts, Any]:
+        """Computes all tiles of this program, 64 rows in this warpgroup.
+
+        ``start_at`` tells what the program has loaded before. Returns the same at the end, and
+        rows that are not 0 where an ``unshifted`` form has to be computed again.
+        """
         form, scheduler = self.form, self.scheduler
         t, p = form.tiles, form.problem
         wg = lax.axis_index("wg")
@@ -134,13 +153,13 @@ class ForwardKernel:
             return to_8_bit(p_now) if form.eight_bit else p_now.astype(p.dtype)
 
         def mainloop_step(carry, o_acc):
-            i, ahead, tile, j, n, q_regs, p_now, state = carry
+            i, ahead, tile, j, n, q_regs, p_now, state, wrong = carry
             slot, next_slot = lax.rem(n, t.stages), lax.rem(n + 1, t.stages)
             new = j == tile.start  # the next block is the next tile's first
             i2 = i + new.astype(jnp.int32)
 
             def read_on():
-                return scheduler.ahead(r, i + 2, ahead[2])
+                return scheduler.ahead(r, i + 2 - start_at.tiles, ahead[2])
 
             if form.read or scheduler.prefetches_late:
                 tile2 = lax.cond(new, lambda: scheduler.arrived(r, ahead), lambda: tile)
@@ -162,7 +181,9 @@ class ForwardKernel:
                 # reads here overlap the matmuls
                 if scheduler.prefetches_late:
                     ahead3 = lax.cond(
-                        j2 == tile2.start, lambda: scheduler.ahead(r, i2 + 1), lambda: ahead
+                        j2 == tile2.start,
+                        lambda: scheduler.ahead(r, i2 + 1 - start_at.tiles),
+                        lambda: ahead,
                     )
                 else:
                     ahead3 = lax.cond(new, read_on, lambda: ahead) if ahead2 is None else ahead2
@@ -178,19 +199,21 @@ class ForwardKernel:
                 plgpu.barrier_arrive(r.v_free.at[slot])
 
                 def finish():
-                    self.epilogue.finish(r, tile, o, state)
-                    return jnp.zeros_like(o)
+                    wrong_rows = self.epilogue.finish(r, tile, o, state)
+                    return jnp.zeros_like(o), wrong if wrong is None else jnp.maximum(
+                        wrong, wrong_rows
+                    )
 
                 def rescale():
                     if alpha is None:
-                        return o
+                        return o, wrong
                     if t.slack:
-                        return scale_rows(o, alpha)
-                    return o * lax.broadcast_in_dim(alpha, o.shape, [0])
+                        return scale_rows(o, alpha), wrong
+                    return o * lax.broadcast_in_dim(alpha, o.shape, [0]), wrong
 
-                o_acc[...] = lax.cond(new, finish, rescale)
+                o_acc[...], wrong2 = lax.cond(new, finish, rescale)
                 self.loader.prepare_values(r, tile2, j2, next_slot)
-                return ahead3, narrowed(p2), state2
+                return ahead3, narrowed(p2), state2, wrong2
 
             ahead3, *softmax_state = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
             return i2, ahead3, tile2, j2, n + 1, q_regs2, *softmax_state
@@ -198,45 +221,75 @@ class ForwardKernel:
         def mainloop(o_acc):
             tile = scheduler.tile(r, scheduler.first_tile(r))
             j = tile.stop - 1
-            plgpu.barrier_wait(r.q_ready.at[0])
-            plgpu.barrier_wait(r.k_ready.at[0])
-
-            zero = jnp.int32(0)
-            q_regs = load_q(zero)
+            i, n = (jnp.int32(x) for x in start_at)
+            q_slot, slot = lax.rem(i, t.q_stages), lax.rem(n, t.stages)
+            plgpu.barrier_wait(r.q_ready.at[q_slot])
+            plgpu.barrier_wait(r.k_ready.at[slot])
+            q_regs = load_q(i)
 
             def first(s_acc):
-                scores(s_acc, q_regs, zero, zero)
+                scores(s_acc, q_regs, i, n)
                 return s_acc[...]
 
             s = pl.run_scoped(first, plgpu.ACC(shape, F32))
-            plgpu.barrier_arrive(r.k_free.at[0])
-            pl.when(j == tile.start)(lambda: plgpu.barrier_arrive(r.q_free.at[0]))
+            plgpu.barrier_arrive(r.k_free.at[slot])
+            pl.when(j == tile.start)(lambda: plgpu.barrier_arrive(r.q_free.at[q_slot]))
             ids = one_id(form, r, tile, j)
             p_now, state, _ = softmax(self, r, s, tile, j, ids, start(form))
-            plgpu.barrier_wait(r.v_ready.at[0])
-            self.loader.prepare_values(r, tile, j, 0)
+            plgpu.barrier_wait(r.v_ready.at[slot])
+            self.loader.prepare_values(r, tile, j, slot)
+            second = jnp.int32(1)
             if scheduler.prefetches_late:
-                read_next = lambda: scheduler.ahead(r, zero + 1)  # noqa: E731
-                ahead = lax.cond(j == tile.start, read_next, lambda: (zero, None, None))
+                read_next = lambda: scheduler.ahead(r, second)  # noqa: E731
+                ahead = lax.cond(j == tile.start, read_next, lambda: (second - 1, None, None))
             else:
-                ahead = scheduler.ahead(r, zero + 1)
+                ahead = scheduler.ahead(r, second)
             p_now = narrowed(p_now)
-            carry = (zero, ahead, tile, j, zero, q_regs, p_now, state)
+            wrong: Any = start(form)[0] if form.unshifted else None
+            carry = (i, ahead, tile, j, n, q_regs, p_now, state, wrong)
 
             def has_work(carry):
                 _, (number, *_), tile, j, *_ = carry
                 return (number >= 0) | (j > tile.start)
 
             carry = lax.while_loop(has_work, lambda carry: mainloop_step(carry, o_acc), carry)
-            _, _, tile, _, n, _, p_now, state = carry
-            plgpu.wgmma(o_acc, p_now, values(lax.rem(n, t.stages)))
-            self.epilogue.finish(r, tile, o_acc[...], state)
+            i, _, tile, _, n, _, p_now, state, wrong = carry
+            slot = lax.rem(n, t.stages)
+            plgpu.wgmma(o_acc, p_now, values(slot))
+            wrong_rows = self.epilogue.finish(r, tile, o_acc[...], state)
             plgpu.wait_smem_to_gmem(0)
+            if wrong_rows is not None:  # the buffer is used again if the tiles are
+                plgpu.barrier_arrive(r.v_free.at[slot])
+                wrong = jnp.maximum(wrong, wrong_rows)
             if t.cluster > 1:  # no program exits while another may still signal to it
                 plgpu.barrier_arrive(r.done.at[0])
                 plgpu.barrier_wait(r.done.at[0])
 
-        pl.run_scoped(mainloop, plgpu.ACC((ROWS, p.value_dim), F32))
+            return Counts(i + 1, n + 1), wrong
+
+        return pl.run_scoped(mainloop, plgpu.ACC((ROWS, p.value_dim), F32))
+
+    def run_tiles_twice(self, r: Any) -> None:
+        """Computes the tiles of this program without maxima, then with them where need be."""
+        counts, wrong = self.unshifted.run_tiles(r)
+        mark_if_any(r.wrong, wrong)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(r.judged.at[0])
+        plgpu.barrier_wait(r.judged.at[0])
+        pl.when(r.wrong[0] != 0)(lambda: _discard(self.run_tiles(r, counts)))
+
+    def load_tiles_twice(self, r: Any) -> None:
+        """Copies the operands of ``run_tiles_twice``."""
+        r.wrong[0] = 0
+        counts = self.loader.produce(self, r)
+        plgpu.barrier_wait(r.judged.at[0])
+        pl.when(r.wrong[0] != 0)(lambda: _discard(self.loader.produce(self, r, counts)))
+
+    @property
+    def unshifted(self) -> ForwardKernel:
+        """The kernel whose exponentials are of logits as they are."""
+        form = replace(self.form, unshifted=True)
+        return replace(self, form=form, epilogue=replace(self.epilogue, form=form))
 
     # ---- launch -----------------------------------------------------------------------------
 
@@ -284,6 +337,9 @@ class ForwardKernel:
             "k_free": free_everywhere(t.stages),
             "v_free": free_everywhere(t.stages),
         } | self.epilogue.scratch()
+        if self.form.tiles.unshifted_first:
+            scratch["wrong"] = plgpu.SMEM((1,), jnp.int32)
+            scratch["judged"] = free(1)
         if t.cluster > 1:
             scratch["done"] = free_everywhere(1)
         scratch |= self.scheduler.scratch()
@@ -304,14 +360,18 @@ class ForwardKernel:
                 self.scheduler.begin_producer(r)
                 if self.prologue is not None:
                     self.prologue.produce(self, r)
-                self.loader.produce(self, r)
+                if self.form.tiles.unshifted_first:
+                    self.load_tiles_twice(r)
+                else:
+                    self.loader.produce(self, r)
 
             @pl.when(wg < t.consumers)
             def consume():
                 plgpu.set_max_registers(t.consumer_registers, action="increase")
                 if self.prologue is not None:
                     self.prologue.consume(self, r)
-                self.scheduler.run_consumer(r, lambda: self.run_tiles(r))
+                run = self.run_tiles_twice if self.form.tiles.unshifted_first else self.run_tiles
+                self.scheduler.run_consumer(r, lambda: _discard(run(r)))
 
         cluster: dict[str, Any] = {"cluster": (t.cluster,), "cluster_names": (MEMBER,)}
         return plgpu.kernel(

@@ -13,6 +13,7 @@ from ejkernel.types.attention.problem import LOG2E, Problem
 from ejkernel.types.masks.structure import Rules
 
 MEMBER = "member"  # the axis of programs in a cluster
+RANGE = (2.0**-100, 2.0**110)  # of the sums of rows that are exact without a shift
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,14 @@ class Form:
             4], ``lists`` and ``bits`` (see ``lists``), with ``order``, ``q_ids`` and ``kv_ids``
             int32 [#b, padded length], ``sink`` float32 [#b, h], ``order`` as ``known_order`` makes
             it.
+        unshifted: exponentials are of logits as they are. Where a sum is outside of ``RANGE``,
+            that was not exact, and the program computes its tiles again, shifted.
     """
 
     problem: Problem
     tiles: ForwardTiles
     operands: tuple[str, ...]
+    unshifted: bool = False
 
     @property
     def rules(self) -> Rules:
@@ -61,6 +65,11 @@ class Form:
         Below 2^-6 a float8_e4m3fn loses precision.
         """
         return 8.0 - self.tiles.slack
+
+    @property
+    def lane_sums(self) -> bool:
+        """Returns whether each of the four lanes of a row keeps the sum of its own elements."""
+        return self.unshifted or (self.tiles.lane_sums and self.shift is None)
 
     @property
     def large(self) -> float:

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.common.units import sign
+from ejkernel.kernels.pallas.gpu.common.lane_softmax import lane_sums, raise_maxima
 from ejkernel.kernels.pallas.gpu.common.masks import (
     hide_other_segments,
     hide_outside,
@@ -158,6 +159,9 @@ def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tu
         s = jnp.tanh(s * (p.scale / p.soft_cap))
     elif sign(p) < 0.0:
         s = -s
+    if form.unshifted:
+        x = _hide(kernel, r, jnp.exp2(s * c), tile, j, one_id, 0.0)
+        return x, (lane_sums(x, state[0], None, keep_here=True),), None
     m, total, *e = state
     slack, large, power = form.tiles.slack / c, form.large, form.power
     if form.eight_bit:
@@ -167,9 +171,12 @@ def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tu
         x = _hide(kernel, r, jnp.exp2(s * c - form.shift), tile, j, one_id, 0.0)
         return x, (m, total + jnp.sum(x, axis=1)), None
     s = _hide(kernel, r, s, tile, j, one_id, -jnp.inf)
-    top = jnp.maximum(m, jnp.max(s, axis=1))
-    if form.tiles.slack:
-        top = jnp.where(top > m + slack, top, m)
+    if form.tiles.lane_maxima:
+        top = raise_maxima(m, s, slack)
+    else:
+        top = jnp.maximum(m, jnp.max(s, axis=1))
+        if form.tiles.slack:
+            top = jnp.where(top > m + slack, top, m)
     shift = jnp.where(top == -jnp.inf, 0.0, top) if form.masks else top
     if form.fused:
         slope = jnp.where(jnp.abs(top) >= large, power, c)
@@ -182,11 +189,17 @@ def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tu
     else:
         x = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * c)
         alpha = jnp.exp2((m - shift) * c)
-    return x, (top, total * alpha + jnp.sum(x, axis=1), *e), alpha
+    if form.lane_sums:
+        total = lane_sums(x, total, alpha, keep_here=True)
+    else:
+        total = total * alpha + jnp.sum(x, axis=1)
+    return x, (top, total, *e), alpha
 
 
 def start(form: Form) -> tuple:
     """Returns the state of rows that have seen no key."""
+    if form.unshifted:
+        return (plgpu.layout_cast(jnp.zeros((ROWS,), F32), ROW),)
     low = -jnp.inf if form.shift is None else form.shift / form.log2_scale
     values = (low, 0.0, 0.0) if form.fused else (low, 0.0)
     return tuple(plgpu.layout_cast(jnp.full((ROWS,), x, F32), ROW) for x in values)

@@ -32,14 +32,17 @@ class DenseLoader:
         """TMA copies of a block of keys."""
         return 1
 
-    def produce(self, kernel: Any, r: Any) -> None:
-        """Copies queries, keys and values of all tiles of this program, one warpgroup in step."""
+    def produce(self, kernel: Any, r: Any, before: tuple[Any, Any] = (0, 0)) -> tuple[Any, Any]:
+        """Copies queries, keys and values of all tiles of this program, one warpgroup in step.
+
+        ``before``: tiles and key blocks that the program has loaded; returned with the new ones.
+        """
         scheduler = kernel.scheduler
 
         def per_tile(carry):
             i, n, ahead = carry
             tile = scheduler.arrived(r, ahead)
-            ahead = scheduler.ahead(r, i + 1, ahead[2])
+            ahead = scheduler.ahead(r, i + 1 - before[0], ahead[2])
             kernel.load_queries(r, tile, scheduler.first_row(tile), i)
             first = self.key_block(r, tile, tile.stop - 1)
             kernel.load(r, "k", tile, first, n)
@@ -55,9 +58,10 @@ class DenseLoader:
             kernel.load(r, "v", tile, j, n)
             return i + 1, n + 1, ahead
 
-        zero = jnp.int32(0)
-        carry = (zero, zero, scheduler.ahead(r, zero))
-        lax.while_loop(lambda carry: carry[2][0] >= 0, per_tile, carry)
+        i, n = (jnp.int32(x) for x in before)
+        carry = (i, n, scheduler.ahead(r, jnp.int32(0)))
+        i, n, _ = lax.while_loop(lambda carry: carry[2][0] >= 0, per_tile, carry)
+        return i, n
 
     def key_block(self, r: Any, tile: Tile, j: Any) -> Any:
         """Returns the key block of the j-th step of a tile."""

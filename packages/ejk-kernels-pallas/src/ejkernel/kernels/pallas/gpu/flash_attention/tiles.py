@@ -35,6 +35,11 @@ class ForwardTiles:
         head_group: heads whose tiles are worked on together, where lengths are known.
         slack: powers of two by which a row's maximum may grow before the accumulators are
             rescaled; 0 rescales at every step.
+        lane_maxima: whether the four lanes of a row compare their maxima only where one of them
+            saw more than ``slack`` allows.
+        lane_sums: whether they add up their sums at the end of a tile only.
+        unshifted_first: whether tiles are computed without maxima first, and again with them only
+            where that was not exact (see ``computes_unshifted``).
         registers: of a consumer thread, a multiple of 8; 0: as many as leave the producer the
             least.
     """
@@ -48,6 +53,9 @@ class ForwardTiles:
     o_columns: int = 64
     head_group: int = 1
     slack: int = 8
+    lane_maxima: bool = False
+    lane_sums: bool = False
+    unshifted_first: bool = False
     registers: int = 0
 
     @property
@@ -124,12 +132,15 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
     widest = max(problem.dim, problem.value_dim)
     pattern = problem.pattern_blocks
     is_dense = rules.band.empty and not rules.arrays and pattern is None
+    unshifted = computes_unshifted(problem, rules)
     if problem.itemsize == 1:
         tiles = _eight_bit(widest)
     elif widest <= 64:
         # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit and share
         # k and v
-        tiles = ForwardTiles(block_q=192)
+        tiles = ForwardTiles(block_q=192, stages=3 if unshifted else 2)
+    elif widest <= 128 and unshifted:
+        tiles = ForwardTiles()  # without maxima, steps of 160 keys and copies by pairs gain nothing
     elif widest <= 128:
         tiles = _of_128(problem, is_dense)
     elif problem.value_dim <= 128:
@@ -155,6 +166,11 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         # short tiles: o is stored at once, so that their epilogue waits for no copy
         full_o = replace(tiles, o_columns=problem.value_dim)
         tiles = full_o if full_o.shared(problem) <= chip.shared else tiles
+    # pairs of programs and their 160 keys: a lane's own sums gain nothing next to its maxima
+    if problem.itemsize > 1:
+        tiles = replace(tiles, lane_maxima=True, lane_sums=tiles.cluster == 1)
+    # wide heads under a mask have no registers for what two mainloops keep
+    tiles = replace(tiles, unshifted_first=unshifted and (widest <= 128 or is_dense))
     return replace(tiles, head_group=_head_group(problem, is_dense, chip))
 
 
@@ -165,6 +181,21 @@ def _eight_bit(widest: int) -> ForwardTiles:
     if widest <= 128:
         return ForwardTiles(block_kv=192, stages=3, slack=0)
     return ForwardTiles(slack=3)
+
+
+def computes_unshifted(problem: Problem, rules: Rules) -> bool:
+    """Returns whether tiles are computed without the maxima of their rows first.
+
+    exp2 of a logit in [-100, 100] is accurate as it is, in float32 and in bfloat16, and most logits
+    are there. Without maxima a step has a sixth fewer instructions, and waits for no exchange of a
+    row. A program in which a row's sum is out of ``RANGE``, or an output not finite, computes its
+    tiles again with maxima. Calls in which a row may see nothing, whose sum is 0, always shift, and
+    windows too, whose tiles are short.
+    """
+    p, band = problem, rules.band
+    if p.soft_cap is not None or p.dtype != "bfloat16" or rules.arrays or p.pattern_blocks:
+        return False
+    return band.lo is None and (band.hi is None or band.hi >= 0)
 
 
 def _of_128(problem: Problem, is_dense: bool) -> ForwardTiles:
@@ -185,6 +216,7 @@ def _of_128(problem: Problem, is_dense: bool) -> ForwardTiles:
 
 def _paired(tiles: ForwardTiles) -> ForwardTiles:
     """160 keys a step, for two programs that copy k and v for each other."""
+    tiles = replace(tiles, lane_sums=False, unshifted_first=False)
     return replace(tiles, block_kv=160, q_stages=1, q_held=0, cluster=2)
 
 
@@ -194,6 +226,7 @@ def _alone(problem: Problem, tiles: ForwardTiles) -> ForwardTiles:
         return replace(tiles, cluster=1)
     # a cap that follows maxima has constants in the registers of q
     q_held = 128 if problem.soft_cap is None else 0
+    tiles = replace(tiles, lane_sums=tiles.lane_maxima)
     return replace(tiles, cluster=1, q_stages=2, q_held=q_held)
 
 

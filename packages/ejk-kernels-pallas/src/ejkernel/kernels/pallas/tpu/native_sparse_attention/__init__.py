@@ -1,0 +1,1 @@
+"""Native sparse attention on TPU: three branches, gated and added."""

@@ -1,0 +1,129 @@
+"""Gradients of the selected branch on a TPU.
+
+    p = exp(x - lse);  ds = p * (do v^T - delta)
+    dq = scale * ds k;  dk = scale * ds^T q;  dv = p^T do
+
+One kernel with the grid and the tiles of the forward pass. Keys, values and float32 gradients of
+both stay in vector memory for all tiles of a head: a tile adds to the blocks that it visits, in the
+order of tiles, and no list of the tokens of a block is needed. Five matmuls a block; the matrix
+units are the limit, as forward.
+
+Source: Dao 2023, FlashAttention-2, section 3.2, over the lists of Yuan et al. 2025
+(arXiv 2502.11089).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.compat import result
+from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
+from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
+    Part,
+    block_rows,
+    bytes_of,
+    compiler_params,
+    cost,
+    dot,
+    for_steps,
+    raw_scores,
+    specs_of,
+    visible,
+)
+
+
+def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
+    list_ref, rows_ref, q_ref, do_ref, base_ref, delta_ref, k_hbm, v_hbm, *others = refs
+    dq_ref, dk_hbm, dv_hbm, k_ref, v_ref, dk_ref, dv_ref, acc_ref = others
+    b, head, tile = (pl.program_id(axis) for axis in range(3))
+
+    @pl.when(tile == 0)
+    def _load_head() -> None:
+        pltpu.sync_copy(k_hbm.at[b, head], k_ref)
+        pltpu.sync_copy(v_hbm.at[b, head], v_ref)
+        dk_ref[...] = jnp.zeros_like(dk_ref)
+        dv_ref[...] = jnp.zeros_like(dv_ref)
+
+    acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    def scores(part: Part) -> tuple[jax.Array, jax.Array]:
+        x = raw_scores(p, part.load(p, k_ref), q_ref[0, 0])
+        return x, dot(part.load(p, v_ref), do_ref[0, 0], (1, 1))
+
+    def add(part: Part, pair: tuple[jax.Array, jax.Array]) -> None:
+        x, dp = pair
+        q, do, k = q_ref[0, 0], do_ref[0, 0], part.load(p, k_ref)
+        weights = jnp.exp2((x - base_ref[0, 0, 0]) * p.log2_unit)
+        weights = jnp.where(visible(p, t, part, rows_ref), weights, 0.0)
+        ds = (weights * (dp - delta_ref[0, 0, 0])).astype(q.dtype)
+        acc_ref[...] += dot(k.T, ds, (1, 0))
+        dk, dv = dot(ds, q, (1, 0)), dot(weights.astype(do.dtype), do, (1, 0))
+        # the entries behind the end of a list name block 0 and add zeros to it
+        for n, block in enumerate(part.blocks):
+            rows = slice(n * p.rows_of_block, (n + 1) * p.rows_of_block)
+            dk_ref[block_rows(p, block)] += dk[rows]
+            dv_ref[block_rows(p, block)] += dv[rows]
+
+    for_steps(t, list_ref, scores, add)
+    dq_ref[0, 0] = (acc_ref[...] * p.scale).T.astype(dq_ref.dtype)
+
+    @pl.when(tile == pl.num_programs(2) - 1)
+    def _store_head() -> None:
+        pltpu.sync_copy(dk_ref, dk_hbm.at[b, head])
+        pltpu.sync_copy(dv_ref, dv_hbm.at[b, head])
+
+
+def selected_backward(
+    p: Problem,
+    t: Tiles,
+    chip: Chip,
+    lists: jax.Array,
+    rows: jax.Array,
+    arrays: tuple[jax.Array, ...],
+    dtype: str,
+) -> list[jax.Array]:
+    """Returns dq ``[b, hk, tiles * rows, d]`` in ``dtype``, and dk and dv as whole blocks, float32.
+
+    dk lacks the scale.
+
+    ``arrays``: q, do, base, delta, k and v. Base is the lse of a row as a raw score, large where
+    it sees no key; base and delta are ``[b, hk, tiles, 1, rows]``.
+    """
+    q, _, _, _, k, v = arrays
+    specs, (d, dv) = specs_of(p, t, lists, rows), p.dims
+    shapes = [
+        result(q.shape, dtype, *arrays),
+        result(k.shape, "float32", *arrays),
+        result(v.shape, "float32", *arrays),
+    ]
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    resident = t.resident_bytes(p, backward=True)
+    return pl.pallas_call(
+        functools.partial(_kernel, p, t),
+        grid=lists.shape[:3],
+        in_specs=[
+            specs.of_lists(),
+            specs.of_values(specs.words),
+            *(specs.of_rows(width) for width in (d, dv)),
+            *(specs.of_values(), specs.of_values()),
+            *(in_hbm, in_hbm),
+        ],
+        out_specs=[specs.of_rows(d), in_hbm, in_hbm],
+        out_shape=shapes,
+        scratch_shapes=[
+            *(pltpu.VMEM(x.shape[2:], x.dtype) for x in (k, v)),
+            *(pltpu.VMEM(x.shape[2:], jnp.float32) for x in (k, v)),
+            pltpu.VMEM((d, specs.rows), jnp.float32),
+        ],
+        compiler_params=compiler_params(chip, resident),
+        cost_estimate=cost(p, t, 3 * d + 2 * dv, bytes_of(lists, rows, *arrays, *shapes)),
+        interpret=chip.interpret,
+        name="ejkernel_selected_bwd",
+    )(lists, rows, *arrays)

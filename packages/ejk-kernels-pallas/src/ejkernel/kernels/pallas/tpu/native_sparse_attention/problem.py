@@ -1,0 +1,137 @@
+"""Static properties and tiles of the selected branch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.masks import LANES
+from ejkernel.kernels.pallas.tpu.flash_attention.layout import padded_dim
+from ejkernel.types.attention.problem import LOG2E
+
+ROWS = 128  # a matrix unit has a column for each row of a tile, and vectors have 128 lanes
+CHUNK = 512  # keys of a step: the matmuls of one half hide the exponentials of the other
+WORD = 32  # entries of a list that one integer has a bit for
+UNIT = 16  # rows of a bfloat16 register: no block starts inside one
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Static properties of a call of the selected branch.
+
+    Attributes:
+        batch, length, heads, kv_heads, dim, value_dim: sizes of q, k and v.
+        size: tokens of a block.
+        blocks: blocks of one batch row, all its sequences together.
+        slots: entries of a token's list of blocks.
+        scale: factor of the scores.
+        dtype: of q, k, v and the output.
+        packed: whether a row may hold several sequences.
+    """
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    size: int
+    blocks: int
+    slots: int
+    scale: float
+    dtype: str
+    packed: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Columns of keys and of values, as kernels read them."""
+        return padded_dim(self.dim), padded_dim(self.value_dim)
+
+    @property
+    def rows_of_block(self) -> int:
+        """Rows of a block as kernels read it: a power of two below a register's lanes, so that
+        whole blocks fill a step, else full registers."""
+        if self.size >= LANES:
+            return math.ceil(self.size / LANES) * LANES
+        return max(UNIT, 1 << (self.size - 1).bit_length())
+
+    @property
+    def unit(self) -> float:
+        """The logit of a raw score of 1; positive, so that hidden keys stay hidden."""
+        return abs(self.scale) or 2.0**-120
+
+    @property
+    def log2_unit(self) -> float:
+        """The base-2 logit of a raw score of 1."""
+        return self.unit * LOG2E
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of the selected branch.
+
+    Attributes:
+        tokens: tokens of a tile, whose query heads of a group are its rows.
+        chunk: blocks of a step; a power of two.
+        span, span_backward: blocks whose keys and values are in vector memory at a time.
+    """
+
+    tokens: int
+    chunk: int
+    span: int
+    span_backward: int
+
+    @property
+    def words(self) -> int:
+        """Steps for which one integer has the bits."""
+        return WORD // self.chunk
+
+    def entries(self, p: Problem, span: int) -> int:
+        """Returns the entries of the list of a tile over ``span`` blocks."""
+        most = min(self.tokens * p.slots, span)
+        return math.ceil(most / self.chunk) * self.chunk
+
+    def tile_count(self, p: Problem) -> int:
+        """Returns the number of tiles of a key head."""
+        return math.ceil(p.length / self.tokens)
+
+    def resident_bytes(self, p: Problem, *, backward: bool) -> int:
+        """Returns the bytes of the keys and values in vector memory, with their gradients."""
+        span = self.span_backward if backward else self.span
+        return span * _block_bytes(p, backward)
+
+
+def choose(p: Problem, chip: Chip) -> Tiles:
+    """Returns the tiles of a call."""
+    # a tile multiplies every key that one of its tokens sees with all its rows: more tokens share
+    # more keys, until the rows fill the columns of a matrix unit
+    tokens = 1 << max(0, (ROWS // p.group).bit_length() - 1)
+    while tokens * p.group % UNIT:
+        tokens *= 2
+    chunk = 1 << max(0, (CHUNK // p.rows_of_block).bit_length() - 1)
+    return Tiles(tokens, chunk, _span(p, chip, False), _span(p, chip, True))
+
+
+def _block_bytes(p: Problem, backward: bool) -> int:
+    """Returns the bytes of vector memory of a block."""
+    columns = sum(math.ceil(d / LANES) * LANES for d in p.dims)
+    # a gradient is a float32 for each element of a key and value
+    return p.rows_of_block * columns * (p.itemsize + (4 if backward else 0))
+
+
+def _span(p: Problem, chip: Chip, backward: bool) -> int:
+    """Returns how many blocks are in vector memory at a time: half of it, in equal parts."""
+    most = max(1, chip.vmem // 2 // _block_bytes(p, backward))
+    blocks = max(1, p.blocks)
+    return math.ceil(blocks / math.ceil(blocks / most))

@@ -1,0 +1,145 @@
+"""A step of the selected branch: some blocks of the list of a tile.
+
+Scores are ``[keys, rows]``: what belongs to a row lies along the lanes of one register, so that the
+mask of a block costs a comparison with a row, and maxima and sums are of registers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import overlapped
+from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
+
+# a row that has seen nothing keeps FLOOR, and exp2(HIDDEN - FLOOR) is 0
+FLOOR, HIDDEN = -1e38, -3e38
+PARTS = 2  # of a step: the matmuls of one overlap the exponentials of the other
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive entries of a list: their blocks, and the index of the first entry."""
+
+    blocks: tuple[Any, ...]
+    first: Any
+
+    def load(self, p: Problem, ref: Any) -> jax.Array:
+        """Returns the rows of these blocks ``[keys, d]``."""
+        rows = [ref[block_rows(p, block)] for block in self.blocks]
+        return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)
+
+
+def block_rows(p: Problem, block: Any) -> Any:
+    """Returns the rows of a block in vector memory."""
+    rows = p.rows_of_block
+    return pl.ds(pl.multiple_of(block * rows, rows), rows)
+
+
+def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """Returns the matmul of two tiles over one axis each, float32."""
+    numbers = (((axes[0],), (axes[1],)), ((), ()))
+    return lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
+
+
+def raw_scores(p: Problem, k: jax.Array, q: jax.Array) -> jax.Array:
+    """Returns k q^T in units of ``Problem.unit``."""
+    x = dot(k, q, (1, 1))
+    return x if p.scale > 0.0 else -x if p.scale < 0.0 else jnp.zeros_like(x)
+
+
+def visible(p: Problem, t: Tiles, part: Part, rows_ref: Any) -> jax.Array:
+    """Returns the mask ``[keys, rows]`` of a part of the list.
+
+    Blocks are in rising order, so that no token is ahead of the row's own in the listed keys.
+    """
+    own_row = rows_ref[0, 0, 0, pl.ds(0, 1)]
+    word = rows_ref[0, 0, 0, pl.ds(1 + part.first // (t.chunk * t.words), 1)]
+    key = lax.broadcasted_iota(jnp.int32, (p.rows_of_block, own_row.shape[1]), 0)
+    masks = []
+    for n in range(len(part.blocks)):
+        entry = part.first + n
+        selected = (word >> lax.rem(entry, t.chunk * t.words)) & 1
+        last = jnp.minimum(own_row - entry * p.rows_of_block, p.size - 1)
+        masks.append(key <= jnp.where(selected == 1, last, -1))
+    return masks[0] if len(masks) == 1 else jnp.concatenate(masks, axis=0)
+
+
+def for_steps(
+    t: Tiles,
+    list_ref: Any,
+    scores: Callable[[Part], Any],
+    add: Callable[[Part, Any], None],
+) -> None:
+    """Runs ``add(part, scores(part))`` on the parts of every step of a list."""
+    size = max(1, t.chunk // PARTS)
+
+    def run_step(step: Any, carry: None) -> None:
+        parts = []
+        for n in range(0, t.chunk, size):
+            first = step * t.chunk + n
+            entries = tuple(list_ref[0, 0, 0, 0, 1 + first + i] for i in range(size))
+            parts.append(Part(entries, first))
+        overlapped(parts, scores, add)
+
+    lax.fori_loop(0, pl.cdiv(list_ref[0, 0, 0, 0, 0], t.chunk), run_step, None)
+
+
+@dataclass(frozen=True)
+class Specs:
+    """Block specs of the grid (batch, key head, tile).
+
+    Attributes:
+        rows: rows of a tile. entries: of its list. words: of the bits of a row.
+    """
+
+    rows: int
+    entries: int
+    words: int
+
+    def of_rows(self, width: int) -> pl.BlockSpec:
+        """Returns the spec of ``[b, hk, tiles * rows, width]``."""
+        return pl.BlockSpec((1, 1, self.rows, width), lambda b, m, i: (b, m, i, 0))
+
+    def of_values(self, count: int = 1) -> pl.BlockSpec:
+        """Returns the spec of ``[b, hk, tiles, count, rows]``."""
+        return pl.BlockSpec((1, 1, 1, count, self.rows), lambda b, m, i: (b, m, i, 0, 0))
+
+    def of_lists(self) -> pl.BlockSpec:
+        """Returns the spec of ``[b, hk, tiles, 1, 1 + entries]``."""
+        block = (1, 1, 1, 1, 1 + self.entries)
+        return pl.BlockSpec(block, lambda b, m, i: (b, m, i, 0, 0), memory_space=pltpu.SMEM)
+
+
+def specs_of(p: Problem, t: Tiles, lists: jax.Array, rows: jax.Array) -> Specs:
+    """Returns the block specs for tables of ``tile_lists``."""
+    return Specs(rows.shape[4], lists.shape[4] - 1, rows.shape[3])
+
+
+def compiler_params(chip: Chip, resident: int) -> Any:
+    """``resident``: bytes of keys and values; the tiles of a head follow one another."""
+    limit = min(chip.vmem, max(resident + 12 * 2**20, 16 * 2**20))
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=limit
+    )
+
+
+def cost(p: Problem, t: Tiles, columns: int, moved: int) -> pl.CostEstimate:
+    """Returns the cost of a kernel with matmuls of ``columns``, as if tokens shared no block."""
+    pairs = p.batch * p.kv_heads * t.tile_count(p) * t.tokens * p.group
+    pairs *= min(t.tokens * p.slots, p.blocks) * p.rows_of_block
+    return pl.CostEstimate(flops=2 * pairs * columns, transcendentals=pairs, bytes_accessed=moved)
+
+
+def bytes_of(*arrays: Any) -> int:
+    """Returns the bytes of arrays or of their types."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)

@@ -1,0 +1,177 @@
+"""Native sparse attention in Pallas' TPU interpreter, against its definition in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.native_sparse_attention import problem
+from ejkernel.kernels.pallas.tpu.native_sparse_attention.implementation import (
+    native_sparse_attention,
+)
+from ejkernel.ops import interpret_mode
+from ejkernel.types.masks.structure import Unsupported
+from ejktest.cases.sparse import compare
+from ejktest.drawn import array
+from ejktest.oracles import sparse as oracle
+from ejktest.tolerance import check_close
+
+PARAMS = pltpu.InterpretParams(detect_races=True)
+S, HK, D, DV, SIZE = 42, 2, 24, 40, 4
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    with interpret_mode(), interpreter(PARAMS):
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+
+    assert not simulator.races.races_found
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles, steps and spans in a short row."""
+
+    def choose(p, chip):
+        return problem.Tiles(8, 2, -(-p.blocks // 2), -(-p.blocks // 3))
+
+    monkeypatch.setattr(problem, "choose", choose)
+
+
+def normal(*shape):
+    return array(RNG.standard_normal(shape), jnp.float32)
+
+
+def inputs(group, gates=3, length=S, hk=HK):
+    h = hk * group
+    arrays = [normal(1, length, h, D), normal(1, length, hk, D), normal(1, length, hk, DV)]
+    return arrays + [normal(1, length, h) for _ in range(gates)]
+
+
+def test_selection_and_all_branches():
+    count, window, scale = 3, 5, -0.3
+    args = inputs(3, length=30, hk=1)
+
+    def ours(q, k, v, g_cmp, g_slc, g_swa):
+        return native_sparse_attention(
+            q, k, v, g_cmp, g_slc, block_counts=count, block_size=SIZE, sliding_window=window,
+            g_swa=g_swa, softmax_scale=scale,
+        )  # fmt: skip
+
+    def theirs(q, k, v, *gates):
+        return oracle.sequence(
+            q[0], k[0], v[0], [g[0] for g in gates], size=SIZE, count=lambda t, m: count,
+            scale=scale, window=window, length=30,
+        )[None]  # fmt: skip
+
+    compare(ours, theirs, args)
+
+
+def test_given_blocks_with_counts_duplicates_and_strangers(small_tiles):
+    """Keys in spans; blocks whose size is no power of two have rows without a token."""
+    args, slots, size = inputs(2, gates=0), 4, 5
+    indices = RNG.integers(-2, S // size + 3, (1, S, HK, slots)).astype(np.int32)
+    indices[0, :, :, 2] = indices[0, :, :, 0]
+    counts = RNG.integers(1, slots + 1, (1, S, HK)).astype(np.int32)
+
+    def ours(q, k, v):
+        return native_sparse_attention(
+            q, k, v, block_indices=indices, block_counts=counts, block_size=size
+        )
+
+    def theirs(q, k, v):
+        return oracle.sequence(
+            q[0], k[0], v[0], (None, None, None), size=size, scale=D**-0.5, length=S,
+            count=lambda t, m: int(counts[0, t, m]), indices=indices[0].tolist(),
+        )[None]  # fmt: skip
+
+    compare(ours, theirs, args)
+
+
+def test_packed_sequences(small_tiles):
+    """Counts below the bound take the best blocks; nothing of padding is read."""
+    ends = np.array([0, 11, 11, 26], np.int32)
+    args = inputs(2, gates=1, length=30, hk=1)
+    counts = RNG.integers(1, 4, (1, 30, 1)).astype(np.int32)
+    outside = jnp.arange(30) >= ends[-1]
+
+    def ours(*args):
+        args = [jnp.where(outside.reshape(1, -1, *[1] * (x.ndim - 2)), jnp.nan, x) for x in args]
+        return native_sparse_attention(
+            *args, None, None, counts, jnp.asarray(ends), block_size=SIZE, max_block_count=3
+        )
+
+    def theirs(q, k, v, g_cmp):
+        rows = [
+            oracle.sequence(
+                *(x[0, a:b] for x in (q, k, v)), (g_cmp[0, a:b], None, None), size=SIZE,
+                scale=D**-0.5, length=b - a, count=lambda t, m, a=a: int(counts[0, a + t, m]),
+            )
+            for a, b in ((0, 11), (11, 26))
+        ]  # fmt: skip
+        return jnp.concatenate([*rows, jnp.zeros((4, 2, DV))])[None]
+
+    compare(ours, theirs, args)
+
+
+def test_half_precision_and_wide_blocks():
+    """Blocks of 160 keys are whole registers with rows of padding; every block is chosen."""
+    q, k, v, do = (
+        x.astype(jnp.bfloat16) for x in [*inputs(1, gates=0, length=170), normal(1, 170, HK, DV)]
+    )
+    o, back = jax.vjp(
+        jax.jit(lambda *x: native_sparse_attention(*x, block_size=160, block_counts=2)), q, k, v
+    )
+    lists = np.broadcast_to([0, 1], (170, HK, 2))
+    want = oracle.over_lists(q[0], k[0], v[0], lists, 160, D**-0.5, do[0])
+    for name, a, b in zip(("o", "dq", "dk", "dv"), (o, *back(do)), want, strict=True):
+        check_close(a[0], b, dtype="bfloat16", name=name)
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])
+def test_lowers(kind):
+    """Two kernels of the selected branch, three of the compressed one, and the choice of blocks."""
+    shapes = [jax.ShapeDtypeStruct((1, 2048, h, 128), "bfloat16") for h in (16, 1, 1)]
+    gate = jax.ShapeDtypeStruct((1, 2048, 16), "float32")
+
+    def loss(q, k, v, g):
+        return native_sparse_attention(q, k, v, g).astype(jnp.float32).sum()
+
+    with interpret_mode(False), on_chip(kind):
+        made = export.export(jax.jit(jax.grad(loss, (0, 1, 2, 3))), platforms=["tpu"])
+        text = made(*shapes, gate).mlir_module()
+    for name, count in {"selected_fwd": 1, "selected_bwd": 1, "select_blocks": 1}.items():
+        assert text.count(f'kernel_name = "ejkernel_{name}"') == count
+    assert text.count("tpu_custom_call") == 6
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
+def test_keys_fit_into_vector_memory(kind):
+    chip = facts_of(kind)
+    p = problem.Problem(1, 32768, 64, 4, 128, 128, 64, 512, 16, 0.1, "bfloat16", False)
+    for case in (p, replace(p, dtype="float32"), replace(p, dim=192, length=2**19, blocks=2**13)):
+        t = problem.choose(case, chip)
+        assert t.tokens * case.group == t.chunk * case.rows_of_block // 4 == 128
+        for backward in (False, True):
+            assert t.resident_bytes(case, backward=backward) <= chip.vmem // 2
+
+
+def test_refuses_what_it_cannot_do():
+    q, k, v = (x.astype(jnp.float16) for x in inputs(1, gates=0))
+    with pytest.raises(Unsupported, match="query: float16 is not supported"):
+        native_sparse_attention(q, k, v)
+    q = jax.ShapeDtypeStruct((1, 2**20, 1, 64), "bfloat16")
+    with pytest.raises(Unsupported, match="block_size: the means of 65536 blocks do not fit"):
+        jax.eval_shape(lambda q: native_sparse_attention(q, q, q, block_size=16), q)

@@ -1,0 +1,29 @@
+"""The mask of some of the query rows of a call."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.types.masks.fields import is_placed, with_private
+from ejkernel.types.masks.mask_info import MaskInfo
+
+
+def rows_of(mask: MaskInfo, first: Any, q_len: int, kv_len: int) -> MaskInfo:
+    """Returns the mask of ``q_len`` rows that begin at row ``first``, which may be traced.
+
+    Arrays of ``mask`` have these rows already. Rules between indices become rules between
+    positions, as an offset that is traced cannot be part of a rule.
+    """
+    positions = {
+        "q_positions": (first + jnp.arange(q_len, dtype=jnp.int32))[None],
+        "kv_positions": jnp.arange(kv_len, dtype=jnp.int32)[None],
+    }
+
+    def of_rows(part: MaskInfo) -> MaskInfo:
+        by_index = not part.rule.trivial and not is_placed(part)
+        return with_private(part, _and=(), **(positions if by_index else {}))
+
+    return reduce(lambda a, b: a & b, map(of_rows, mask.terms))
