@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.calls.scaled_operands import tokens_of
 from ejktest.attention import Call, arrays, oracle_case, split, with_gradients, with_mask_info
 
 # relative error of a whole array; float32 matmuls at default precision are TF32
@@ -95,6 +97,35 @@ def small(*lead):
     """Returns q, k and v, bfloat16 ``[*lead, 2, 300, 4, 64]``."""
     keys = jax.random.split(jax.random.key(0), 3)
     return [jax.random.normal(k, (*lead, 2, 300, 4, 64), jnp.bfloat16) for k in keys]
+
+
+def check_eight_bit(kernel: Any, d: int, *, causal: bool, blocks: int = 1) -> None:
+    """Holds a call of 8-bit operands to float32 on the same values, and a second run to its bits.
+
+    Probabilities may be rounded to 3 bits of mantissa. A head has a negative scale.
+    """
+    keys = jax.random.split(jax.random.key(d), 5)
+    shapes = (2, 1037, 4, d), (2, 777, 2, d), (2, 777, 2, d)
+    arrays = [
+        jax.random.normal(key, shape).astype(jnp.float8_e4m3fn)
+        for key, shape in zip(keys, shapes, strict=False)
+    ]
+    q_scale, k_scale = (
+        1.0 + jax.random.uniform(key, (2, heads, blocks))
+        for key, heads in zip(keys[3:], (4, 2), strict=True)
+    )
+    k_scale, v_scale = k_scale.at[0, 1].multiply(-1.0), jnp.array([[0.5, 2.0]])
+    factors = (tokens_of(q_scale, 1037), tokens_of(k_scale, 777), tokens_of(v_scale, 777))
+    values = [x.astype(jnp.float32) * f for x, f in zip(arrays, factors, strict=True)]
+    mask = jnp.tri(1037, 777, dtype=bool) if causal else None
+    o, lse = jax.jit(partial(reference, mask=mask), compiler_options=UNTUNED)(*values)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    run = jax.jit(lambda x, s: kernel(*x, **s, causal=causal, return_lse=True))
+    first, second = run(arrays, scales), run(arrays, scales)
+    assert first[0].dtype == jnp.bfloat16
+    assert relative(first[0], o) <= 3e-2
+    assert relative(first[1], lse) <= 1e-5
+    assert jnp.array_equal(first[0], second[0])
 
 
 @contextmanager

@@ -66,6 +66,7 @@ from ejktest.cases import attention as attention_cases  # noqa: E402
 from ejktest.cases import grouped as grouped_cases  # noqa: E402
 from ejktest.cases import ragged as ragged_cases  # noqa: E402
 from ejktest.device import SMALL_CORES, SMALL_H200, on  # noqa: E402
+from ejktest.oracles import attention as flash_oracle  # noqa: E402
 from ejktest.oracles import grouped as oracle  # noqa: E402
 from gpu.named import chosen, label  # noqa: E402
 
@@ -76,6 +77,11 @@ LATENT = {
     "128 heads": ((130, 0, 70, 700, 1), 128, 1, 64),
     "float16, rows": ((70, 200, 5), 192, 3, 16),  # heads times rows
     "e4m3": ((130, 0, 700, 1), 64, 1, 64),
+}
+EIGHT_BIT = {
+    "full": (150, 300, 2, 1, 128, False),
+    "causal d64": (300, 260, 2, 2, 64, True),
+    "causal d256": (150, 150, 1, 1, 256, True),
 }
 GROUPED = ("around a tile", "some of eight")
 
@@ -100,6 +106,32 @@ def attention(operation: Any, case: attention_cases.Call) -> Call:
 
 def hopper_flash(name: str) -> Call:
     return attention(flash_attention, attention_cases.SMALL[name])
+
+
+def hopper_eight_bit(name: str) -> Call:
+    """Returns a call of 8-bit operands, against attention in float64 of their values."""
+    q_len, kv_len, heads, kv_heads, d, causal = EIGHT_BIT[name]
+    rng = np.random.default_rng(0)
+    shapes = (q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads)
+    arrays = [
+        jnp.asarray(rng.standard_normal((1, *shape, d)), jnp.float8_e4m3fn) for shape in shapes
+    ]
+    factors = [1.5, -0.5, 3.0]
+    scales = {f"{x}_scale": s for x, s in zip("qkv", factors, strict=True)}
+
+    @jax.jit
+    def run(*arrays: Any) -> Any:
+        with on(SMALL_H200):
+            return flash_attention(*arrays, **scales, causal=causal, return_lse=True)
+
+    exact = [np.asarray(x, np.float32) * s for x, s in zip(arrays, factors, strict=True)]
+    see = flash_oracle.visible(1, q_len, kv_len, causal=causal)
+    want = flash_oracle.attention(flash_oracle.Case(*exact, see=see))
+
+    def error(actual: Any) -> float:
+        return max(relative(actual[0], want.o) / 3e-2, relative(actual[1], want.lse) / 1e-5)
+
+    return lambda: run(*arrays), error
 
 
 def hopper_sparse(name: str) -> Call:
@@ -192,6 +224,7 @@ def hopper_latent(name: str) -> Call:
 
 CALLS = (
     *((hopper_flash, name) for name in attention_cases.SMALL),
+    *((hopper_eight_bit, name) for name in EIGHT_BIT),
     *((hopper_sparse, name) for name in attention_cases.SMALL_SPARSE),
     *((hopper_grouped, name) for name in GROUPED),
     *((hopper_ragged, name) for name in ragged_cases.SMALL),

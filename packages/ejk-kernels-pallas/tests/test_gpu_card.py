@@ -13,6 +13,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention import list_kernel, lists
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     DIMS,
     DTYPES,
+    EIGHT_BIT_DIMS,
     flash_attention,
     mla_attention,
 )
@@ -64,6 +65,12 @@ def check(hopper, request: pytest.FixtureRequest):
 def test_against_float32(name: str, check) -> None:
     """o, lse and all gradients; the second run has the same bits."""
     check(name)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", EIGHT_BIT_DIMS)
+def test_8_bits_against_float32(d: int, causal: bool) -> None:
+    at_size.check_eight_bit(flash_attention, d, causal=causal)
 
 
 @pytest.mark.parametrize("name", LISTED)

@@ -71,6 +71,18 @@ def sparse(q, k, v, pattern):
 
 
 CAUSAL = functools.partial(flash_attention, causal=True)
+
+
+def eight_bit(q, k, v, q_scale, k_scale):
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": 2.0}
+    return flash_attention(q, k, v, **scales, causal=True, out_dtype=jnp.float16)
+
+
+def of_8_bits(d, length):
+    arrays = [struct(2, length, h, d, dtype=jnp.float8_e4m3fn) for h in (4, 2, 2)]
+    return (*arrays, struct(2, 4, dtype=jnp.float32), struct(1, 2, dtype=jnp.float32))
+
+
 LOWERED = {
     "d64": (gradient(CAUSAL), heads(64, 64)),
     "d128": (gradient(CAUSAL), heads(128, 128, 1024)),
@@ -86,6 +98,12 @@ LOWERED = {
     "sparse": (gradient(sparse), (*heads(128, 128, 1000), struct(1, 4, 8, 8, dtype=jnp.bool_))),
     "sparse d64": (gradient(sparse), (*heads(64, 64, 1000), struct(2, 1, 8, 8, dtype=jnp.bool_))),
     "sinks, cap": (with_sinks, (*heads(128, 128), struct(4, 1))),
+    "8 bits": (eight_bit, of_8_bits(128, 1037)),
+    "8 bits d64": (eight_bit, of_8_bits(64, 300)),
+    "8 bits d256": (
+        jax.vmap(eight_bit),
+        [struct(3, *x.shape, dtype=x.dtype) for x in of_8_bits(256, 300)],
+    ),
     "vmap": (
         jax.vmap(gradient(CAUSAL), in_axes=(0, 0, None)),
         (struct(3, 2, 256, 4, 64), struct(3, 2, 256, 4, 64), struct(2, 256, 4, 64)),

@@ -24,10 +24,12 @@ if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
 from ejkernel.kernels.pallas.gpu.blocksparse_attention.implementation import blocksparse_attention
+from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order
 from ejkernel.kernels.pallas.gpu.flash_attention import tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import flash_kernel
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import FACTORS, factors
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import DIMS, flash_attention
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.structure import Band, Rules
@@ -298,3 +300,69 @@ def test_patterns_lead_where_they_were_measured():
     calls = [sparse_call(), sparse_call((64, 128)), sparse_call(d=64), sparse_call(length=300)]
     with on(H200):
         assert [blocksparse_attention.priority_for(c) for c in calls] == [110, 90, 90, 90]
+
+
+EIGHT = {
+    name: struct(1, 256, 2, 128, dtype=jnp.float8_e4m3fn) for name in ("query", "key", "value")
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "change"),
+    [
+        (None, {"q_scale": struct(1, 2, dtype=jnp.float32), "causal": True, "sliding_window": 9}),
+        ("q_scale: blocks", {"q_scale": struct(1, 2, 4, dtype=jnp.float32)}),
+        ("k_scale: blocks", {"k_scale": struct(1, 2, 4, dtype=jnp.float32)}),
+        ("out_dtype: float32", {"out_dtype": jnp.float32}),
+        ("logits_soft_cap: not", {"logits_soft_cap": 5.0}),
+        ("mask_info: segments", {"cum_seqlens_q": struct(3, dtype=jnp.int32)}),
+        ("query: head dim 192", {"query": struct(1, 256, 2, 192, dtype=jnp.float8_e4m3fn),
+                                 "key": struct(1, 256, 2, 192, dtype=jnp.float8_e4m3fn)}),
+        ("out_dtype: another", dict.fromkeys(EIGHT, struct(1, 256, 2, 128))
+         | {"out_dtype": jnp.float32}),
+    ],
+)  # fmt: skip
+def test_8_bit_calls_that_are_refused(start, change):
+    with on(H200):
+        reason = flash_attention.supports(bound(flash_attention.call, **(EIGHT | change)))
+    assert reason is None if start is None else reason.startswith(start)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_tiles_of_8_bits_fit(d):
+    p = Problem(1, 4096, 4096, 8, 8, d, d, "float8_e4m3fn", 1.0, scale_blocks=(1, 1))
+    t = tiles.forward_tiles(p, Rules(), Chip())
+    assert t.shared(p) <= Chip().shared
+    assert t.block_kv % 32 == t.q_held == 0  # rows of values in shared memory
+    chosen = tiles.choose(p, Chip())
+    cfg = chosen.fields | {"fwd_params": FwdParams.from_dict(chosen.fields["fwd_params"])}
+    assert chosen.apply_config(cfg, p, Chip()).fwd == chosen.fwd
+    for other in flash_attention.neighbours(p, Chip(), chosen):
+        assert other.fwd.q_held == 0
+    with pytest.raises(ConfigError, match=r"fwd_params: .*the Hopper kernel has"):
+        other = WarpgroupParams(q_blocksize=128, kv_blocksize=160, warpgroups=2)
+        chosen.apply_config({"fwd_params": other}, p, Chip())
+    form = Form(p, t, ())
+    assert 2.0 ** (t.slack + form.enlarged) <= 448  # the largest probability
+
+
+def test_columns_of_a_result_and_of_an_operand_meet():
+    """By the layouts of one warpgroup: what a thread has of 16 columns, and what it gives."""
+    order = np.asarray(in_operand_order(jnp.arange(64)))
+    for group, lane in itertools.product(range(4), range(4)):
+        mine = 16 * group + 2 * lane + np.array([0, 1, 8, 9])
+        place = 16 * group + 4 * lane
+        assert (order[place : place + 4] == mine).all()
+
+
+def test_scales_become_factors_of_a_head():
+    p = Problem(1, 64, 64, 4, 2, 64, 64, "float8_e4m3fn", -0.5, scale_blocks=(1, 1))
+    form = flash_kernel(p, tiles.ForwardTiles(slack=3), (), 132).form
+    scale = jnp.asarray([[0.3, -2.0, 0.0, 1e9]])
+    columns = np.moveaxis(np.asarray(factors(form, scale, scale)), 2, 0)
+    table = dict(zip(FACTORS, columns, strict=True))
+    np.testing.assert_allclose(table["log2_scale"][0, :2], np.array([0.3, 2.0]) / np.log(2), 1e-6)
+    assert table["negative"].tolist() == [[0, 1, 0, 0]]
+    assert (table["power"] <= table["unit"]).all() and (2 * table["power"] > table["unit"]).all()
+    assert (np.log2(table["power"]) % 1 == 0).all()
+    assert (table["log2_scale"] > 0).all() and np.isfinite(table["large"]).all()

@@ -73,7 +73,8 @@ def test_against_oracle(scales: str, capability: int) -> None:
     error, largest = np.abs(o - reference.o), np.abs(reference.o).max()
     rms = np.sqrt(np.mean(error**2) / np.mean(reference.o**2))
     narrow = capability == 89 and dv != 80
-    assert rms < (2e-2 if narrow else 4e-3), rms
+    # 3 bits of mantissa, of probabilities: 2.4% where values are random
+    assert rms < (3e-2 if narrow else 4e-3), rms
     assert error.max() < (6e-2 if narrow else 1e-2) * largest
 
 

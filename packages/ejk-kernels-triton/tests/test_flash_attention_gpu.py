@@ -116,3 +116,8 @@ def test_rows_without_keys() -> None:
     assert not o[:, :100].any() and bool((lse[:, :100] == -jnp.inf).all())
     assert bool(jnp.isfinite(lse[:, 100:]).all())
     assert not any(bool(g.any()) for g in grads)
+
+
+@pytest.mark.parametrize(("d", "causal", "blocks"), [(128, True, 1), (64, False, 5), (96, True, 5)])
+def test_8_bits_against_float32(d: int, causal: bool, blocks: int) -> None:
+    at_size.check_eight_bit(flash_attention, d, causal=causal, blocks=blocks)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order
 from ejkernel.kernels.pallas.gpu.flash_attention import list_kernel
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import EVERY, LIMIT, SOME
 from ejkernel.types.serving.split import split_schedule
@@ -99,6 +100,13 @@ def raise_maxima(k: Any, names: Any, m: Any, x: Any, *slack: Any) -> Any:
 @standin("lane_softmax.to_16_bit")
 def to_16_bit(k: Any, names: Any, x: Any) -> Any:
     return x.astype(k.eqn.outvars[0].aval.dtype)
+
+
+@standin("eight_bit.to_8_bit")
+def to_8_bit(k: Any, names: Any, x: Any) -> Any:
+    kind = k.eqn.outvars[0].aval.dtype
+    largest = float(jnp.finfo(kind).max)
+    return in_operand_order(jnp.clip(x, -largest, largest)).astype(kind)
 
 
 @standin("lane_softmax.mark_if_any")

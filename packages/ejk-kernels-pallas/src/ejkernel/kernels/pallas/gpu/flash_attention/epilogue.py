@@ -15,7 +15,7 @@ from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.gpu.common.lane_softmax import sum_over_lanes
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import RANGE, Form
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS, start
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, FACTORS, ROWS, start
 from ejkernel.types.attention.problem import LOG2E
 
 
@@ -51,7 +51,12 @@ class Epilogue:
         empty = total == 0.0
         common = jnp.exp2(-e[0]) if e else 1.0
         total = total * common
-        top, alpha, above = m * unit(p), 1.0, 0.0
+        of_one, value = unit(p), None
+        if self.form.eight_bit:
+            of_one, value = (
+                r.factors[tile.batch, tile.head, FACTORS.index(name)] for name in ("unit", "value")
+            )
+        top, alpha, above = m * of_one, 1.0, 0.0
         if "sink" in self.form.operands:
             sink = r.sink[*row_of(r.sink, tile.batch), tile.head]
             # a row that sees no key stays empty, whatever the sink
@@ -63,8 +68,10 @@ class Epilogue:
         row_sum = jnp.where(empty, 1.0, total)
         log = jnp.log(row_sum)
         lse = jnp.where(empty, -jnp.inf, top + log)
-        base = jnp.where(empty, jnp.inf, m + (log + above) * (1 / unit(p)))
+        base = jnp.where(empty, jnp.inf, m + (log + above) * (1 / of_one))
         row_scale = alpha * common / row_sum
+        if value is not None:
+            row_scale = row_scale * value
         rows = pl.ds(wg * ROWS, ROWS)
         out_rows = pl.ds(self.scheduler.first_row(tile) + wg * ROWS, ROWS)
         for c in range(0, p.value_dim, t.o_columns):
@@ -75,7 +82,7 @@ class Epilogue:
             width = min(t.o_columns, p.value_dim - c)
             part = o[:, c : c + width]  # scaled part by part: o is still needed
             part = part * lax.broadcast_in_dim(row_scale, part.shape, [0])
-            self.store(r, tile, part.astype(p.dtype), c)
+            self.store(r, tile, part.astype(p.output_dtype), c)
             if c == 0 and self.keeps_lse:
                 out = (tile.batch, tile.head, out_rows)
                 plgpu.copy_smem_to_gmem(r.lse_smem.at[rows], r.lse.at[out])

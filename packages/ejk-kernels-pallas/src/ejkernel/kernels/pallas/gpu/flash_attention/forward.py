@@ -23,6 +23,7 @@ within a warpgroup); Dao 2023, FlashAttention-2, section 3.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order, to_8_bit
 from ejkernel.kernels.pallas.gpu.common.lane_softmax import mark_if_any
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
@@ -43,16 +45,23 @@ from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, For
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
     F32,
     ROWS,
+    factors,
     has_one_id,
     one_id,
     only_ids,
     softmax,
     start,
 )
-from ejkernel.kernels.pallas.gpu.flash_attention.kv_loader import DenseLoader, ListLoader
+from ejkernel.kernels.pallas.gpu.flash_attention.kv_loader import (
+    DenseLoader,
+    EightBitLoader,
+    ListLoader,
+)
 from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import StaticScheduler
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.types.attention.problem import Problem
+
+VALUES_GROUP = 128  # tokens that a tiled copy of 8-bit values moves together, at most
 
 
 class Counts(NamedTuple):
@@ -136,6 +145,13 @@ class ForwardKernel:
                 others = pl.ds(t.q_held, p.dim - t.q_held)
                 plgpu.wgmma(s_acc, q.at[rows, others], k.at[:, others].T)
 
+        def values(slot):
+            v = r.v_smem.at[slot]
+            return v.T if form.eight_bit else v
+
+        def narrowed(p_now):
+            return to_8_bit(p_now) if form.eight_bit else p_now.astype(p.dtype)
+
         def mainloop_step(carry, o_acc):
             i, ahead, tile, j, n, q_regs, p_now, state, wrong = carry
             slot, next_slot = lax.rem(n, t.stages), lax.rem(n + 1, t.stages)
@@ -161,7 +177,7 @@ class ForwardKernel:
 
             def overlapped(s_acc):
                 scores(s_acc, q_regs2, i2, n + 1)
-                plgpu.wgmma(o_acc, p_now, r.v_smem.at[slot])
+                plgpu.wgmma(o_acc, p_now, values(slot))
                 # reads here overlap the matmuls
                 if scheduler.prefetches_late:
                     ahead3 = lax.cond(
@@ -197,7 +213,7 @@ class ForwardKernel:
 
                 o_acc[...], wrong2 = lax.cond(new, finish, rescale)
                 self.loader.prepare_values(r, tile2, j2, next_slot)
-                return ahead3, p2.astype(p.dtype), state2, wrong2
+                return ahead3, narrowed(p2), state2, wrong2
 
             ahead3, *softmax_state = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
             return i2, ahead3, tile2, j2, n + 1, q_regs2, *softmax_state
@@ -228,7 +244,7 @@ class ForwardKernel:
                 ahead = lax.cond(j == tile.start, read_next, lambda: (second - 1, None, None))
             else:
                 ahead = scheduler.ahead(r, second)
-            p_now = p_now.astype(p.dtype)
+            p_now = narrowed(p_now)
             wrong: Any = start(form)[0] if form.unshifted else None
             carry = (i, ahead, tile, j, n, q_regs, p_now, state, wrong)
 
@@ -239,7 +255,7 @@ class ForwardKernel:
             carry = lax.while_loop(has_work, lambda carry: mainloop_step(carry, o_acc), carry)
             i, _, tile, _, n, _, p_now, state, wrong = carry
             slot = lax.rem(n, t.stages)
-            plgpu.wgmma(o_acc, p_now, r.v_smem.at[slot])
+            plgpu.wgmma(o_acc, p_now, values(slot))
             wrong_rows = self.epilogue.finish(r, tile, o_acc[...], state)
             plgpu.wait_smem_to_gmem(0)
             if wrong_rows is not None:  # the buffer is used again if the tiles are
@@ -285,6 +301,19 @@ class ForwardKernel:
         def smem(*shape):
             return tiled(shape, dtype, t.swizzle)
 
+        if self.form.eight_bit:
+            row = min(128, p.dim)
+            q_smem, k_smem = (
+                tiled((stages, rows, p.dim), dtype, row)
+                for stages, rows in ((t.q_stages, t.block_q), (t.stages, t.block_kv))
+            )
+            row = math.gcd(128, t.block_kv)
+            v_smem = tiled((t.stages, p.value_dim, t.block_kv), dtype, row)
+        else:
+            q_smem = smem(t.q_stages, t.block_q, p.dim)
+            k_smem = smem(t.stages, t.block_kv, p.dim)
+            v_smem = smem(t.stages, t.block_kv, p.value_dim)
+
         def free(n):
             return plgpu.Barrier(num_arrivals=t.consumers, num_barriers=n)
 
@@ -297,10 +326,10 @@ class ForwardKernel:
 
         copies = self.loader.copies
         scratch = {
-            "q_smem": smem(t.q_stages, t.block_q, p.dim),
-            "k_smem": smem(t.stages, t.block_kv, p.dim),
-            "v_smem": smem(t.stages, t.block_kv, p.value_dim),
-            "o_smem": tiled((t.block_q, t.o_columns), dtype),
+            "q_smem": q_smem,
+            "k_smem": k_smem,
+            "v_smem": v_smem,
+            "o_smem": tiled((t.block_q, t.o_columns), jnp.dtype(p.output_dtype)),
             "q_ready": plgpu.Barrier(num_barriers=t.q_stages),
             "k_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
             "v_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
@@ -366,8 +395,29 @@ def flash_kernel(
     form = Form(problem, tiles, operands)
     scheduler = StaticScheduler(form, programs)
     loader = ListLoader(form) if form.listed else DenseLoader(form)
+    if form.eight_bit:
+        loader = EightBitLoader(form)
     epilogue = Epilogue(form, scheduler)
     return ForwardKernel(form, scheduler, loader, epilogue, "flash_attention_forward")
+
+
+def values_of_8_bits(v: jax.Array) -> jax.Array:
+    """``v [b, k, hk, dv]`` as ``[b, hk, dv, k]``, tokens in the order of probabilities."""
+    missing = -v.shape[1] % VALUES_GROUP
+    v = jnp.pad(v, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else v
+    return in_operand_order(v.transpose(0, 2, 3, 1))
+
+
+def with_factors(form: Form, tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the operands with ``factors`` in place of the scales."""
+    p = form.problem
+    scales = {name: x for name, x in tensors.items() if name.endswith("_scale")}
+    k_scale, v_scale = (
+        jnp.repeat(x, p.group, axis=1) for x in (scales["k_scale"][..., 0], scales["v_scale"])
+    )
+    scale = scales["q_scale"][..., 0] * k_scale * p.scale
+    others = {name: x for name, x in tensors.items() if name not in scales}
+    return others | {"factors": factors(form, scale, v_scale)}
 
 
 def flash_forward(
@@ -380,15 +430,20 @@ def flash_forward(
     """
     t, p = tiles, problem
     kernel = flash_kernel(problem, tiles, tuple(tensors), programs)
-    inputs = {name: pad_rows(tensors[name]) for name in ("q", "k", "v")}
+    names = ("q", "k") if kernel.form.eight_bit else ("q", "k", "v")
+    inputs = {name: pad_rows(tensors[name]) for name in names}
+    if kernel.form.eight_bit:
+        inputs["v"] = values_of_8_bits(tensors["v"])
+        tensors = with_factors(kernel.form, tensors)
     inputs |= {"order": kernel.scheduler.order(tensors)}
     inputs |= {name: x for name, x in tensors.items() if name not in inputs}
     if has_one_id(kernel.form):
         inputs["q_one_id"] = only_ids(inputs["q_ids"], ROWS, -1)
         inputs["kv_one_id"] = only_ids(inputs["kv_ids"], t.block_kv, -2)
     rows = kernel.scheduler.strips * t.cluster * t.block_q
+    shape = (p.batch, padded_rows(p.q_len), p.heads, p.value_dim)
     outputs = {
-        "o": jax.ShapeDtypeStruct((p.batch, padded_rows(p.q_len), p.heads, p.value_dim), p.dtype),
+        "o": jax.ShapeDtypeStruct(shape, p.output_dtype),
         **dict.fromkeys(("lse", "base"), jax.ShapeDtypeStruct((p.batch, p.heads, rows), F32)),
     }
     o, lse, base = kernel.launch(tuple(inputs), outputs)(*inputs.values())

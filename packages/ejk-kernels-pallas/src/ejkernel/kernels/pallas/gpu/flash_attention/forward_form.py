@@ -49,8 +49,22 @@ class Form:
         """Returns whether probabilities are exponentials of one multiply-add (see ``softmax``)."""
         if self.shift is not None or self.problem.dtype == "float16":
             return False
+        if self.eight_bit:
+            return True
         # wide heads have no registers for its row state: they spill and lose 14%
         return max(self.problem.dim, self.problem.value_dim) <= 128
+
+    @property
+    def eight_bit(self) -> bool:
+        return self.problem.itemsize == 1
+
+    @property
+    def enlarged(self) -> float:
+        """The power of two that probabilities of 8 bits are multiplied by: at most 2^8 results.
+
+        Below 2^-6 a float8_e4m3fn loses precision.
+        """
+        return 8.0 - self.tiles.slack
 
     @property
     def lane_sums(self) -> bool:

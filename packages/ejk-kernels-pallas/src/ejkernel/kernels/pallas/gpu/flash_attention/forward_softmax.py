@@ -23,10 +23,34 @@ from ejkernel.kernels.pallas.gpu.common.registers import ROW
 from ejkernel.kernels.pallas.gpu.common.rows import multiply_add
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
+from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.masks.structure import Band
 
 ROWS = 64  # query rows of one warpgroup
 F32 = jnp.float32
+EXPONENT = 0x7F800000
+FACTORS = ("log2_scale", "large", "power", "slack", "negative", "unit", "value")
+"""What the kernel reads of the scales of a head, see ``Form``: the columns of ``factors``."""
+
+
+def factors(form: Form, scale: jax.Array, v_scale: jax.Array) -> jax.Array:
+    """Returns ``FACTORS`` float32 ``[b, h, columns]``.
+
+    scale ``[b, h]``: of logits; v_scale ``[b, h]``.
+    """
+    unit = jnp.maximum(jnp.abs(scale), 2.0**-120)
+    c = unit * LOG2E
+    bits = lax.bitcast_convert_type(unit, jnp.int32)
+    columns = {
+        "log2_scale": c,
+        "large": jnp.minimum(2.0**30 / c, jnp.finfo(F32).max),
+        "power": lax.bitcast_convert_type(bits & EXPONENT, F32),
+        "slack": form.tiles.slack / c,
+        "negative": jnp.where(scale < 0.0, 1.0, 0.0),
+        "unit": unit,
+        "value": v_scale,
+    }
+    return jnp.stack([columns[name] for name in FACTORS], axis=-1)
 
 
 def only_ids(ids: jax.Array, block: int, other: int) -> jax.Array:
@@ -42,7 +66,12 @@ def has_one_id(form: Form) -> bool:
 
 
 def one_id(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
-    """The only segment id of this warpgroup's rows, and of the keys of block j; else -1, -2."""
+    """The only segment id of this warpgroup's rows, and of the keys of block j; else -1, -2.
+
+    With operands of 8 bits, which go without segments: what ``softmax`` reads of the scales.
+    """
+    if form.eight_bit:
+        return tuple(r.factors[tile.batch, tile.head, n] for n in range(len(FACTORS) - 2))
     if not has_one_id(form):
         return ()
     b = row_of(r.q_one_id, tile.batch)
@@ -134,20 +163,26 @@ def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tu
         x = _hide(kernel, r, jnp.exp2(s * c), tile, j, one_id, 0.0)
         return x, (lane_sums(x, state[0], None, keep_here=True),), None
     m, total, *e = state
+    slack, large, power = form.tiles.slack / c, form.large, form.power
+    if form.eight_bit:
+        c, large, power, slack, negative = one_id
+        s = lax.cond(negative > 0.0, lambda: -s, lambda: s)
     if form.shift is not None:
         x = _hide(kernel, r, jnp.exp2(s * c - form.shift), tile, j, one_id, 0.0)
         return x, (m, total + jnp.sum(x, axis=1)), None
     s = _hide(kernel, r, s, tile, j, one_id, -jnp.inf)
     if form.tiles.lane_maxima:
-        top = raise_maxima(m, s, form.tiles.slack / c)
+        top = raise_maxima(m, s, slack)
     else:
         top = jnp.maximum(m, jnp.max(s, axis=1))
         if form.tiles.slack:
-            top = jnp.where(top > m + form.tiles.slack / c, top, m)
+            top = jnp.where(top > m + slack, top, m)
     shift = jnp.where(top == -jnp.inf, 0.0, top) if form.masks else top
     if form.fused:
-        slope = jnp.where(jnp.abs(top) >= form.large, form.power, c)
+        slope = jnp.where(jnp.abs(top) >= large, power, c)
         less = -(shift * slope)
+        if form.eight_bit:
+            less = less + form.enlarged
         x = jnp.exp2(multiply_add(s, slope, less))
         alpha = jnp.exp2(multiply_add(m, slope, less) - e[0])
         e = [multiply_add(shift, slope, less)]

@@ -24,16 +24,37 @@ from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
 from ejkernel.types.attention.context.kernel import ContextParallel
 from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
+from ejkernel.types.calls.scaled_operands import FORWARD_ONLY
 from ejkernel.types.calls.shared_sequence import ShardedCall
 
 DTYPES = ("float16", "bfloat16")
+EIGHT_BIT_DIMS = (64, 128, 256)
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
+def unsupported_8_bit(problem: Problem) -> str | None:
+    """Returns why the kernel does not take a call of 8-bit operands, None if it does."""
+    d, dv = problem.dim, problem.value_dim
+    q_blocks, k_blocks = problem.scale_blocks or (1, 1)
+    allowed = ", ".join(map(str, EIGHT_BIT_DIMS))
+    lacking = {
+        f"query: head dim {d} with value dim {dv} of 8 bits, only {allowed}": (
+            d != dv or d not in EIGHT_BIT_DIMS
+        ),
+        "q_scale: blocks of queries are not supported": q_blocks > 1,
+        "k_scale: blocks of keys are not supported": k_blocks > 1,
+        f"out_dtype: {problem.output_dtype} is not supported": problem.output_dtype not in DTYPES,
+        "logits_soft_cap: not supported with operands of 8 bits": problem.soft_cap is not None,
+        "mask_info: segments are not supported with operands of 8 bits": problem.rules.arrays,
+    }
+    return next((reason for reason, lacks in lacking.items() if lacks), None)
 
 
 class FlashAttention(SoftmaxKernel, PallasKernel):
@@ -51,7 +72,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     """
 
     call = calls.FlashAttention
-    reads = arguments.FLASH | arguments.PACKED | {"precision"}
+    reads = arguments.FLASH | arguments.PACKED | arguments.SCALED_OPERANDS | {"precision"}
     chip = staticmethod(current_chip)
     reads_warpgroups = True
     choose = staticmethod(tiles.choose)
@@ -66,15 +87,27 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
 
     def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
         d, dv, dtype, rules = problem.dim, problem.value_dim, problem.dtype, problem.rules
+        if problem.is_eight_bit:
+            reason = unsupported_8_bit(problem)
+            if reason is not None:
+                return reason
+            dtype = problem.output_dtype
         allowed = ", ".join(f"{d} with {dv}" if d != dv else str(d) for d, dv in DIMS)
         lacking = {
             f"query: {dtype} is not supported, only {' and '.join(DTYPES)}": dtype not in DTYPES,
             f"query: head dim {d} with value dim {dv} is not among {allowed}": (d, dv) not in DIMS,
+            "out_dtype: another than the inputs' is not supported": (
+                problem.out_dtype is not None and not problem.is_eight_bit
+            ),
             "attention_mask: a dense mask is not supported": "mask" in rules.names,
             "mask_info: given positions are not supported": "q_positions" in rules.names,
             "mask_info: chunks are not supported": rules.chunk is not None,
         }
         return next((reason for reason, lacks in lacking.items() if lacks), None)
+
+    def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
+        operands = super().operands(a, problem)
+        return not_differentiable(operands, FORWARD_ONLY) if problem.is_eight_bit else operands
 
     def priority_for(self, call: BoundCall) -> int:
         """Behind the kernels for every GPU where those are faster."""
@@ -110,7 +143,8 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, t, pattern = work.problem, work.tiles.fwd, arrays.get("pattern")
-        tensors = {name: arrays[name] for name in ("q", "k", "v")}
+        names = ("q", "k", "v", *(f"{name}_scale" for name in "qkv" if p.is_eight_bit))
+        tensors = {name: arrays[name] for name in names}
         tensors |= arrays.get("forward_lists") or operands.forward_masks(
             arrays["mask"], pattern, p, t
         )

@@ -82,6 +82,20 @@ class DenseLoader:
 
 
 @dataclass(frozen=True)
+class EightBitLoader(DenseLoader):
+    """Contiguous keys of 8 bits, and values ``[b, heads, d, kv_len]``: matmuls of 8 bits sum over
+    adjacent values."""
+
+    def copy(self, r: Any, tensor: str, tile: Tile, source: Any, smem: Any, ready: Any) -> None:
+        if tensor == "k":
+            super().copy(r, tensor, tile, source, smem, ready)
+            return
+        batch, rows, head = source
+        axes = MEMBER if self.form.tiles.cluster > 1 else None
+        plgpu.copy_gmem_to_smem(r.v.at[batch, head, :, rows], smem, ready, collective_axes=axes)
+
+
+@dataclass(frozen=True)
 class ListLoader(DenseLoader):
     """The blocks of a list, for patterns of blocks; see ``lists``."""
 

@@ -16,6 +16,7 @@ REGISTERS = 65536  # of a multiprocessor
 ROWS = 64  # of one warpgroup's matmul
 # Tiles that are no powers of two: three warpgroups, and 160 keys for pairs of programs
 UNEVEN = ((192, 64), (192, 128), (128, 160))
+OF_8_BITS = {64: (192, 128), 128: (128, 192)}  # by head dim, of operands of 8 bits
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class ForwardTiles:
         d, dv, size = problem.dim, problem.value_dim, problem.itemsize
         q = self.q_stages * self.block_q * d * size
         kv = self.stages * self.block_kv * (d + dv) * size
-        o = self.block_q * (self.o_columns * size + 2 * 4)  # and lse, base
+        o = self.block_q * (self.o_columns * max(size, 2) + 2 * 4)  # and lse, base
         return q + kv + o + BARRIERS
 
 
@@ -102,7 +103,7 @@ class FlashTiles:
             "kv_blocksize": self.fwd.block_kv,
             "num_stages": self.fwd.stages,
         }
-        if (self.fwd.block_q, self.fwd.block_kv) in UNEVEN:
+        if (self.fwd.block_q, self.fwd.block_kv) in (*UNEVEN, *OF_8_BITS.values()):
             fwd["warpgroups"] = self.fwd.consumers
         return {
             "fwd_params": fwd,
@@ -132,7 +133,9 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
     pattern = problem.pattern_blocks
     is_dense = rules.band.empty and not rules.arrays and pattern is None
     unshifted = computes_unshifted(problem, rules)
-    if widest <= 64:
+    if problem.itemsize == 1:
+        tiles = _eight_bit(widest)
+    elif widest <= 64:
         # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit and share
         # k and v
         tiles = ForwardTiles(block_q=192, stages=3 if unshifted else 2)
@@ -164,10 +167,20 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         full_o = replace(tiles, o_columns=problem.value_dim)
         tiles = full_o if full_o.shared(problem) <= chip.shared else tiles
     # pairs of programs and their 160 keys: a lane's own sums gain nothing next to its maxima
-    tiles = replace(tiles, lane_maxima=True, lane_sums=tiles.cluster == 1)
+    if problem.itemsize > 1:
+        tiles = replace(tiles, lane_maxima=True, lane_sums=tiles.cluster == 1)
     # wide heads under a mask have no registers for what two mainloops keep
     tiles = replace(tiles, unshifted_first=unshifted and (widest <= 128 or is_dense))
     return replace(tiles, head_group=_head_group(problem, is_dense, chip))
+
+
+def _eight_bit(widest: int) -> ForwardTiles:
+    """Returns tiles of 8-bit operands: p takes half the registers, which more keys have."""
+    if widest <= 64:
+        return ForwardTiles(block_q=192, slack=3)
+    if widest <= 128:
+        return ForwardTiles(block_kv=192, stages=3, slack=0)
+    return ForwardTiles(slack=3)
 
 
 def computes_unshifted(problem: Problem, rules: Rules) -> bool:
@@ -209,6 +222,8 @@ def _paired(tiles: ForwardTiles) -> ForwardTiles:
 
 def _alone(problem: Problem, tiles: ForwardTiles) -> ForwardTiles:
     """Tiles of heads of 128 for programs without a partner: q takes the place of more keys."""
+    if problem.itemsize == 1:
+        return replace(tiles, cluster=1)
     # a cap that follows maxima has constants in the registers of q
     q_held = 128 if problem.soft_cap is None else 0
     tiles = replace(tiles, lane_sums=tiles.lane_maxima)
@@ -269,11 +284,16 @@ def _uneven(tiles: ForwardTiles, problem: Problem, params: Any) -> ForwardTiles:
     groups = config_field(params, "warpgroups")
     block_q, block_kv = config_field(params, "q_blocksize"), config_field(params, "kv_blocksize")
     text = f"fwd_params: q_blocksize={block_q}, kv_blocksize={block_kv}, warpgroups={groups}"
-    if (block_q, block_kv) not in UNEVEN or block_q != ROWS * groups:
-        allowed = ", ".join(f"{q} x {kv} of {q // ROWS}" for q, kv in UNEVEN)
+    kinds = UNEVEN
+    if problem.itemsize == 1:
+        kinds = tuple(tile for dim, tile in OF_8_BITS.items() if dim == problem.dim)
+    if (block_q, block_kv) not in kinds or block_q != ROWS * groups:
+        allowed = ", ".join(f"{q} x {kv} of {q // ROWS}" for q, kv in kinds) or "none of them"
         raise ConfigError(f"{text}: the Hopper kernel has {allowed}")
     if config_field(params, "num_stages") == 1:
         raise ConfigError(f"{text}, num_stages=1: at least 2")
+    if problem.itemsize == 1:
+        return replace(tiles, block_q=block_q, block_kv=block_kv)
     if block_q == 192:
         if max(problem.dim, problem.value_dim) > 64:
             raise ConfigError(f"{text}: three warpgroups are for heads of 64")
