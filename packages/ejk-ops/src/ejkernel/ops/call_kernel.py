@@ -343,8 +343,9 @@ class CallKernel:
     def supports(self, call: BoundCall) -> str | None:
         """Returns None, or the reason why the call is not supported."""
         reason = self.unavailable_reason()
-        problem, unsupported = call.remember(self, lambda: self.examine(call))
-        reason = reason or unsupported
+        if reason is not None:
+            return reason
+        problem, reason = call.remember(self, lambda: self.examine(call))
         if reason is None and call.route.batch_invariant:
             # packed sequences are a mask in canonical form
             reason = self._variance({**call.arguments, **_packed(call)}, problem)
