@@ -108,7 +108,11 @@ PATHS = {
         Path(),
         _SCALED | Path(dtypes={"key_cache": "int8", "value_cache": "int8"}),
     ),
-    "ragged_page_attention": (Path(), _SCALED | Path(dtypes={"kv_pages": "int8"})),
+    "ragged_page_attention": (
+        Path(),
+        _SCALED | Path(dtypes={"kv_pages": "int8"}),
+        Path({"tokens": 3}, varied=("queries",)),  # few rows: one launch
+    ),
     "ragged_page_attention_v3": (
         Path(),
         _SCALED | Path(dtypes={"kv_cache": "int8"}),

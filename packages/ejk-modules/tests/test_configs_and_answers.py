@@ -127,9 +127,9 @@ def test_help_opens_with_a_readable_signature(name):
 
 def test_the_signature_shows_the_axes_and_the_annotations_stay():
     lines = str(inspect.signature(modules.flash_attention)).splitlines()
-    assert lines[1].strip() == "query: float[batch, q_len, heads, head_dim],"
+    assert lines[1].strip() == "query: float|float8_e4m3fn[batch, q_len, heads, head_dim],"
     assert "    dropout_seed: int | int[] | key[] | None = None," in lines
     assert "    precision: PrecisionLike | None = None," in lines
     assert lines[-1] == ") -> Array | tuple[Array, Array]"
     annotation = modules.flash_attention.__annotations__["query"]
-    assert forms(annotation) == (("float", "batch q_len heads head_dim"),)
+    assert forms(annotation) == (("float|float8_e4m3fn", "batch q_len heads head_dim"),)
