@@ -44,6 +44,9 @@ _DENSE = (
     _case("pairs", 2048, dtype="float16"),
     _case("odd pairs", 2150, 3000, hk=2, sinks=(4, 2), dtype="float16"),
     _case("many full blocks", 2048),
+    # logits beyond what exponentials without a shift hold: tiles are computed twice
+    _case("large logits", 1037, causal=True, scale=8.0),
+    _case("large logits d64", 1000, 777, hk=2, d=64, scale=-10.0),
     _case("odd causal d256", 1037, hk=2, d=256, causal=True),
     _case("odd full d64", 1000, 777, hk=2, d=64, b=3),
     _case("offset q<k", 300, 1100, d=64, causal=True, causal_offset=800),
@@ -137,6 +140,8 @@ SMALL = {
         ("sinks cap window", (330, 330, 2, 1), {"mask": {"causal": True, "sliding_window": 100}}),
         ("pairs", (500, 512, 1, 1), {}),  # programs of a cluster
         ("odd full d128", (700, 100, 2, 1), {}),  # tiles of one block
+        ("large logits", (400, 400, 2, 1), {}),
+        ("large logits d64", (500, 300, 2, 1), {}),
         ("odd full d192/128", (200, 330, 2, 1), {}),
         ("odd causal d256", (200, 200, 2, 1), {}),
     )

@@ -110,12 +110,12 @@ def to_8_bit(k: Any, names: Any, x: Any) -> Any:
 
 
 @standin("lane_softmax.mark_if_any")
-def mark_if_any(k: Any, names: Any, word: Any, rows: Any) -> None:
-    def mark(host: Any, word: Any, rows: Any) -> None:
+def mark_if_any(k: Any, names: Any, words: Any, index: Any, rows: Any) -> None:
+    def mark(host: Any, words: Any, index: Any, rows: Any) -> None:
         if np.any(np.asarray(rows) != 0):
-            host.put(word, np.int32(1), (0,))
+            host.put(words, np.int32(1), (int(index),))
 
-    k.on_host(mark, (), word, rows)
+    k.on_host(mark, (), words, index, rows)
 
 
 # ---- memory ------------------------------------------------------------------------------------

@@ -139,16 +139,17 @@ def to_16_bit(x: jax.Array, dtype: Any) -> jax.Array:
     return apply(x)
 
 
-def mark_if_any(word: Any, rows: jax.Array) -> None:
-    """Sets ``word``, an int32 ``[1]`` of shared memory, to 1 where a row of this warp is not 0."""
+def mark_if_any(words: Any, index: jax.Array, rows: jax.Array) -> None:
+    """Sets an int32 of ``words``, in shared memory, to 1 where a row of this warp is not 0."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW))
-    def apply(_: Any, word: Any, rows: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, ROW))
+    def apply(_: Any, words: Any, index: Any, rows: Any) -> None:
         values = [element(r, 0) for r in rows.registers.flat]
         tests = [arith.cmpf(arith.CmpFPredicate.UNE, x, constant(0.0)) for x in values]
         is_any = arith.extui(i32(), any_in_warp(tests))
         text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.u32 [$0], 1; }"
-        start = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(word))
-        asm(text, "r,r", None, start, is_any)
+        start = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(words))
+        word = arith.addi(start, arith.muli(index.registers.item(), constant(4)))
+        asm(text, "r,r", None, word, is_any)
 
-    apply(word, rows)
+    apply(words, index, rows)

@@ -272,18 +272,23 @@ class ForwardKernel:
     def run_tiles_twice(self, r: Any) -> None:
         """Computes the tiles of this program without maxima, then with them where need be."""
         counts, wrong = self.unshifted.run_tiles(r)
-        mark_if_any(r.wrong, wrong)
+        mark_if_any(r.wrong, lax.axis_index("wg"), wrong)
         plgpu.commit_smem()
         plgpu.barrier_arrive(r.judged.at[0])
         plgpu.barrier_wait(r.judged.at[0])
-        pl.when(r.wrong[0] != 0)(lambda: _discard(self.run_tiles(r, counts)))
+        pl.when(self.is_wrong(r))(lambda: _discard(self.run_tiles(r, counts)))
 
     def load_tiles_twice(self, r: Any) -> None:
         """Copies the operands of ``run_tiles_twice``."""
-        r.wrong[0] = 0
+        for consumer in range(self.form.tiles.consumers):
+            r.wrong[consumer] = 0
         counts = self.loader.produce(self, r)
         plgpu.barrier_wait(r.judged.at[0])
-        pl.when(r.wrong[0] != 0)(lambda: _discard(self.loader.produce(self, r, counts)))
+        pl.when(self.is_wrong(r))(lambda: _discard(self.loader.produce(self, r, counts)))
+
+    def is_wrong(self, r: Any) -> jax.Array:
+        """Returns whether a consumer of this program found rows to compute again."""
+        return sum(r.wrong[consumer] for consumer in range(self.form.tiles.consumers)) != 0
 
     @property
     def unshifted(self) -> ForwardKernel:
@@ -338,7 +343,7 @@ class ForwardKernel:
             "v_free": free_everywhere(t.stages),
         } | self.epilogue.scratch()
         if self.form.tiles.unshifted_first:
-            scratch["wrong"] = plgpu.SMEM((1,), jnp.int32)
+            scratch["wrong"] = plgpu.SMEM((t.consumers,), jnp.int32)
             scratch["judged"] = free(1)
         if t.cluster > 1:
             scratch["done"] = free_everywhere(1)

@@ -175,12 +175,8 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
 
 
 def _eight_bit(widest: int) -> ForwardTiles:
-    """Returns tiles of 8-bit operands: p takes half the registers, which more keys have."""
-    if widest <= 64:
-        return ForwardTiles(block_q=192, slack=3)
-    if widest <= 128:
-        return ForwardTiles(block_kv=192, stages=3, slack=0)
-    return ForwardTiles(slack=3)
+    """Returns tiles of 8-bit operands: p takes half the registers."""
+    return ForwardTiles(block_q=192 if widest <= 64 else 128, slack=3)
 
 
 def computes_unshifted(problem: Problem, rules: Rules) -> bool:
