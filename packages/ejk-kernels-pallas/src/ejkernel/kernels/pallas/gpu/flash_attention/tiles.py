@@ -183,8 +183,8 @@ def computes_unshifted(problem: Problem, rules: Rules) -> bool:
     """Returns whether tiles are computed without the maxima of their rows first.
 
     exp2 of a logit in [-100, 100] is accurate as it is, in float32 and in bfloat16, and most logits
-    are there. Without maxima a step has a sixth fewer instructions, and waits for no exchange of a
-    row. A program in which a row's sum is out of ``RANGE``, or an output not finite, computes its
+    are there. Without maxima a step has a seventh fewer instructions, and waits for no exchange of
+    a row. A program in which a row's sum is out of ``RANGE``, or an output not finite, computes its
     tiles again with maxima. Calls in which a row may see nothing, whose sum is 0, always shift, and
     windows too, whose tiles are short.
     """
