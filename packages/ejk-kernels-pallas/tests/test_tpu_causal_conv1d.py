@@ -12,10 +12,11 @@ from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.causal_conv1d.implementation import causal_conv1d
-from ejkernel.kernels.pallas.tpu.causal_conv1d.problem import Problem, Tiles, choose
+from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import Tiles, choose
 from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
+from ejkernel.types.problems.convolution import ConvolutionProblem
 from ejktest.cases.convolution import check_convolution
 from ejktest.cases.convolution import convolution_arguments as make
 from ejktest.cases.linear import cotangents
@@ -96,7 +97,7 @@ def test_lowers(kind):
 def test_tiles_fit(kind):
     chip = facts_of(kind)
     for channels in (96, 512, 8192):
-        p = Problem(2, 8192, channels, 4, 0, True, False, "float32")
+        p = ConvolutionProblem(2, 8192, channels, 4, 0, True, False, "float32")
         assert choose(p, chip).vmem() <= chip.vmem // 2
 
 

@@ -46,6 +46,21 @@ RAGGED_UPDATE = frozenset(
 
 RECURRENCE = QKV | {"initial_state", "cu_seqlens", "softmax_scale", "reverse", "return_state"}
 """What linear attention reads besides its gates."""
+NATIVE_SPARSE = QKV | {
+    "g_cmp",
+    "g_slc",
+    "g_swa",
+    "block_indices",
+    "block_counts",
+    "block_size",
+    "max_block_count",
+    "cu_seqlens",
+    "sliding_window",
+    "softmax_scale",
+}
+CONVOLUTION = frozenset(
+    {"x", "weight", "bias", "initial_state", "cu_seqlens", "activation", "return_state"}
+)
 GROUPED_PRODUCT = frozenset(
     {"lhs", "rhs", "group_sizes", "group_offset", "existing_out", "transpose_rhs"}
 )

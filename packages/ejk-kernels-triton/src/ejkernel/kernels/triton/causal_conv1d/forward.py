@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ejkernel.kernels.triton.causal_conv1d.problem import Problem
 from ejkernel.kernels.triton.causal_conv1d.segments import (
     find_tokens,
     load_history,
@@ -31,6 +30,7 @@ from ejkernel.kernels.triton.causal_conv1d.segments import (
 from ejkernel.kernels.triton.causal_conv1d.tiles import STEP, Tiles
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, SHARED, Launch, struct
+from ejkernel.types.problems.convolution import ConvolutionProblem
 
 
 @triton.jit
@@ -77,7 +77,7 @@ class ConvolveLaunch(Launch):
         "cu": BATCHED,
     }
 
-    problem: Problem
+    problem: ConvolutionProblem
     tiles: Tiles
 
     def outputs(self):

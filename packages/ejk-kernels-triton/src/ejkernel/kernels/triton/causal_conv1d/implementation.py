@@ -12,11 +12,12 @@ from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.causal_conv1d import tiles
 from ejkernel.kernels.triton.causal_conv1d.backward import ConvolveBackwardLaunch
 from ejkernel.kernels.triton.causal_conv1d.forward import ConvolveLaunch
-from ejkernel.kernels.triton.causal_conv1d.problem import Problem, problem_of
-from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
+from ejkernel.types.problems.convolution import ConvolutionProblem, float_dtypes
 
 
 class CausalConv1D(TritonKernel):
@@ -27,12 +28,12 @@ class CausalConv1D(TritonKernel):
     """
 
     call = calls.CausalConv1D
-    reads = frozenset(
-        {"x", "weight", "bias", "initial_state", "cu_seqlens", "activation", "return_state"}
-    )
-    problem = staticmethod(problem_of)
+    reads = arguments.CONVOLUTION
     choose = staticmethod(tiles.choose)
     neighbours = staticmethod(tiles.neighbours)
+
+    def problem(self, a: Mapping[str, Any]) -> ConvolutionProblem:
+        return ConvolutionProblem.from_call(a, unsupported(float_dtypes(a), {}) or "")
 
     def variant_reason(self, problem: Any) -> str | None:
         return None
@@ -40,7 +41,7 @@ class CausalConv1D(TritonKernel):
     def sequence_problem(self, problem: Any) -> Any:
         return replace(problem, batch=1)
 
-    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: ConvolutionProblem, target: Target) -> str | None:
         return problem.unsupported or None
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejkernel.kernels.triton.causal_conv1d.problem import Problem
 from ejkernel.kernels.triton.common.pieces import piece_count
 from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.problems.convolution import ConvolutionProblem
 
 FIELDS = {"segment": "token_tile", "channels": "channel_tile", "num_warps": "num_warps"}
 LANES = 128  # channels of a warp: four per thread, 8 bytes of bfloat16
@@ -36,27 +36,27 @@ class Tiles:
         """Values of the config's fields."""
         return {theirs: getattr(self, mine) for mine, theirs in FIELDS.items()}
 
-    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: ConvolutionProblem, target: Target) -> Tiles:
         """Returns these tiles with the values of a config."""
         return overridden(self, cfg, FIELDS)
 
-    def backward(self, p: Problem, target: Target) -> Tiles:
+    def backward(self, p: ConvolutionProblem, target: Target) -> Tiles:
         """Returns the tiles of the backward launch, which stores sums for every segment."""
         longer = replace(self, segment=2 * self.segment)
         return longer if longer.programs(p) >= 4 * target.cores else self
 
-    def segments(self, p: Problem) -> int:
+    def segments(self, p: ConvolutionProblem) -> int:
         """Returns the number of segments of a batch row."""
         if p.sequences:
             return piece_count(p.rows, p.sequences, self.segment)
         return -(-p.rows // self.segment)
 
-    def programs(self, p: Problem) -> int:
+    def programs(self, p: ConvolutionProblem) -> int:
         """Returns the number of programs of a launch."""
         return p.batch * self.segments(p) * -(-p.channels // self.channels)
 
 
-def choose(p: Problem, target: Target) -> Tiles:
+def choose(p: ConvolutionProblem, target: Target) -> Tiles:
     """Returns the heuristic tiles."""
     width = max(16, power_of_two(p.channels))
     warps = min(4, max(1, width // LANES))
@@ -68,7 +68,7 @@ def choose(p: Problem, target: Target) -> Tiles:
     return t
 
 
-def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
+def neighbours(p: ConvolutionProblem, target: Target, t: Tiles) -> list[Tiles]:
     """Returns tiles worth timing."""
     candidates = [replace(t, segment=n) for n in (32, 64, 128, 256)]
     candidates += [replace(t, num_warps=w, channels=LANES * w) for w in (1, 2, 4, 8)]

@@ -23,15 +23,13 @@ from ejkernel.kernels.triton.native_sparse_attention.select import select
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work, compiled
 from ejkernel.types import calls
-from ejkernel.types.arrays import result_dtype
 from ejkernel.types.attention.softmax import name_lse
 from ejkernel.types.calls import arguments
 from ejkernel.types.masks.hidden import cleared
 from ejkernel.types.masks.token_blocks import (
-    Blocks,
-    clean_indices,
     find_blocks,
 )
+from ejkernel.types.problems.selected_blocks import chosen_blocks, promoted_dtype, sorts_blocks
 
 
 class NativeSparseAttention(TritonKernel):
@@ -45,41 +43,30 @@ class NativeSparseAttention(TritonKernel):
     """
 
     call = calls.NativeSparseAttention
-    reads = arguments.QKV | {
-        "g_cmp",
-        "g_slc",
-        "g_swa",
-        "block_indices",
-        "block_counts",
-        "block_size",
-        "max_block_count",
-        "cu_seqlens",
-        "sliding_window",
-        "softmax_scale",
-    }
+    reads = arguments.NATIVE_SPARSE
     outputs = staticmethod(compiled)
     has_backward = False  # its steps have their own gradients
 
     def unsupported_reason(self, problem: Any, target: Target) -> str | None:
         dims = {"query": problem.query.shape[3], "value": problem.value.shape[3]}
-        return unsupported({"query": _dtype(problem)}, dims)
+        return unsupported({"query": promoted_dtype(problem)}, dims)
 
     def choose(self, problem: Any, target: Target) -> tiles.SparseTiles:
-        return tiles.choose(selected_problem(problem), target)
+        return tiles.choose(Problem.from_call(problem), target)
 
     def neighbours(self, problem: Any, target: Target, chosen: Any) -> Iterable[tiles.SparseTiles]:
-        return tiles.neighbours(selected_problem(problem), target, chosen)
+        return tiles.neighbours(Problem.from_call(problem), target, chosen)
 
     def apply_config(
         self, chosen: Any, cfg: Any, problem: Any, target: Target
     ) -> tiles.SparseTiles:
-        return chosen.apply_config(cfg, selected_problem(problem), target)
+        return chosen.apply_config(cfg, Problem.from_call(problem), target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         from ejkernel.kernels.triton.native_sparse_attention.selected import attend
 
         p, cu = work.problem, arrays.get("cu_seqlens")
-        dtype = jnp.dtype(_dtype(p))
+        dtype = jnp.dtype(promoted_dtype(p))
         q, k, v = (arrays[name].astype(dtype) for name in ("query", "key", "value"))
         (b, s, h, _), dv = q.shape, v.shape[3]
         if q.size == 0 or dv == 0 or (cu is not None and cu.shape[0] < 2):
@@ -92,8 +79,15 @@ class NativeSparseAttention(TritonKernel):
             for name in ("g_cmp", "g_slc", "g_swa")
             if name in arrays
         }
-        inner = replace(work, problem=selected_problem(p))
-        chosen = _chosen(p, inner, arrays, q, k, blocks)
+        inner = replace(work, problem=Problem.from_call(p))
+
+        def best() -> jax.Array:
+            return select(inner.problem, work.target, q, k, blocks, sorts_blocks(p))
+
+        chosen = chosen_blocks(p, arrays, blocks, best)
+        if p.block_indices is not None:
+            chosen = sort_lists(chosen)
+        chosen = name_lse(chosen)
         if "g_cmp" in others:
             others |= compressed(p, work.target.cores, q, k, v, blocks)
         if p.sliding_window is not None:
@@ -101,49 +95,6 @@ class NativeSparseAttention(TritonKernel):
         selected = {"q": q, "k": k, "v": v, "chosen": chosen, "places": blocks}
         out = attend(inner, selected | others)
         return (cleared(valid, out)[0].astype(p.query.dtype),), ()
-
-
-def _dtype(p: Any) -> str:
-    return result_dtype(p.query.dtype, p.key.dtype, p.value.dtype).name
-
-
-def _chosen(p: Any, work: Work, arrays: Arrays, q: Any, k: Any, blocks: Blocks) -> jax.Array:
-    """Returns every token's blocks ``[b, s, hk, slots]``, each once, -1 after them."""
-    counts = arrays.get("block_counts", p.block_counts)
-    if p.block_indices is not None:
-        if not isinstance(counts, int) and p.max_block_count is not None:
-            counts = jnp.minimum(counts, p.max_block_count)
-        return name_lse(sort_lists(clean_indices(arrays["block_indices"], counts, blocks)))
-    chosen = select(work.problem, work.target, q, k, blocks, _sorts(p))
-    if not isinstance(counts, int):
-        slot = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
-        chosen = jnp.where(slot < counts[..., None], chosen, -1)
-    return name_lse(chosen)
-
-
-def _sorts(p: Any) -> bool:
-    """Returns whether the order of the chosen blocks matters: tokens take different numbers."""
-    return not isinstance(p.block_counts, int)
-
-
-def max_blocks(p: Any) -> int:
-    """Returns the largest number of blocks of a sequence."""
-    return -(-p.query.shape[1] // p.block_size)
-
-
-def selected_problem(p: Any) -> Problem:
-    """Returns the problem of the selected branch of a call."""
-    (b, s, h, d), hk, dv = p.query.shape, p.key.shape[2], p.value.shape[3]
-    sequences = 0 if p.cu_seqlens is None else p.cu_seqlens.shape[0] - 1
-    if p.block_indices is not None:
-        slots = p.block_indices.shape[3]
-    else:
-        bound = p.block_counts if isinstance(p.block_counts, int) else p.max_block_count
-        slots = max(1, max_blocks(p) if bound is None else min(bound, max_blocks(p)))
-    return Problem(
-        b, s, h, hk, d, dv, p.block_size, max_blocks(p) + sequences, slots,
-        float(p.softmax_scale), _dtype(p), p.cu_seqlens is not None,
-    )  # fmt: skip
 
 
 native_sparse_attention = NativeSparseAttention()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.types.attention.problem import LOG2E
+from ejkernel.types.problems.selected_blocks import SelectedProblem
 
 TINY = 2.0**-120
 
@@ -17,41 +18,8 @@ def padded(n: int) -> int:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Static properties of a call of the selected branch.
-
-    Attributes:
-        batch, length, heads, kv_heads, dim, value_dim: sizes of q, k and v.
-        size: tokens of a block.
-        blocks: blocks of one batch row, all its sequences together.
-        slots: entries of a token's list of blocks.
-        scale: factor of the scores.
-        dtype: of q, k, v and the output.
-        packed: whether a row may hold several sequences.
-    """
-
-    batch: int
-    length: int
-    heads: int
-    kv_heads: int
-    dim: int
-    value_dim: int
-    size: int
-    blocks: int
-    slots: int
-    scale: float
-    dtype: str
-    packed: bool
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a key head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return 4 if self.dtype == "float32" else 2
+class Problem(SelectedProblem):
+    """Static properties of a call of the selected branch, with what the kernels derive of them."""
 
     @property
     def entries(self) -> int:
@@ -92,10 +60,6 @@ class Problem:
     def _ds_entries(self) -> int:
         """Entries of ds for a token and query head."""
         return power_of_two(self.slots) * self.size
-
-    def folded(self, size: int) -> Problem:
-        """Returns the problem of ``size`` times as many batch rows."""
-        return replace(self, batch=size * self.batch)
 
     def parts(self, keys: int) -> int:
         """Returns the number of tiles of ``keys`` keys in a block."""

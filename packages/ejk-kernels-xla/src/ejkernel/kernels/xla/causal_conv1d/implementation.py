@@ -20,6 +20,7 @@ from ejkernel.kernels.xla._common.packed import packing
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 
 def convolve(padded: jax.Array, weight: jax.Array) -> jax.Array:
@@ -81,9 +82,7 @@ class CausalConv1D(XlaKernel):
     by_rows = True
 
     call = calls.CausalConv1D
-    reads = frozenset(
-        {"x", "weight", "bias", "initial_state", "cu_seqlens", "activation", "return_state"}
-    )
+    reads = arguments.CONVOLUTION
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         x, weight, bias = arrays["x"], arrays["weight"], arrays.get("bias")

@@ -25,10 +25,10 @@ from ejkernel.types.masks.hidden import cleared
 from ejkernel.types.masks.token_blocks import (
     Blocks,
     block_means,
-    clean_indices,
     find_blocks,
     means_mask,
 )
+from ejkernel.types.problems.selected_blocks import chosen_blocks, sorts_blocks
 
 # gathered keys of one step, in elements per batch row: a megabyte or two
 STEP_ELEMENTS = 1 << 18
@@ -88,18 +88,7 @@ class NativeSparseAttention(XlaKernel):
     """
 
     call = calls.NativeSparseAttention
-    reads = arguments.QKV | {
-        "g_cmp",
-        "g_slc",
-        "g_swa",
-        "block_indices",
-        "block_counts",
-        "block_size",
-        "max_block_count",
-        "cu_seqlens",
-        "sliding_window",
-        "softmax_scale",
-    }
+    reads = arguments.NATIVE_SPARSE
 
     def choose(self, problem: Any, target: Any) -> RowTile:
         return RowTile()
@@ -124,7 +113,8 @@ class NativeSparseAttention(XlaKernel):
             o_cmp, *compressed = _compressed(q, k, v, blocks, scale)
             if g_cmp is not None:
                 out = out + g_cmp * o_cmp.astype(wide)
-        chosen = name_lse(_chosen(p, arrays, q, blocks, compressed))  # a loop of its own
+        chosen = chosen_blocks(p, arrays, blocks, lambda: _select(p, q, blocks, compressed))
+        chosen = name_lse(chosen)  # a loop of its own
         o_slc = _selected(q, k, v, chosen, blocks, scale, work.tiles.q_tile)
         out = out + (1.0 if g_slc is None else g_slc) * o_slc.astype(wide)
         if p.sliding_window is not None:
@@ -145,26 +135,17 @@ class NativeSparseAttention(XlaKernel):
         return (cleared(is_valid, out)[0].astype(q.dtype),), ()
 
 
-def _chosen(p: Any, arrays: Arrays, q: Any, blocks: Blocks, compressed: Any) -> jax.Array:
-    """The blocks every token selects ``[b, s, hk, slots]``, -1 where there is none."""
-    counts = arrays.get("block_counts", p.block_counts)
-    if "block_indices" in arrays:
-        if not isinstance(counts, int) and p.max_block_count is not None:
-            counts = jnp.minimum(counts, p.max_block_count)
-        return clean_indices(arrays["block_indices"], counts, blocks)
+def _select(p: Any, q: Any, blocks: Blocks, compressed: Any) -> jax.Array:
+    """Returns the blocks of every token with the largest probability ``[b, s, hk, slots]``."""
     (b, s, h, d), hk = q.shape, p.key.shape[2]
-    bound = counts if isinstance(counts, int) else p.max_block_count
+    bound = p.max_block_count if sorts_blocks(p) else p.block_counts
     if bound is None and is_symbolic(s):
         raise ValueError("max_block_count: needed where the length of the sequence is symbolic")
     slots = max(1, blocks.longest if bound is None else at_most(bound, blocks.longest))
     slots = at_most(slots, blocks.count)
     lse, k_cmp = compressed
     grouped, lse = q.reshape(b, s, hk, h // hk, d), lse.reshape(b, s, hk, h // hk)
-    chosen = select_blocks(grouped, k_cmp, lse, blocks, scale=p.softmax_scale, count=slots)
-    if isinstance(counts, int):
-        return chosen
-    number = jnp.arange(slots, dtype=jnp.int32)[None, None, None]
-    return jnp.where(number < counts[..., None], chosen, -1)
+    return select_blocks(grouped, k_cmp, lse, blocks, scale=p.softmax_scale, count=slots)
 
 
 native_sparse_attention = NativeSparseAttention()

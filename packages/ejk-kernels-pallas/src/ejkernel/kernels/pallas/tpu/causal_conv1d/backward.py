@@ -31,12 +31,13 @@ from ejkernel.kernels.pallas.tpu.causal_conv1d.forward import (
     shifted,
     specs_of,
 )
-from ejkernel.kernels.pallas.tpu.causal_conv1d.problem import NEAR, Problem, Tiles
+from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import NEAR, Tiles
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.segments import Visits
+from ejkernel.types.problems.convolution import ConvolutionProblem
 
 
-def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
+def _kernel(p: ConvolutionProblem, t: Tiles, *refs: Any) -> None:
     tables, refs = refs[:3], refs[3:]
     before_ref, x_ref, after_ref, dy_ref, dy_after_ref, taps_ref, state_ref = refs[:7]
     dx_ref, dtaps_ref, dstate_ref, history_ref, dhistory_ref = refs[7:]
@@ -87,7 +88,7 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
 
 
 def backward(
-    p: Problem,
+    p: ConvolutionProblem,
     t: Tiles,
     chip: Chip,
     schedule: Visits,

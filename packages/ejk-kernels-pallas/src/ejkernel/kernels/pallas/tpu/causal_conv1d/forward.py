@@ -22,9 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
-from ejkernel.kernels.pallas.tpu.causal_conv1d.problem import NEAR, Problem, Tiles
+from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import NEAR, Tiles
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block, rows_inside
+from ejkernel.types.problems.convolution import ConvolutionProblem
 
 
 class Position(NamedTuple):
@@ -59,7 +60,9 @@ def load_rows(at: Position, offset: int, ref: Any) -> jax.Array:
     return jnp.where(inside, ref[...].astype(jnp.float32), 0.0)
 
 
-def put_state(p: Problem, t: Tiles, at: Position, history_ref: Any, state_ref: Any) -> None:
+def put_state(
+    p: ConvolutionProblem, t: Tiles, at: Position, history_ref: Any, state_ref: Any
+) -> None:
     """Puts the state of a sequence before its first row, where taps of the block may reach it.
 
     Row 0 of ``history_ref`` is the row that is ``NEAR`` rows before the block.
@@ -77,7 +80,7 @@ def shifted(x: jax.Array, rows: int) -> jax.Array:
     return pltpu.roll(x, rows % x.shape[0], 0) if rows else x
 
 
-def convolve(p: Problem, history: jax.Array, taps: jax.Array) -> jax.Array:
+def convolve(p: ConvolutionProblem, history: jax.Array, taps: jax.Array) -> jax.Array:
     """Returns the sums of the rows of ``history``, of which the first w - 1 mean nothing.
 
     ``taps`` are the weights of the taps and the bias, float32 ``[w + 1, channels]``.
@@ -89,7 +92,7 @@ def convolve(p: Problem, history: jax.Array, taps: jax.Array) -> jax.Array:
     return z
 
 
-def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
+def _kernel(p: ConvolutionProblem, t: Tiles, *refs: Any) -> None:
     tables, (before_ref, x_ref, taps_ref, state_ref, y_ref, history_ref) = refs[:3], refs[3:]
     at = position_of(t, tables)
     history_ref[:NEAR] = load_rows(at, -NEAR, before_ref)
@@ -114,7 +117,7 @@ class Specs(NamedTuple):
     states: pl.BlockSpec
 
 
-def specs_of(p: Problem, t: Tiles) -> Specs:
+def specs_of(p: ConvolutionProblem, t: Tiles) -> Specs:
     """Returns the blocks of the operands of both passes, for a grid (channels, visits)."""
     per_block, last = t.rows // NEAR, (p.total - 1) // NEAR
 
@@ -148,7 +151,7 @@ def compiler_params(chip: Chip, t: Tiles) -> Any:
 
 
 def forward(
-    p: Problem,
+    p: ConvolutionProblem,
     t: Tiles,
     chip: Chip,
     schedule: Visits,

@@ -12,11 +12,16 @@ import numpy as np
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.causal_conv1d.backward import backward
 from ejkernel.kernels.pallas.tpu.causal_conv1d.forward import forward
-from ejkernel.kernels.pallas.tpu.causal_conv1d.problem import Problem, choose, problem_of
+from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import choose
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.tpu.common.segments import visits
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
+from ejkernel.types.problems.convolution import ConvolutionProblem, float_dtypes
+
+DTYPES = ("bfloat16", "float32")
+MIN_ROWS = 16
 
 
 class CausalConv1D(PallasKernel):
@@ -27,15 +32,15 @@ class CausalConv1D(PallasKernel):
     """
 
     call = calls.CausalConv1D
-    reads = frozenset(
-        {"x", "weight", "bias", "initial_state", "cu_seqlens", "activation", "return_state"}
-    )
+    reads = arguments.CONVOLUTION
     fixed_tiles = True
     chip = staticmethod(current_chip)
-    problem = staticmethod(problem_of)
     choose = staticmethod(choose)
 
-    def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
+    def problem(self, a: Mapping[str, Any]) -> ConvolutionProblem:
+        return ConvolutionProblem.from_call(a, _unsupported(a))
+
+    def unsupported_reason(self, problem: ConvolutionProblem, target: Chip) -> str | None:
         return problem.unsupported or None
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
@@ -78,7 +83,17 @@ class CausalConv1D(PallasKernel):
         return {name: dx for name, dx in gradients.items() if name in arrays}
 
 
-def _operands(p: Problem, arrays: Arrays) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _unsupported(a: Mapping[str, Any]) -> str:
+    """Returns the reason why no kernel here takes the call, or ""."""
+    for name, dtype in float_dtypes(a).items():
+        if dtype not in DTYPES:
+            return f"{name}: {dtype} is not supported, only {' and '.join(DTYPES)}"
+    if a["x"].shape[1] < MIN_ROWS:
+        return f"x: fewer than {MIN_ROWS} rows are not supported"
+    return ""
+
+
+def _operands(p: ConvolutionProblem, arrays: Arrays) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns the bounds of the sequences, with the rows of none as one more, and the operands of
     both passes: flat rows, taps with the bias, states."""
     if p.sequences:
@@ -98,7 +113,7 @@ def _operands(p: Problem, arrays: Arrays) -> tuple[jax.Array, tuple[jax.Array, .
     return jnp.append(bounds, p.total), (flat, jnp.concatenate(taps), states)
 
 
-def _last_tokens(p: Problem, bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _last_tokens(p: ConvolutionProblem, bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the rows ``[states, w - 1]`` of the last tokens of every sequence, past the rows
     where a token is older than the sequence, and there ``[states, w - 1, w - 1]`` which token of
     its state it is."""

@@ -9,6 +9,7 @@ from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.masks import LANES
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import padded_dim
 from ejkernel.types.attention.problem import LOG2E
+from ejkernel.types.problems.selected_blocks import SelectedProblem
 
 ROWS = 128  # a matrix unit has a column for each row of a tile, and vectors have 128 lanes
 CHUNK = 512  # keys of a step: the matmuls of one half hide the exponentials of the other
@@ -17,41 +18,8 @@ UNIT = 16  # rows of a bfloat16 register: no block starts inside one
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Static properties of a call of the selected branch.
-
-    Attributes:
-        batch, length, heads, kv_heads, dim, value_dim: sizes of q, k and v.
-        size: tokens of a block.
-        blocks: blocks of one batch row, all its sequences together.
-        slots: entries of a token's list of blocks.
-        scale: factor of the scores.
-        dtype: of q, k, v and the output.
-        packed: whether a row may hold several sequences.
-    """
-
-    batch: int
-    length: int
-    heads: int
-    kv_heads: int
-    dim: int
-    value_dim: int
-    size: int
-    blocks: int
-    slots: int
-    scale: float
-    dtype: str
-    packed: bool
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a key head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return 4 if self.dtype == "float32" else 2
+class Problem(SelectedProblem):
+    """Static properties of a call of the selected branch, with what the kernels derive of them."""
 
     @property
     def dims(self) -> tuple[int, int]:
