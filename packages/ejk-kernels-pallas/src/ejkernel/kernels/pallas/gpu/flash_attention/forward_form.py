@@ -69,7 +69,9 @@ class Form:
     @property
     def lane_sums(self) -> bool:
         """Returns whether each of the four lanes of a row keeps the sum of its own elements."""
-        return self.unshifted or (self.tiles.lane_sums and self.shift is None)
+        # pairs of programs and their 160 keys: a lane's own sums gain nothing next to its maxima
+        keeps = self.tiles.lane_maxima and self.tiles.cluster == 1
+        return self.unshifted or (keeps and self.shift is None)
 
     @property
     def large(self) -> float:

@@ -37,7 +37,6 @@ class ForwardTiles:
             rescaled; 0 rescales at every step.
         lane_maxima: whether the four lanes of a row compare their maxima only where one of them
             saw more than ``slack`` allows.
-        lane_sums: whether they add up their sums at the end of a tile only.
         unshifted_first: whether tiles are computed without maxima first, and again with them only
             where that was not exact (see ``computes_unshifted``).
         registers: of a consumer thread, a multiple of 8; 0: as many as leave the producer the
@@ -54,7 +53,6 @@ class ForwardTiles:
     head_group: int = 1
     slack: int = 8
     lane_maxima: bool = False
-    lane_sums: bool = False
     unshifted_first: bool = False
     registers: int = 0
 
@@ -166,9 +164,8 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         # short tiles: o is stored at once, so that their epilogue waits for no copy
         full_o = replace(tiles, o_columns=problem.value_dim)
         tiles = full_o if full_o.shared(problem) <= chip.shared else tiles
-    # pairs of programs and their 160 keys: a lane's own sums gain nothing next to its maxima
     if problem.itemsize > 1:
-        tiles = replace(tiles, lane_maxima=True, lane_sums=tiles.cluster == 1)
+        tiles = replace(tiles, lane_maxima=True)
     # wide heads under a mask have no registers for what two mainloops keep
     tiles = replace(tiles, unshifted_first=unshifted and (widest <= 128 or is_dense))
     return replace(tiles, head_group=_head_group(problem, is_dense, chip))
@@ -212,7 +209,7 @@ def _of_128(problem: Problem, is_dense: bool) -> ForwardTiles:
 
 def _paired(tiles: ForwardTiles) -> ForwardTiles:
     """160 keys a step, for two programs that copy k and v for each other."""
-    tiles = replace(tiles, lane_sums=False, unshifted_first=False)
+    tiles = replace(tiles, unshifted_first=False)
     return replace(tiles, block_kv=160, q_stages=1, q_held=0, cluster=2)
 
 
@@ -222,7 +219,6 @@ def _alone(problem: Problem, tiles: ForwardTiles) -> ForwardTiles:
         return replace(tiles, cluster=1)
     # a cap that follows maxima has constants in the registers of q
     q_held = 128 if problem.soft_cap is None else 0
-    tiles = replace(tiles, lane_sums=tiles.lane_maxima)
     return replace(tiles, cluster=1, q_stages=2, q_held=q_held)
 
 
