@@ -92,9 +92,7 @@ def test_rows_of_starts_out_of_order():
         np.testing.assert_array_equal(plan.rows, expected)
 
 
-@pytest.mark.parametrize(
-    ("rows", "sequences"), [(T - 1, N), (T, N - 1)], ids=["rows", "sequences"]
-)
+@pytest.mark.parametrize(("rows", "sequences"), [(T - 1, N), (T, N - 1)], ids=["rows", "sequences"])
 def test_another_call_refuses_it(rows, sequences):
     other = plan_ragged_attention(LENS[:sequences], STARTS[: sequences + 1], 2, tokens=rows)
     message = rf"^plan: expected a plan of 9 rows and 3 sequences.*given one of {rows} rows and"

@@ -155,6 +155,19 @@ def test_rows_of_xla(name):
     check(partial(dense_results, name, "xla"))
 
 
+def test_a_zero_keeps_its_sign_in_any_batch():
+    x = draw(2, 8, 4)
+
+    def gradient(rows):
+        with batch_invariant():
+            out, pull = jax.vjp(modules.mean_pooling, x[rows])
+            return np.asarray(pull(jnp.full_like(out, -0.0))[0])
+
+    alone, pair = gradient(np.array([0])), gradient(np.array([0, 1]))
+    assert np.signbit(pair).all()  # else this could not fail
+    assert alone.tobytes() == pair[:1].tobytes()
+
+
 @pytest.mark.parametrize("name", ["page_attention", "mla_decode"])
 def test_paged_sequences_of_xla(name):
     check(partial(paged_results, name, "xla"))

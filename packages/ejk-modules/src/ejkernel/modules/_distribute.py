@@ -22,7 +22,7 @@ from ejkernel.modules._specs import (
     typed_spec,
 )
 from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
-from ejkernel.ops.core.distribution import SEQUENCE_AXES, LocalCall, check_mesh_and_specs
+from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types.calls.axes import bare, meaning
 from ejkernel.types.calls.layout import Layout, Shard
@@ -120,11 +120,10 @@ def distribute(
         if shared and op.spec.passes_states:
             of_shard = op.spec.share_sequence(local, shard, lambda part: call((), part))
             return of_shard[0] if single else of_shard
-        if shared and by_kernel:
-            local[SEQUENCE_AXES] = shared
         if shard.parts("pages") > 1:
             return op.spec.attend_to_shard(local, shard, lambda part: call((), part))
-        result, summed = call((), local), tuple(sorted(layout.summed_axes))
+        result = call((), local, shared if by_kernel else ())
+        summed = tuple(sorted(layout.summed_axes))
         return jax.lax.psum(result, summed) if summed else result
 
     single = len(outputs) == 1

@@ -21,7 +21,7 @@ from ejkernel.types.calls.signature import Boundary, axes_of
 from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.structure import Unsupported
-from ejkernel.types.mods import MODS, Mod
+from ejkernel.types.mods import Mod
 from ejkernel.types.serving.plan import AttentionPlan
 
 Arguments = dict[str, Any]
@@ -194,9 +194,7 @@ class Call:
     @classmethod
     def shares_sequence(cls, a: Mapping[str, Any]) -> bool:
         """Returns whether devices may share the sequence of a call."""
-        # functions of indices would have to count over all devices
-        score_mod, mask_mod = MODS
-        return bool(cls.sequence_axes) and a.get(score_mod) is a.get(mask_mod) is None
+        return bool(cls.sequence_axes)
 
     @classmethod
     def sharding_rule(cls, a: Mapping[str, Any], *, sequence: bool = False) -> ShardingRule:
