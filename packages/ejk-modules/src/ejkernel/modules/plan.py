@@ -33,7 +33,7 @@ def plan_ragged_attention(
         context_lens: ``[sequences]`` tokens per sequence, the new ones included (``kv_lens``).
         query_start_loc: ``[sequences + 1]``, the first row of each sequence.
         num_seqs: valid sequences (``distribution[2]``).
-        tokens: rows of the queries, those of no sequence included.
+        tokens: rows of the queries, with rows that belong to no sequence.
         max_query_len: rows that a sequence has at most. A promise, part of the program: another
             number compiles another one. Longer sequences are attended to as well, but slowly. None:
             any number.
@@ -69,10 +69,10 @@ def _check(lens: Any, starts: Any, count: Any, tokens: Any, max_query_len: Any) 
     is_number = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
     if not is_number and not (_is_index(count) and count.shape in ((), (1,))):
         raise invalid("num_seqs", "int or int[] or int[1]", count)
-    known = values.concrete_value(count)
-    if known is not None and not 0 <= int(np.reshape(known, ())) <= n:
+    number = values.concrete_value(count)
+    if number is not None and not 0 <= int(np.reshape(number, ())) <= n:
         legal = f"0 to {n}, the sequences of context_lens"
-        raise out_of_range("num_seqs", legal, int(np.reshape(known, ())))
+        raise out_of_range("num_seqs", legal, int(np.reshape(number, ())))
     for name, x, least in (("tokens", tokens, 0), ("max_query_len", max_query_len, 1)):
         if x is None and name == "max_query_len":
             continue
@@ -80,8 +80,8 @@ def _check(lens: Any, starts: Any, count: Any, tokens: Any, max_query_len: Any) 
             raise invalid(name, "a Python int", x)
         if x < least:
             raise out_of_range(name, f"at least {least}", x)
-    if isinstance(starts, np.ndarray) and known is not None:
-        check_starts(starts[: int(np.reshape(known, ())) + 1], "query_start_loc")
+    if isinstance(starts, np.ndarray) and number is not None:
+        check_starts(starts[: int(np.reshape(number, ())) + 1], "query_start_loc")
 
 
 def _is_index(x: Any) -> bool:

@@ -204,10 +204,10 @@ class RaggedCall(PagedCall):
         plan = a["plan"]
         if plan is None:
             return
-        given = plan.rows.shape[-1], plan.lens.shape[-1]
+        planned = plan.rows.shape[-1], plan.lens.shape[-1]
         legal = a["queries"].shape[0], a[cls._lengths()].shape[0]
-        if given != legal or plan.rows.ndim != 2:
-            theirs, ours = (f"{rows} rows and {count} sequences" for rows, count in (given, legal))
+        if planned != legal or plan.rows.ndim != 2:
+            theirs, ours = (f"{size[0]} rows and {size[1]} sequences" for size in (planned, legal))
             raise InvalidArgument(
                 f"plan: expected a plan of {ours}, as plan_ragged_attention({cls._lengths()}, "
                 f"query_start_loc, ..., tokens={legal[0]}) makes it, given one of {theirs}"

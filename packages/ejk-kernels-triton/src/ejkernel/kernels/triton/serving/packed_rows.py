@@ -103,7 +103,7 @@ def _compare_rows(row, packed, n, rows, capacity, SEQUENCES: tl.constexpr):
 def find_packed_rows(row, packed, n, rows, capacity, SEQUENCES: tl.constexpr):
     """Returns the ``PackedRows`` of rows ``row``; SEQUENCES: a power of two of at least n."""
     if packed.plan is not None:
-        found = _load_packed_rows(row, packed.plan, rows, capacity)
+        rows_of = _load_packed_rows(row, packed.plan, rows, capacity)
     else:
-        found = _compare_rows(row, packed, n, rows, capacity, SEQUENCES)
-    return found
+        rows_of = _compare_rows(row, packed, n, rows, capacity, SEQUENCES)
+    return rows_of
