@@ -196,6 +196,11 @@ def dense_checks() -> dict[str, Check]:
     n, t = SEQUENCES, LENGTH
     q, k, v = (draw(n, t, h, DIM, seed=i) for i, h in enumerate((HEADS, KV_HEADS, KV_HEADS)))
     qkv = {"query": q, "key": k, "value": v}
+    wide = {
+        name: draw(n, 700, h, 128, seed=i)
+        for i, (name, h) in enumerate((("query", HEADS), ("key", KV_HEADS), ("value", KV_HEADS)))
+    }
+    hopper: Arrays = {"platform": "pallas"}
     linear = {"query": q, "key": draw(n, t, HEADS, DIM, seed=3), "value": q[:, ::-1]}
     decay = {"g": -jnp.abs(draw(n, t, HEADS, seed=4, dtype=jnp.float32))}
     x = {"x": draw(n, t, 256, seed=5)}
@@ -206,6 +211,13 @@ def dense_checks() -> dict[str, Check]:
         "flash_attention large": dense(
             "flash_attention", qkv | {"query": q * jnp.where(jnp.arange(n) % 3 == 1, 60, 1).astype(
                 q.dtype)[:, None, None, None]}, {}, {"causal": True},
+        ),
+        "flash_attention hopper": dense("flash_attention", wide, {}, {"causal": True} | hopper),
+        "flash_attention hopper large": dense(
+            "flash_attention",
+            wide | {"query": wide["query"] * (1 + 60 * (jnp.arange(n) % 3 == 1)).astype(q.dtype)[
+                :, None, None, None]},
+            {}, hopper,
         ),
         "flash_attention window": dense(
             "flash_attention", qkv, {}, {"causal": True, "sliding_window": 100}

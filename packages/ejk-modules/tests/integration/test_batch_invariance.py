@@ -250,6 +250,22 @@ def test_tiles_do_not_follow_the_batch(name):
     assert tiles(1, 64, 1) != tiles(64, 9000, 512)  # else this could not fail
 
 
+def test_tiles_of_hopper_do_not_follow_the_batch():
+    from ejkernel.kernels.pallas.gpu.common.chip import Chip
+    from ejkernel.kernels.pallas.gpu.flash_attention.implementation import flash_attention
+
+    def tiles(batch):
+        q = jax.ShapeDtypeStruct((batch, 4096, 16, 128), jnp.bfloat16)
+        call = flash_attention.call
+        a = call.bind(call.prepare((q, q, q), {"causal": True}), typecheck=False)
+        return flash_attention.tiles(flash_attention.problem(a), Chip())
+
+    with batch_invariant():
+        assert tiles(1) == tiles(64)
+        assert tiles(1).bwd.one_way and not tiles(1).fwd.unshifted_first
+    assert not tiles(1).bwd.one_way
+
+
 def test_what_cannot_promise_it_is_refused_by_name():
     q, cu = draw(1, 48, 4, 16), np.array([0, 20, 48], np.int32)
     with batch_invariant():

@@ -64,6 +64,8 @@ class CallKernel:
     """The ring kernel that runs a call on a shard of its sequence; None: sequences stay whole."""
     sharded_call: Any = None
     """Makes the call on a shard: ``ShardedCall`` of ejk-types."""
+    tiles_of_shard: ClassVar[bool] = False
+    """Whether a device chooses tiles for its own part of a call, in place of the whole call's."""
     saved_axes: ClassVar[str] = ""
     """Words of the axes of each array that ``forward`` keeps for ``backward``."""
 

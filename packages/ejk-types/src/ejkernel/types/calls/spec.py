@@ -21,7 +21,7 @@ from ejkernel.types.calls.signature import Boundary, axes_of
 from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.structure import Unsupported
-from ejkernel.types.mods import Mod
+from ejkernel.types.mods import MODS, Mod
 from ejkernel.types.serving.plan import AttentionPlan
 
 Arguments = dict[str, Any]
@@ -499,3 +499,10 @@ def leaf_axes(value: Any) -> list[tuple[str, ...]] | None:
     if isinstance(value, AttentionPlan):
         return list(value.AXES)
     return None
+
+
+def shift_mods(a: Arguments, shard: Any) -> None:
+    """Lets functions of indices count rows and heads from those that a shard begins with."""
+    for name in MODS:
+        if a.get(name) is not None:
+            a[name] = a[name].on_shard(shard.offset("batch"), shard.offset("heads"))

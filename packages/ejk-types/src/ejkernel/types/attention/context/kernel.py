@@ -82,7 +82,8 @@ class ContextParallel:
     """The kernel that computes the pieces."""
     vary_over: ClassVar[Any]
     has_backward: ClassVar[bool] = True
-    partitioned: ClassVar[bool] = False
+    partitioned: ClassVar[bool] = True
+    tiles_of_shard: ClassVar[bool] = True
     saved_axes: ClassVar[str] = "batch q_len heads"
 
     def problem(self, a: Mapping[str, Any]) -> ContextProblem:
