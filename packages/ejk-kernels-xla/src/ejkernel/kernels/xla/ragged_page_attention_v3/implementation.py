@@ -26,6 +26,7 @@ class RaggedPageAttentionv3(GroupKernel):
         arguments.RAGGED_UPDATE
         | arguments.DECODE_OPTIONS
         | arguments.CACHE_SCALES
+        | arguments.TREE
         | {"q_scale", "return_lse"}
     )
 
@@ -51,7 +52,10 @@ class RaggedPageAttentionv3(GroupKernel):
             work.problem,
             work.tiles,
             q,
-            Sequences(cache, lens, tables, starts, count, keys.shape[1]),
+            Sequences(
+                cache, lens, tables, starts, count, keys.shape[1], arrays.get("tree_mask"),
+                arrays.get("positions"),
+            ),  # fmt: skip
             sinks=arrays.get("softmax_aux"),
             logit_scales=(work.problem.softmax_scale, q_scale, k_scale),
             v_scale=v_scale,
