@@ -30,6 +30,27 @@ from ejkernel.kernels.triton.serving.pages import load_cache_rows
 RUNS = tl.constexpr(_RUNS)
 
 
+class TreeRows(NamedTuple):
+    """Query rows that are nodes of a tree (``types.serving.tree``).
+
+    Attributes:
+        array, columns: as in ``groups.Tree``.
+        row: row of ``array`` of each query row.
+        inside: whether there is one.
+        at: position of each query row, as a window counts.
+        before: tokens of the sequence before its new ones, which all rows see.
+        is_touched: whether the block has new tokens.
+    """
+
+    array: Any
+    columns: Any
+    row: Any
+    inside: Any
+    at: Any
+    before: Any
+    is_touched: Any
+
+
 class Keys(NamedTuple):
     """The keys ``j`` of a block at ``cache_rows``.
 
@@ -42,6 +63,7 @@ class Keys(NamedTuple):
             after all keys.
         left: number of keys that a row sees before itself; None: all.
         partly: whether some row does not see all of this block; None: always apply the mask.
+        tree: ``TreeRows``, where rows do not see all keys up to their own; else None.
     """
 
     j: Any
@@ -51,6 +73,28 @@ class Keys(NamedTuple):
     position: Any
     left: Any
     partly: Any
+    tree: Any
+
+
+@triton.jit
+def tree_rows(tree, row, inside, position, before):
+    """Returns the ``TreeRows`` of query rows that are rows ``row`` of the call, in no block yet."""
+    at = position
+    if tree.positions is not None:
+        at = tl.load(tree.positions + row, mask=inside, other=0)
+    return TreeRows(tree.array, tree.columns, row, inside, at, before, None)
+
+
+@triton.jit
+def rows_at_block(rows, stop):
+    """Returns the ``TreeRows`` of a block of keys up to ``stop``; None stays None."""
+    if rows is None:
+        return None
+    else:
+        return TreeRows(
+            rows.array, rows.columns, rows.row, rows.inside, rows.at, rows.before,
+            stop > rows.before,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -190,11 +234,31 @@ def _mask_hidden(s, keys):
     """Sets the logits of keys that a row does not see to -inf; None masks nothing."""
     if keys.loaded is not None:
         s = tl.where(keys.loaded[None, :], s, float("-inf"))
-    if keys.position is not None:
+    if keys.tree is not None:
+        s = _mask_tree(s, keys)
+    elif keys.position is not None:
         s = tl.where(keys.j[None, :] <= keys.position[:, None], s, float("-inf"))
         if keys.left is not None:
             first = keys.position[:, None] - keys.left
             s = tl.where(keys.j[None, :] >= first, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def _mask_tree(s, keys):
+    """Sets the logits of keys that a node of a tree does not see to -inf."""
+    tree = keys.tree
+    if keys.left is not None:
+        is_before = (keys.j < tree.before)[None, :]
+        first = tree.at[:, None] - keys.left
+        s = tl.where(is_before & (keys.j[None, :] < first), float("-inf"), s)
+    if tree.is_touched:
+        column = keys.j - tree.before
+        marked = (column >= 0) & (column < tree.columns)
+        cell = tree.row.to(tl.int64)[:, None] * tree.columns + column[None, :]
+        marks = tl.load(tree.array + cell, mask=marked[None, :] & tree.inside[:, None], other=0)
+        seen = (column < 0)[None, :] | (keys.j[None, :] == keys.position[:, None]) | (marks != 0)
+        s = tl.where(seen & (keys.position >= 0)[:, None], s, float("-inf"))
     return s
 
 

@@ -80,6 +80,20 @@ class Sinks(NamedTuple):
     PADDED: int
 
 
+class Tree(NamedTuple):
+    """Which new tokens a row sees, as nodes of a tree.
+
+    Attributes:
+        array: a byte for each row and column; None: rows are causal.
+        positions: of each row, as a window counts; None: those in its sequence.
+        columns: new tokens that ``array`` says anything of.
+    """
+
+    array: Operand
+    positions: Operand
+    columns: int
+
+
 class DecodeSizes(NamedTuple):
     """Sizes of a launch; ``left``: keys seen before a row, with WINDOW."""
 
