@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from collections.abc import Callable
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls.words import Array, AttentionMask, B, Cache, F, Flags, I, Key, Quantized, Weights
+from ejkernel.types.serving.plan import AttentionPlan
 from jax.typing import DTypeLike
 from typing import Any, Literal, overload
 from ejkernel.kernels.pallas._version import __version__ as __version__
@@ -389,6 +390,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[False] = False,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> jax.Array: ...
 @overload
@@ -407,6 +409,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[True],
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -425,6 +428,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: bool,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @overload
@@ -447,6 +451,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[False] = False,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -469,6 +474,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[True],
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload
@@ -491,6 +497,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: bool,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload

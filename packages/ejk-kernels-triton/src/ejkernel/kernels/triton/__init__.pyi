@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from collections.abc import Callable
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls.words import Array, AttentionMask, B, Cache, F, Flags, I, Key, Quantized, Weights
+from ejkernel.types.serving.plan import AttentionPlan
 from jax.typing import DTypeLike
 from typing import Any, Literal, overload
 from ejkernel.kernels.triton._version import __version__ as __version__
@@ -443,6 +444,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[False] = False,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> jax.Array: ...
 @overload
@@ -461,6 +463,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[True],
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -479,6 +482,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: bool,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @overload
@@ -501,6 +505,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[False] = False,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -523,6 +528,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[True],
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload
@@ -545,6 +551,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: bool,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from collections.abc import Callable
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls.words import Array, AttentionMask, B, Cache, F, Flags, I, Key, Quantized, Weights
+from ejkernel.types.serving.plan import AttentionPlan
 from jax.typing import DTypeLike
 from typing import Any, Literal, overload
 from ejkernel.kernels.xla._version import __version__ as __version__
@@ -394,6 +395,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[False] = False,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> jax.Array: ...
 @overload
@@ -412,6 +414,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[True],
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -430,6 +433,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: bool,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @overload
@@ -452,6 +456,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[False] = False,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -474,6 +479,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[True],
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload
@@ -496,6 +502,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: bool,
+    plan: AttentionPlan | None = None,
     cfg: Any = None,
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload
