@@ -163,7 +163,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         kernel = resolved.fn
         if isinstance(kernel, CallKernel) and kernel.call is self.spec:
             # canonical already; a shard's seed fits no signature
-            return partial(kernel.run_canonical, cfg=cfg)
+            return partial(kernel.run_canonical, cfg=cfg, sequence_axes=resolved.sequence_axes)
         return super().runner(resolved, cfg)
 
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]]:

@@ -193,9 +193,7 @@ class Call:
     @classmethod
     def shares_sequence(cls, a: Mapping[str, Any]) -> bool:
         """Returns whether devices may share the sequence of a call."""
-        # functions of indices would have to count over all devices
-        score_mod, mask_mod = MODS
-        return bool(cls.sequence_axes) and a.get(score_mod) is a.get(mask_mod) is None
+        return bool(cls.sequence_axes)
 
     @classmethod
     def sharding_rule(cls, a: Mapping[str, Any], *, sequence: bool = False) -> ShardingRule:
@@ -498,3 +496,10 @@ def leaf_axes(value: Any) -> list[tuple[str, ...]] | None:
     if isinstance(value, Mod):
         return [("_",) * len(x.shape) for x in jax.tree.leaves(value)]
     return None
+
+
+def shift_mods(a: Arguments, shard: Any) -> None:
+    """Lets functions of indices count rows and heads from those that a shard begins with."""
+    for name in MODS:
+        if a.get(name) is not None:
+            a[name] = a[name].on_shard(shard.offset("batch"), shard.offset("heads"))
