@@ -31,11 +31,11 @@ nb_execution_timeout = 120
 
 # docstrings
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
-python_maximum_signature_line_length = 88
+autodoc_typehints = "none"  # types stand in the descriptions of parameters
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 toc_object_entries_show_parents = "hide"
 
 # Names of other libraries link to their sites where the builder asks for their inventories, because
