@@ -44,12 +44,20 @@ def test_a_package_without_kernels_says_so(monkeypatch):
     monkeypatch.setattr(tables, "platforms", lambda: {"flash_attention": ["xla", "triton"]})
     assert "There are no kernels yet" in tables.kernels_of("pallas")
     assert tables.kernels_of("triton") == "Kernels:\n\n- `flash_attention`"
-    assert "(docs/operations/flash_attention.md) |" in tables.operations_table()
-    assert "| XLA, Triton |" in tables.operations_table()
+
+
+def test_hardware_is_what_was_run_and_compiled(monkeypatch):
+    table = tables.operations_table()
+    assert "memory linear in the lengths | run | run | compiled | compiled | compiled |" in table
+    assert "with its weights returned | run | XLA | XLA | XLA | XLA |" in table
+    monkeypatch.setattr(tables, "measured_on_hopper", set)
+    assert tables.run_where("flash_attention", "flash_attention")[1] == "compiled"
+    assert all({"sm_80", "sm_90", "gfx942"} <= c for c in tables.compiled_by_triton().values())
 
 
 @pytest.mark.parametrize(
-    ("document", "label"), [("README.md", ""), ("docs/kernels/flash_attention_hopper.md", "d = ")]
+    ("document", "label"),
+    [("docs/measured.md", ""), ("docs/kernels/flash_attention_hopper.md", "d = ")],
 )
 def test_figures_of_flash_attention_are_those_of_the_record(document, label):
     record = json.loads((ROOT / "tools/bench/results/nvidia-h200/flash_attention.json").read_text())
@@ -68,6 +76,19 @@ def test_figures_of_flash_attention_are_those_of_the_record(document, label):
         else:  # a column a mask, speed of both modes
             want = [speed[case, mode] for case in cases for mode in modes]
         assert re.findall(r"\d[\d.]*", cells) == want, case
+
+
+def test_speeds_in_the_readme_are_those_of_the_record():
+    path = ROOT / "tools/bench/results/nvidia-h200/flash_attention.json"
+    record = json.loads(path.read_text())
+    speeds: dict[bool, list[float]] = {True: [], False: []}
+    for row in record["rows"]:
+        if row["contender"] == "ejkernel" and row["case"].startswith("sweep"):
+            is_short = "-s1024-" in row["case"]
+            speeds[is_short].append(row["speed_over"]["cudnn"])
+    ranges = [f"{min(s):.2f} to {max(s):.2f} times" for s in (speeds[False], speeds[True])]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert all(numbers in text for numbers in ranges), ranges
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])

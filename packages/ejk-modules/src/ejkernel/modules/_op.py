@@ -31,6 +31,7 @@ from ejkernel.types.calls.axes import mask_axes, meaning
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Call
 from ejkernel.types.calls.words import shown
+from ejkernel.types.serving.plan import AttentionPlan
 
 Arguments = dict[str, Any]
 
@@ -172,10 +173,12 @@ class Operation(RegisteredKernel[Cfg, Any]):
         shapes: dict[str, Sequence[int]] = {}
         for p in self.spec.boundary.parameters:
             value = arguments.get(p.name)
-            if isinstance(value, MaskInfo):
+            if isinstance(value, (MaskInfo, AttentionPlan)):
                 leaves = jax.tree_util.tree_leaves(value)
-                for leaf, x in zip(leaf_names(p.name, value), leaves, strict=True):
-                    shapes[leaf] = _bucketed(mask_axes(x), x.shape)
+                is_mask = isinstance(value, MaskInfo)
+                axes = map(mask_axes, leaves) if is_mask else value.AXES
+                named = zip(leaf_names(p.name, value), axes, leaves, strict=True)
+                shapes.update((leaf, _bucketed(words, x.shape)) for leaf, words, x in named)
             elif p.forms and hasattr(value, "shape"):
                 shapes[p.name] = _bucketed(axes_of(p, value, override), value.shape)
         return shapes

@@ -22,11 +22,12 @@ from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.mods import MODS, Mod
+from ejkernel.types.serving.plan import AttentionPlan
 
 Arguments = dict[str, Any]
 Step = Callable[[Arguments], None]
 _NUMBER = {int}
-TREES = (MaskInfo, Mod)
+TREES = (MaskInfo, Mod, AttentionPlan)
 """Arguments that consist of arrays."""
 
 
@@ -403,7 +404,7 @@ class Call:
             x = a[name]
             if isinstance(x, np.dtype):
                 x = x.name
-            elif isinstance(x, Mod):
+            elif isinstance(x, (Mod, AttentionPlan)):
                 x = x.form
             elif hasattr(x, "shape") and hasattr(x, "dtype"):
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -414,7 +415,7 @@ class Call:
     def options(cls, a: Mapping[str, Any]) -> Any:
         """Returns the arguments that are no arrays, hashable; dtypes are names, as above.
 
-        None stands for a PRNG key, which is an array in canonical form.
+        None stands for a PRNG key, which is an array in canonical form, and for a plan.
         """
         values = []
         for name in cls.Options._fields:
@@ -423,14 +424,14 @@ class Call:
                 x = x.name
             elif isinstance(x, Mod):
                 x = x.form
-            elif hasattr(x, "shape") and hasattr(x, "dtype"):
+            elif isinstance(x, AttentionPlan) or (hasattr(x, "shape") and hasattr(x, "dtype")):
                 x = None
             values.append(x)
         return cls.Options(*values)
 
     @classmethod
     def array_arguments(cls, a: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays among the arguments, the mask and the mods, by name."""
+        """The arrays among the arguments, the mask, the mods and the plan, by name."""
         arrays = {}
         for name in cls.boundary.names:
             x = a[name]
@@ -487,7 +488,7 @@ class Call:
 
 
 def leaf_axes(value: Any) -> list[tuple[str, ...]] | None:
-    """Returns the words of the axes of each array of a mask or a mod; None for other values.
+    """Returns the words of the axes of each array of a mask, mod or plan; None for other values.
 
     The arrays of a mod are whole on every device: its function indexes them by global indices.
     """
@@ -495,6 +496,8 @@ def leaf_axes(value: Any) -> list[tuple[str, ...]] | None:
         return mask_words(value)
     if isinstance(value, Mod):
         return [("_",) * len(x.shape) for x in jax.tree.leaves(value)]
+    if isinstance(value, AttentionPlan):
+        return list(value.AXES)
     return None
 
 
