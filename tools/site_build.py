@@ -1,7 +1,6 @@
 """Build the site from docs/ and the docstrings into .venv/site, and fail on any warning.
 
-    site_build.py            build what changed since the last build
-    site_build.py --fresh    build everything again
+    site_build.py            build everything
     site_build.py --serve    build, then serve it on this machine until interrupted
 
 The build needs no network. With EJKERNEL_DOCS_INVENTORIES=1 names of JAX, Flax and Equinox link to
@@ -27,11 +26,10 @@ SITE = ROOT / ".venv" / "site"
 DOCTREES = ROOT / ".venv" / "site-doctrees"
 
 
-def build_site(fresh: bool) -> int:
+def build_site() -> int:
     """Builds the site; returns 0 if there was no warning."""
-    if fresh:
-        for folder in (SITE, DOCTREES):
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in (SITE, DOCTREES):
+        shutil.rmtree(folder, ignore_errors=True)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     options = ["-b", "html", "-d", str(DOCTREES), "-W", "--keep-going", "-q", "-j", "auto"]
     status = build_main([*options, str(ROOT / "docs"), str(SITE)])
@@ -61,11 +59,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fresh", action="store_true", help="build everything again")
     parser.add_argument("--serve", action="store_true", help="serve the site after the build")
     parser.add_argument("--port", type=int, default=8000, help="of --serve (default 8000)")
     options = parser.parse_args(argv)
-    status = build_site(options.fresh)
+    status = build_site()
     if status == 0 and options.serve:
         serve_site(options.port)
     return status

@@ -1,5 +1,7 @@
-"""Links of the site."""
+"""Links and entries of the site."""
 
+import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,25 @@ def test_broken_links_are_found(tmp_path: Path):
         ("a.html", "d.svg"),
         ("b.html", "../e.html"),
     ]
+
+
+def test_every_public_name_has_one_entry():
+    """The blocks of the pages name all that the packages export, and nothing else."""
+    listed: dict[str, list[str]] = {}
+    for page in DOCS.rglob("*.md"):
+        blocks = re.findall(r"^\.\. api:: (\S+)\n\n((?: +.*\n)+)", page.read_text(), re.M)
+        for module, names in blocks:
+            listed.setdefault(module, []).extend(names.split())
+    folders = sorted(site_links.ROOT.glob("packages/*/src/ejkernel/**/_version.py"))
+    packages = [".".join(f.parent.parts[f.parts.index("src") + 1 :]) for f in folders]
+    assert len(packages) == 6
+    exported = {name: sorted(importlib.import_module(name).__all__) for name in packages}
+    pages = {module: sorted(names) for module, names in listed.items()}
+    assert pages == exported, "list the name in an `api` block of its page or of docs/reference"
+
+
+def test_pages_with_arguments_do_not_repeat_them():
+    for page in (DOCS / "operations").glob("*.md"):
+        text = page.read_text()
+        assert ".. api::" in text or page.name == "README.md"
+        assert "| argument | form" not in text and "| option | default" not in text, page.name

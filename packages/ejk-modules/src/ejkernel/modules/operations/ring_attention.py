@@ -80,9 +80,12 @@ def ring_attention(
         mask_info: as in :func:`flash_attention`; a dense mask is laid out like ``bias``.
         q_segment_ids, kv_segment_ids: ids per token, sharded with their sequence; negative =
             padding; kv defaults to q.
-        causal, causal_offset, sliding_window, logits_soft_cap, softmax_scale, dropout_prob,
-        dropout_seed, return_lse, precision, logits_dtype: as in :func:`flash_attention`, with
-            positions in the whole sequence.
+        causal, causal_offset, sliding_window: as in :func:`flash_attention`, with positions in the
+            full sequence.
+        dropout_prob, dropout_seed: as in :func:`flash_attention`, with positions in the full
+            sequence.
+        logits_soft_cap, softmax_scale, return_lse: as in :func:`flash_attention`.
+        precision, logits_dtype: as in :func:`flash_attention`.
         layout: "zigzag": the arrays are already permuted by :func:`zigzag_shard` (device r holds
             chunks r and 2n - 1 - r of 2n), which balances causal work; the output keeps that
             order, masks and dropout follow the original positions.
