@@ -9,8 +9,8 @@ The stages of every backend know the arrays of a call by these names, those that
     begins          [b]: first visible keys
     starts, valid   [b + 1], [1 or 3]: rows of packed sequences, the last number of valid ones
     packed_rows     [4, T]: of every packed row its sequence (``plan.PackedRow``)
-    tree            [T or b, columns or q * q]: which new tokens a row sees (``serving.tree``)
-    positions       [T or b, q]: of every row, as a window counts
+    tree            [T, words] or [b, q, words]: which new tokens a row sees (``serving.tree``)
+    positions       [T] or [b, q]: of every row, as a window counts
     sink            [1, h, sinks]: sinks
     k_scale, v_scale  [1, 1 or hk]: scales of a cache in 8 bits
     keys, values    [T, hk, d]: new keys and values, to be written to the cache
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.serving.problem import PagedProblem
+from ejkernel.types.serving.tree import pack_marks
 
 NAMES = (
     "q",
@@ -70,11 +71,11 @@ def broadcast_operands(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tree_operands(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the mask of the new tokens, a byte each, and the positions that a call gives."""
+    """Returns the mask of the new tokens, a bit each, and the positions that a call gives."""
     names = {"tree": "tree_mask", "positions": "positions"}
     operands = {ours: arrays[name] for ours, name in names.items() if name in arrays}
     if "tree" in operands:
-        operands["tree"] = operands["tree"].astype(jnp.int8)
+        operands["tree"] = pack_marks(operands["tree"])
     return operands
 
 

@@ -68,3 +68,12 @@ def prepare_tree(
     left, right = (min(side, 2**30) for side in window)
     distance = at[:, None] - keys
     return tree_mask & (distance <= left) & (distance >= -right), positions
+
+
+def pack_marks(mask: jax.Array) -> jax.Array:
+    """Returns marks ``[..., columns]`` as bits of int32 ``[..., words]``, the first one lowest."""
+    columns = mask.shape[-1]
+    widths = [(0, 0)] * (mask.ndim - 1) + [(0, -columns % 32)]
+    marks = jnp.pad(mask, widths).reshape(*mask.shape[:-1], -1, 32).astype(jnp.uint32)
+    bits = jnp.left_shift(marks, jnp.arange(32, dtype=jnp.uint32))
+    return jax.lax.bitcast_convert_type(jnp.sum(bits, axis=-1, dtype=jnp.uint32), jnp.int32)

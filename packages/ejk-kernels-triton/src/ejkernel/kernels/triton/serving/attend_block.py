@@ -34,21 +34,21 @@ class TreeRows(NamedTuple):
     """Query rows that are nodes of a tree (``types.serving.tree``).
 
     Attributes:
-        array, columns: as in ``groups.Tree``.
-        row: row of ``array`` of each query row.
+        words, count: as in ``groups.Tree``.
+        row: row of ``words`` of each query row.
         inside: whether there is one.
         at: position of each query row, as a window counts.
         before: tokens of the sequence before its new ones, which all rows see.
-        is_touched: whether the block has new tokens.
+        start: first key of the block.
     """
 
-    array: Any
-    columns: Any
+    words: Any
+    count: Any
     row: Any
     inside: Any
     at: Any
     before: Any
-    is_touched: Any
+    start: Any
 
 
 class Keys(NamedTuple):
@@ -82,18 +82,17 @@ def tree_rows(tree, row, inside, position, before):
     at = position
     if tree.positions is not None:
         at = tl.load(tree.positions + row, mask=inside, other=0)
-    return TreeRows(tree.array, tree.columns, row, inside, at, before, None)
+    return TreeRows(tree.words, tree.count, row, inside, at, before, None)
 
 
 @triton.jit
-def rows_at_block(rows, stop):
-    """Returns the ``TreeRows`` of a block of keys up to ``stop``; None stays None."""
+def rows_at_block(rows, start):
+    """Returns the ``TreeRows`` at a block of keys; None stays None."""
     if rows is None:
         return None
     else:
         return TreeRows(
-            rows.array, rows.columns, rows.row, rows.inside, rows.at, rows.before,
-            stop > rows.before,
+            rows.words, rows.count, rows.row, rows.inside, rows.at, rows.before, start
         )  # fmt: skip
 
 
@@ -245,20 +244,38 @@ def _mask_hidden(s, keys):
 
 
 @triton.jit
+def _load_marks(tree, number):
+    """Returns 32 marks of each row, from the new token ``number`` on; there may be none."""
+    word = (number + 32) // 32 - 1  # from -1 on
+    shift = number - word * 32
+    where = tree.words + tree.row * tree.count + word
+    low = tl.load(where, mask=tree.inside & (word >= 0) & (word < tree.count), other=0)
+    high = tl.load(where + 1, mask=tree.inside & (word + 1 < tree.count), other=0)
+    both = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    return (both >> shift).to(tl.int32)
+
+
+@triton.jit
 def _mask_tree(s, keys):
     """Sets the logits of keys that a node of a tree does not see to -inf."""
     tree = keys.tree
+    BLOCK: tl.constexpr = keys.j.shape[0]
     if keys.left is not None:
         is_before = (keys.j < tree.before)[None, :]
         first = tree.at[:, None] - keys.left
         s = tl.where(is_before & (keys.j[None, :] < first), float("-inf"), s)
-    if tree.is_touched:
-        column = keys.j - tree.before
-        marked = (column >= 0) & (column < tree.columns)
-        cell = tree.row.to(tl.int64)[:, None] * tree.columns + column[None, :]
-        marks = tl.load(tree.array + cell, mask=marked[None, :] & tree.inside[:, None], other=0)
-        seen = (column < 0)[None, :] | (keys.j[None, :] == keys.position[:, None]) | (marks != 0)
-        s = tl.where(seen & (keys.position >= 0)[:, None], s, float("-inf"))
+    if tree.start + BLOCK > tree.before:
+        first = tl.maximum(tree.start - tree.before, -BLOCK)  # new token
+        number = keys.j - tree.start
+        marks = tl.zeros(s.shape, tl.int32)
+        for part in tl.static_range(0, (BLOCK + 31) // 32):
+            # tokens before the new ones have no marks, and those far before have no words
+            some = _load_marks(tree, tl.maximum(first + part * 32, -32))
+            marks = tl.where((number // 32 == part)[None, :], some[:, None], marks)
+        is_marked = ((marks >> (number % 32)[None, :]) & 1) != 0
+        seen = (keys.j < tree.before)[None, :] | (keys.j[None, :] == keys.position[:, None])
+        seen = (seen | is_marked) & (keys.position >= 0)[:, None]
+        s = tl.where(seen, s, float("-inf"))
     return s
 
 

@@ -121,7 +121,7 @@ def attend_tiles(
         keys = Keys(
             j, cache_rows, loaded, run, position,
             sizes.left if sizes.WINDOW and position is not None else None, None,
-            rows_at_block(tree, (i + 1) * BLOCK),
+            rows_at_block(tree, i * BLOCK),
         )  # fmt: skip
         m, l, _e, sums = attend_block(  # noqa: E741
             queries, m, l, None, sums, cache, v, hk, keys, logits, dots, PTX, opaque
@@ -199,13 +199,13 @@ def paged_split(
             row = tl.load(sequences.rows + b).to(tl.int64) * layout.ALL
         position = None
         nodes = None
-        if TOKENS > 1 or tree.array is not None:
+        if TOKENS > 1 or tree.words is not None:
             count = TOKENS
             if sequences.counts is not None:
                 count = tl.load(sequences.counts + b)
             inside = token < count
             position = length - count + token
-            if tree.array is not None:
+            if tree.words is not None:
                 first_row = b * TOKENS
                 if sequences.rows is not None:
                     first_row = tl.load(sequences.rows + b)
@@ -306,7 +306,7 @@ class PagedSplit(PagedLaunch):
         return {
             "cache": cache_group(p, *self.cache_operands(), convert_once=t.convert_once),
             "sequences": SequenceTables(*map(self.operand, names)),
-            "tree": self.tree(p),
+            "tree": self.tree(),
             "k_scale": self.scale("k_scale"),
             "v_scale": self.scale("v_scale"),
             "sinks": self.sinks(),

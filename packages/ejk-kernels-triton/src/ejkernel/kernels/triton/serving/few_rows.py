@@ -140,7 +140,7 @@ def few_rows_attention(
     stops = row_of.length - row_of.last + lane + counts
     # keys before the new ones of a tree, or before the first row of a chunk
     before = stops - counts
-    if tree.array is not None:
+    if tree.words is not None:
         stops = row_of.length
         before = row_of.length - (row_of.last - row_of.first)
     begins = stops * 0
@@ -188,7 +188,7 @@ def few_rows_attention(
         if TOKENS > 1:
             inside = token < count
             position = length - count + token
-        if tree.array is not None:
+        if tree.words is not None:
             keys_before = _at(lane, before, b)
             position = keys_before + b - _at(lane, row_of.first, b) + token
             nodes = tree_rows(tree, b + token, inside, position, keys_before)
@@ -319,7 +319,7 @@ class FewRowsAttention(RaggedLaunch):
             # once: XLA copies an operand that it sees read next to the result in its memory
             "cache": cache_group(p, cache, None, None),
             "packed": packed_sequences(self),
-            "tree": self.tree(p),
+            "tree": self.tree(),
             "k_scale": self.scale("k_scale"),
             "v_scale": self.scale("v_scale"),
             "sinks": self.sinks(),

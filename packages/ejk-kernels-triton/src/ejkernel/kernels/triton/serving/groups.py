@@ -84,14 +84,14 @@ class Tree(NamedTuple):
     """Which new tokens a row sees, as nodes of a tree.
 
     Attributes:
-        array: a byte for each row and column; None: rows are causal.
+        words: of each row int32 whose bits are marks of the new tokens; None: rows are causal.
         positions: of each row, as a window counts; None: those in its sequence.
-        columns: new tokens that ``array`` says anything of.
+        count: words of a row.
     """
 
-    array: Operand
+    words: Operand
     positions: Operand
-    columns: int
+    count: int
 
 
 class DecodeSizes(NamedTuple):

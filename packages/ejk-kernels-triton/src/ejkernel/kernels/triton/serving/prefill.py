@@ -173,7 +173,7 @@ def ragged_prefill(
                 i0 = length - count + tile * TILE
                 i1 = length - count + tl.minimum(tile * TILE + TILE, count) - 1
                 nodes = None
-                if tree.array is None:
+                if tree.words is None:
                     start, full_start, full_stop, stop = band_blocks(
                         i0, i1, length, -left if WINDOW else None, 0, BLOCK
                     )
@@ -223,7 +223,7 @@ def ragged_prefill(
                     partly = (block < full_start) | (block >= full_stop)
                     keys = Keys(
                         j, cache_rows, None, run, position, left if WINDOW else None, partly,
-                        rows_at_block(nodes, (block + 1) * BLOCK),
+                        rows_at_block(nodes, block * BLOCK),
                     )
                     m, l, e, sums = attend_block(  # noqa: E741
                         queries, m, l, e, sums, cache, cache.k + cache.V_OFFSET if v is None else v,
@@ -312,7 +312,7 @@ class RaggedPrefill(RaggedLaunch):
         fused = compute_dtype(p, p.value_dtype) != "float16" and p.dim <= 128
         return {
             "cache": cache_group(p, keys, None, values),
-            "tree": self.tree(p),
+            "tree": self.tree(),
             "k_scale": self.scale("k_scale"),
             "v_scale": self.scale("v_scale"),
             "sinks": self.sinks(),
