@@ -128,7 +128,7 @@ def test_log_sum_exp_takes_no_spills():
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])
 def test_trees_take_no_spills(kernel):
     target, sizes = TARGETS["sm_90"], {"tree_columns": 64}
-    launch, found = used(kernel, problem(**sizes), target)
+    _, found = used(kernel, problem(**sizes), target)
     assert found.spills == 0
     _, causal = used(kernel, problem(), target)
     rate = 65536 // (32 * found.num_warps)  # of registers of a thread, over programs

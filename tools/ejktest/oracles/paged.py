@@ -145,9 +145,9 @@ def ragged_page_attention(
         for m in range(length):
             row = int(starts[r]) + m
             if tree_mask is not None:
-                own = slice(int(starts[r]), int(starts[r]) + length)
-                at = None if positions is None else positions[own]
-                tree = tree_mask[own], at, window
+                new = slice(int(starts[r]), int(starts[r]) + length)
+                at = None if positions is None else positions[new]
+                tree = tree_mask[new], at, window
                 options["seen"] = tree_row(both.shape[0], n - length, m, *tree)
             rows[row] = attend_row(q[row], both[:, 0::2], both[:, 1::2], n - length + m, **options)
     return _stacked(rows, return_lse)

@@ -57,8 +57,8 @@ def ragged_page_attention(
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
         softmax_scale: default ``head_dim ** -0.5``.
         logits_soft_cap, sliding_window, k_scale, v_scale: as in :func:`page_attention`.
-        tree_mask: ``[tokens, max_new]``, where the new tokens of a sequence are nodes of a tree: row m
-            sees every token before the new ones, itself, and of the new ones those j with
+        tree_mask: ``[tokens, max_new]``, where the new tokens of a sequence are nodes of a tree: a
+            row sees every token before the new ones, itself, and of the new ones those j with
             ``tree_mask[row, j]``. None: those before it.
         positions: ``[tokens]`` by which a window is measured in place of the order in the sequence,
             at least the number of tokens before the new ones. Siblings of a tree have one position.

@@ -70,8 +70,8 @@ def ragged_page_attention_v3(
             logits multiplied by it; None = not quantised.
         k_scale, v_scale: one number or one per kv head; multiply logits and output; None = 1, with
             a warning for an int8 cache.
-        tree_mask: ``[tokens, max_new]``, where the new tokens of a sequence are nodes of a tree: row m
-            sees every token before the new ones, itself, and of the new ones those j with
+        tree_mask: ``[tokens, max_new]``, where the new tokens of a sequence are nodes of a tree: a
+            row sees every token before the new ones, itself, and of the new ones those j with
             ``tree_mask[row, j]``. None: those before it.
         positions: ``[tokens]`` by which a window is measured in place of the order in the sequence,
             at least the number of tokens before the new ones. Siblings of a tree have one position.

@@ -84,6 +84,7 @@ class MLADecode(DecodeCall, PagedCall):
             mask = jnp.broadcast_to(columns <= columns[:, None], (b, tokens, tokens))
         flat = mask.reshape(-1, tokens), None if positions is None else positions.reshape(-1)
         mask, positions = prepare_tree(*flat, a["sliding_window"], rows)
+        assert mask is not None  # one is given
         a["tree_mask"] = mask.reshape(b, tokens, tokens)
         a["positions"] = None if positions is None else positions.reshape(b, tokens)
 

@@ -1,4 +1,4 @@
-"""Which of the new tokens of its sequence a row sees, where they are nodes of a tree.
+"""Visibility of the new tokens of a sequence, where they are nodes of a tree.
 
 A model that verifies a draft sees several continuations at once: row m of a sequence sees the
 tokens before the new ones, itself, and those new tokens that its line of ``tree_mask`` marks, its
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 class NewRows(NamedTuple):
-    """Of every row.
+    """Places of rows among the new tokens of their sequences.
 
     Attributes:
         first: the row of the first new token of its sequence.

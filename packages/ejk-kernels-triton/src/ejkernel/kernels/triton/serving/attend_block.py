@@ -270,8 +270,8 @@ def _mask_tree(s, keys):
         marks = tl.zeros(s.shape, tl.int32)
         for part in tl.static_range(0, (BLOCK + 31) // 32):
             # tokens before the new ones have no marks, and those far before have no words
-            some = _load_marks(tree, tl.maximum(first + part * 32, -32))
-            marks = tl.where((number // 32 == part)[None, :], some[:, None], marks)
+            loaded = _load_marks(tree, tl.maximum(first + part * 32, -32))
+            marks = tl.where((number // 32 == part)[None, :], loaded[:, None], marks)
         is_marked = ((marks >> (number % 32)[None, :]) & 1) != 0
         seen = (keys.j < tree.before)[None, :] | (keys.j[None, :] == keys.position[:, None])
         seen = (seen | is_marked) & (keys.position >= 0)[:, None]

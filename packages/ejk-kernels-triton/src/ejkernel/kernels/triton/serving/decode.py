@@ -135,8 +135,8 @@ def attend_tiles(
 
 @triton.jit
 def paged_split(
-    q, cache, sequences, tree, k_scale, v_scale, sinks, partial, starts, o, sizes, logits, layout, dots,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, SPLITS: tl.constexpr,
+    q, cache, sequences, tree, k_scale, v_scale, sinks, partial, starts, o, sizes, logits, layout,
+    dots, BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, SPLITS: tl.constexpr,
     SETUP_TILES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes ``partial`` results and ``starts``, or with one split a sequence the output."""

@@ -81,7 +81,7 @@ class Sinks(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Which new tokens a row sees, as nodes of a tree.
+    """Marks of the new tokens that a row sees, as nodes of a tree.
 
     Attributes:
         words: of each row int32 whose bits are marks of the new tokens; None: rows are causal.

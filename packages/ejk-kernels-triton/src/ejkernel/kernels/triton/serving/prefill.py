@@ -222,7 +222,13 @@ def ragged_prefill(
                     j = block * BLOCK + tl.arange(0, BLOCK)
                     partly = (block < full_start) | (block >= full_stop)
                     keys = Keys(
-                        j, cache_rows, None, run, position, left if WINDOW else None, partly,
+                        j,
+                        cache_rows,
+                        None,
+                        run,
+                        position,
+                        left if WINDOW else None,
+                        partly,
                         rows_at_block(nodes, block * BLOCK),
                     )
                     m, l, e, sums = attend_block(  # noqa: E741
