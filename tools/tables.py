@@ -39,6 +39,7 @@ NO_KERNELS = (
 )
 ON_TPU = "compiled and interpreted, never run on a chip"
 ROW = re.compile(r"^\| \[(\w+)\]\((\w+\.md)\) \| `\w+` \| `(\w+)` \| (.+) \|$", re.MULTILINE)
+PAGES = ("README.md", "docs/measured.md", "docs/sharding.md")
 SLOT = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -106,6 +107,18 @@ def operations_table() -> str:
     return "\n".join([*rows, "", LEGEND])
 
 
+def records_table() -> str:
+    """Returns the records of the benchmark: operation, device, table and picture."""
+    rows = ["| operation | device | table | picture |", "|---|---|---|---|"]
+    folder = generated.ROOT / "tools/bench/results"
+    for path in sorted(folder.glob("*/*.md")):
+        link = f"../{path.relative_to(generated.ROOT)}"
+        picture = f"[chart]({link[:-3]}.svg)" if path.with_suffix(".svg").is_file() else "-"
+        cells = (f"`{path.stem}`", path.parent.name, f"[table]({link})", picture)
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def kernels_of(platform: str) -> str:
     """One sentence on what a kernel package holds."""
     by_operation = platforms()
@@ -162,9 +175,14 @@ def _axes_by_role(operation: Any) -> list[str]:
 def render(text: str) -> str:
     """``text`` with every slot filled."""
 
+    tables = {
+        "operations": operations_table,
+        "records": records_table,
+        "sharding": sharding_table,
+    }
+
     def fill(match: re.Match[str]) -> str:
         name = match[2]
-        tables = {"operations": operations_table, "sharding": sharding_table}
         body = tables[name]() if name in tables else kernels_of(name)
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
@@ -172,7 +190,7 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    pages = [generated.ROOT / page for page in ("README.md", "docs/sharding.md")]
+    pages = [generated.ROOT / page for page in PAGES]
     pages += sorted(generated.ROOT.glob("packages/*/README.md"))
     texts = {path: render(path.read_text()) for path in pages}
     sys.exit(generated.main(texts, __doc__, None))

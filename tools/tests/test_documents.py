@@ -28,8 +28,8 @@ def test_every_operation_has_a_row():
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", ROOT / "docs/sharding.md", *ROOT.glob("packages/*/README.md")],
-    ids=lambda p: p.parent.name,
+    [*(ROOT / page for page in tables.PAGES), *ROOT.glob("packages/*/README.md")],
+    ids=lambda p: f"{p.parent.name}-{p.stem}",
 )
 def test_tables_say_what_is_registered(path):
     text = path.read_text()
@@ -108,7 +108,7 @@ def test_commands_and_paths_in_the_documents_exist(document):
 def test_every_package_warns_of_the_other_project(folder):
     text = " ".join((folder / "README.md").read_text().split())
     assert "The distribution named `ejkernel` is another project" in text
-    assert "do not install it beside these" in text
+    assert "do not install it next to these" in text
 
 
 def test_the_files_of_an_operation_are_those_that_the_page_lists():
