@@ -42,6 +42,18 @@ def _read_ahead(order: np.ndarray) -> np.ndarray:
     return np.pad(order, [(0, 0), (0, 1)], constant_values=-1)
 
 
+def _even_order(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarray:
+    """Returns the order of tiles of ``group`` heads at once, or of up to four times as many.
+
+    A last group of few heads begins with long tiles when the other programs are nearly done: eight
+    heads of 256 and 8k, one after the other, end 12% late by simulation, two together 1%.
+    """
+    padded = np.append(np.tile(costs, rows) + schedule.TILE_COST, 0.0)  # -1 is no tile
+    orders = [schedule.assign(rows, costs, group * n, programs) for n in (1, 2, 4)]
+    ends = [padded[order].sum(axis=1).max() for order in orders]
+    return next(o for o, end in zip(orders, ends, strict=True) if end <= 1.01 * min(ends))
+
+
 def sorted_rows(rows: int, blocks: int, tiles: int = SORTED) -> int:
     """Returns the number of rows of (batch, head) whose tiles are ordered together."""
     return max(d for d in range(1, max(tiles // blocks, 1) + 1) if rows % d == 0)
@@ -144,7 +156,7 @@ class StaticScheduler:
             return self._order_by_length(ranges[..., 3] - ranges[..., 0], rows, n)
         strip = t.cluster * t.block_q
         costs = schedule.band_costs(p.q_len, p.kv_len, self.form.rules.band, strip, t.block_kv)
-        return jnp.asarray(_read_ahead(schedule.assign(rows, costs, t.head_group, self.grid)))
+        return jnp.asarray(_read_ahead(_even_order(rows, costs, t.head_group, self.grid)))
 
     def _order_by_length(self, lengths: jax.Array, rows: int, n: int) -> jax.Array:
         """Assigns slots ahead of time; the longest tile of a few heads takes the first slot."""
