@@ -14,6 +14,7 @@ from ejkernel.types.masks.structure import Rules
 
 REGISTERS = 65536  # of a multiprocessor
 ROWS = 64  # of one warpgroup's matmul
+ARRAY = 1024  # bytes: where an array of shared memory begins is a multiple
 # Tiles that are no powers of two: three warpgroups, and 160 keys for pairs of programs
 UNEVEN = ((192, 64), (192, 128), (128, 160))
 OF_8_BITS = {64: (192, 128), 128: (128, 192)}  # by head dim, of operands of 8 bits
@@ -82,8 +83,9 @@ class ForwardTiles:
         d, dv, size = problem.dim, problem.value_dim, problem.itemsize
         q = self.q_stages * self.block_q * d * size
         kv = self.stages * self.block_kv * (d + dv) * size
-        o = self.block_q * (self.o_columns * max(size, 2) + 2 * 4)  # and lse, base
-        return q + kv + o + BARRIERS
+        o = self.block_q * self.o_columns * max(size, 2)
+        rows, marks = self.block_q * 2 * 4, ARRAY  # lse and base; tiles to compute again
+        return sum(-(-x // ARRAY) * ARRAY for x in (q, kv, o, rows, marks)) + BARRIERS
 
 
 @dataclass(frozen=True)
