@@ -140,9 +140,9 @@ def _hide_listed(kernel: Any, r: Any, x, tile: Tile, position: Any, fill: float)
 def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tuple) -> tuple:
     """Runs one step of the online softmax: (p, state, factor of the old accumulators).
 
-    The step is a branch, and so a basic block of its own: within one the compiler lets
-    multiplications and additions fill the time of exponentials. In a larger block it puts all
-    multiplications in front of them, and additions where the sums are used.
+    A step with a mask and one without are branches, and so basic blocks of their own. There the
+    compiler lets multiplications and additions fill the time of exponentials. Around a branch that
+    only masks it puts all multiplications in front of them, and additions behind.
     """
     form = kernel.form
 
@@ -150,11 +150,9 @@ def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tu
         x, new, alpha = softmax_step(kernel, r, s, tile, j, one_id, state, hides)
         return x, tuple(new), alpha
 
-    if form.masks:
-        return lax.cond(_hides(form, tile, j), lambda: step(True), lambda: step(False))
-    # always true, which only we know
-    nothing = None if form.unshifted or form.shift is not None else state[0]
-    return lax.cond(j >= tile.start, lambda: step(False), lambda: (s, state, nothing))
+    if not form.masks:
+        return step(False)
+    return lax.cond(_hides(form, tile, j), lambda: step(True), lambda: step(False))
 
 
 def _hides(form: Form, tile: Any, j: Any) -> jax.Array:

@@ -168,8 +168,7 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         tiles = full_o if full_o.shared(problem) <= chip.shared else tiles
     if problem.itemsize > 1:
         tiles = replace(tiles, lane_maxima=True)
-    # wide heads under a mask have no registers for what two mainloops keep
-    tiles = replace(tiles, unshifted_first=unshifted and (widest <= 128 or is_dense))
+    tiles = replace(tiles, unshifted_first=unshifted)
     return replace(tiles, head_group=_head_group(problem, is_dense, chip))
 
 
@@ -183,8 +182,8 @@ def computes_unshifted(problem: Problem, rules: Rules) -> bool:
 
     exp2 of a logit in [-100, 100] is accurate as it is, in float32 and in bfloat16, and most logits
     are there. Without maxima a step has a seventh fewer instructions, and waits for no exchange of
-    a row. A program in which a row's sum is out of ``RANGE``, or an output not finite, computes its
-    tiles again with maxima. Calls in which a row may see nothing, whose sum is 0, always shift, and
+    a row. A tile in which a row's sum is out of ``RANGE``, or an output not finite, is computed
+    again with maxima. Calls in which a row may see nothing, whose sum is 0, always shift, and
     windows too, whose tiles are short.
     """
     p, band = problem, rules.band
