@@ -97,12 +97,12 @@ def attend_to_all(layer, q, k, v):
     return modules.flash_attention(q[None], k[None], v[None], causal=True)[0]
 
 
-@pytest.mark.parametrize("draft", [0, 3])
-def test_a_server_answers_as_the_model_does_in_one_program(serve, caplog, draft):
+@pytest.mark.parametrize(("draft", "branches"), [(0, 1), (3, 1), (3, 3)])
+def test_a_server_answers_as_the_model_does_in_one_program(serve, caplog, draft, branches):
     size = serve.Size(layers=2, heads=2, kv_heads=1, head_dim=8, length=64)
     params = serve.init(size, jax.random.key(0))
     room = serve.Room(rows=16, sequences=3, pages=9, page=8)
-    server = serve.Server(params, size, room, draft)
+    server = serve.Server(params, size, room, draft, branches)
     rng, made, waited, fill = np.random.default_rng(0), [], 0, []
     serve.step.clear_cache()
 
@@ -124,6 +124,7 @@ def test_a_server_answers_as_the_model_does_in_one_program(serve, caplog, draft)
     # pages ran out, a request waited and was read again; all pages came back
     assert waited and max(fill) == 1 and server.fill == 0 and len(set(server.free)) == room.pages
     assert 0 < server.accepted < server.drafted if draft else server.drafted == 0
+    assert (server.beside > 0) == (branches > 1)  # tokens of a branch that is not the first
 
     logits_of = jax.jit(partial(serve.transform, attend=attend_to_all, size=size))
     for request in made:
