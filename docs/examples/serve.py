@@ -331,7 +331,10 @@ def main(
     rate = answered / max(time.perf_counter() - began, 1e-9)
     print(f"{requests} requests in {steps} steps, {rate:.0f} bytes/s")
     if draft:
-        print(f"drafts: {server.accepted} of {server.drafted} tokens accepted")
+        print(
+            f"drafts: {server.accepted} of {server.drafted} tokens accepted, {server.beside} of "
+            "them of later branches"
+        )
     print(f"compiled programs: {step._cache_size()}")
     return made
 
