@@ -47,7 +47,8 @@ if settings is not None:
 if Sybil is not None:
     pytest_collect_file = Sybil(
         parsers=[PythonCodeBlockParser(), SkipParser()],
-        patterns=["README.md", "docs/*.md"],  # pages of docs/operations have a test of their own
+        # pages of docs/operations have a test of their own
+        patterns=["README.md", "docs/*.md", "docs/guides/*.md"],
     ).pytest()
 
 

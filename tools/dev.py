@@ -36,6 +36,7 @@ COMMANDS = {
     "types": "type check",
     "cov": "run the test suite with coverage",
     "readme": "run the examples in the READMEs",
+    "docs": "build the site into .venv/site; --serve shows it on a local address",
     "isolate": "run one package's tests with only its declared dependencies: isolate types",
     "release": "check, build and import one package, then print its tag: release ejk-ops",
     "wheels": "build all wheels, install them in clean environments, import and try them",
@@ -263,6 +264,8 @@ def hatch_arguments(command, args):
             raise SetupError(f"no package {args[0]!r}; there are: {', '.join(PACKAGES)}")
         target = [*("+package=" + name for name in names), "isolate:test"]
         args = args[len(names) :]
+    elif command == "docs":
+        target = ["docs:build"]
     else:
         target = [command]
     return target + [a.replace("{", "{{").replace("}", "}}") for a in args]

@@ -2,7 +2,7 @@
 
 An operation whose flag (``return_lse``, ``return_state``) changes what it returns has a stub with
 overloads, made from the signature in its module. A package that imports its names on first use has
-a stub that imports them:
+a stub that imports them, a kernel package one with its functions:
 
     stubs.py            name the stubs that are out of date
     stubs.py --write    bring them up to date
@@ -11,14 +11,19 @@ a stub that imports them:
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import generated
 from ejkernel import modules
 from ejkernel.types import calls
 
+KERNELS = ("xla", "triton", "pallas")
+EXECUTION = ("platform", "mesh", "in_specs", "out_specs")  # arguments of modules, not of kernels
 OPERATIONS = generated.ROOT / "packages/ejk-modules/src/ejkernel/modules/operations"
 FLAGS = ("return_lse", "return_state")
 
@@ -99,6 +104,45 @@ def stub_of_package(where: Mapping[str, tuple[str, str]]) -> str:
     return head + "\n".join(sorted(imports)) + "\n"
 
 
+def stub_of_kernels(package: ModuleType) -> str:
+    """The stub of a kernel package: each function's arguments are its operation's and a config.
+
+    Many of the functions have the name of a folder, which type checkers would take for a module.
+    """
+    imports: dict[str, set[str]] = {"typing": {"Any"}}
+    body = ""
+    for name in package.PACKAGE.functions:
+        text = (OPERATIONS / f"{name}.py").read_text()
+        head = _kernel_of(name, text)
+        body += f"{head}\n"
+        for line in filter(None, _imports(ast.parse(text), head)):
+            source, _, names = line.removeprefix("from ").partition(" import ")
+            imports.setdefault(source, set()).update(filter(None, names.split(", ")))
+    lines = [
+        f"from {source} import {', '.join(sorted(names))}" if names else source
+        for source, names in sorted(imports.items(), key=lambda item: (bool(item[1]), item[0]))
+    ]
+    return (
+        "# Made by tools/stubs.py --write.\n# ruff: noqa\n# fmt: off\n"
+        + "\n".join(lines)
+        + f"\nfrom {package.__name__}._version import __version__ as __version__\n"
+        + "from ejkernel.ops.packages import KernelPackage\n\n"
+        + f"PACKAGE: KernelPackage\n\ndef register(registry: Any) -> None: ...\n{body}"
+    )
+
+
+def _kernel_of(name: str, text: str) -> str:
+    """Returns the definitions of an operation's function as kernel packages have it."""
+    functions = [d for d in ast.parse(text).body if isinstance(d, ast.FunctionDef)]
+    function = next(d for d in functions if d.name == name)
+    head = re.sub(rf"^    (?:{'|'.join(EXECUTION)}): .*,\n", "", _head(text, function), flags=re.M)
+    head = re.sub("^    cfg: .*,$", "    cfg: Any = None,", head, flags=re.M)
+    flag = next((f for f in FLAGS if f"{f}: bool = False,\n" in head), None)
+    if flag is None:
+        return head
+    return "\n".join(f"@overload\n{x}" for x in _overloads(head, flag, function.returns))
+
+
 def packages() -> dict[Path, str]:
     """The stubs of packages."""
     version = {"__version__": ("ejkernel.modules._version", "__version__")}
@@ -106,7 +150,13 @@ def packages() -> dict[Path, str]:
         name: (f"{calls.__name__}.{home}", name) for name, home in vars(calls)["MODULES"].items()
     }
     public = vars(modules)["WHERE"] | version
-    stubs = {modules: stub_of_package(public), calls: stub_of_package(members)}
+    stubs: dict[ModuleType, str] = {
+        modules: stub_of_package(public),
+        calls: stub_of_package(members),
+    }
+    for name in KERNELS:
+        package = importlib.import_module(f"ejkernel.kernels.{name}")
+        stubs[package] = stub_of_kernels(package)
     return {Path(package.__file__ or "").with_suffix(".pyi"): x for package, x in stubs.items()}
 
 

@@ -1,4 +1,4 @@
-"""Runs two type checkers on a user's code: ``tools/tests/user_script.py`` and the READMEs.
+"""Runs three type checkers on a user's code: ``tools/tests/user_script.py``, READMEs and guides.
 
 The files are copied into a folder outside the repository and checked from there, so that the
 checkers find the packages as they are installed. Run inside the environment:
@@ -15,12 +15,21 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("tools/tests/user_script.py", "README.md", "packages/ejk-modules/README.md")
+SCRIPTS = (
+    "tools/tests/user_script.py",
+    "README.md",
+    "packages/ejk-modules/README.md",
+    *sorted(str(guide.relative_to(ROOT)) for guide in ROOT.glob("docs/guides/*.md")),
+)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 CHECKERS = {
     "mypy": [sys.executable, "-m", "mypy", "--cache-dir", os.devnull],
     "ty": [sys.executable, "-m", "ty", "check", "--python", sys.prefix],
+    "pyright": [
+        *(sys.executable, "-m", "basedpyright"),
+        *("--level", "error", "--pythonpath", sys.executable),
+    ],
 }
 
 

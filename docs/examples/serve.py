@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules import ragged_page_attention_v3
+from ejkernel.modules import plan_ragged_attention, ragged_page_attention_v3
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,12 @@ def empty_cache(size: Size, room: Room) -> list[jax.Array]:
 def step(params, cache, tokens, positions, lens, tables, starts, counts, size: Size):
     """The byte after every row ``[rows]``, and the cache with this step's rows."""
     pages = list(cache)
+    # which row belongs to which sequence is the same in every layer
+    plan = plan_ragged_attention(lens, starts, counts[2], tokens=len(tokens))
 
     def attend(layer, q, k, v):
         o, pages[layer] = ragged_page_attention_v3(
-            q, k, v, pages[layer], lens, tables, starts, counts
+            q, k, v, pages[layer], lens, tables, starts, counts, plan=plan
         )
         return o
 

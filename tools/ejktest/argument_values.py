@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types import MaskInfo
+from ejkernel.types.serving.plan import make_plan
 from ejktest.abstract import abstract_call
 from ejktest.dependence import is_array
 
@@ -148,6 +149,8 @@ def _of_every_operation() -> dict[str, list[Case]]:
         "deterministic": [Case(False, _RANDOM)],
     }
     caches = alone(k_scale=f32(), v_scale=f32(), q_scale=f32(), num_splits=3, latent_dim=500)
+    rows = _SERVER["tokens"]
+    caches |= alone(plan=make_plan(np.array([300, rows]), np.array([0, 1, rows]), 2, rows))
     recurrences = alone(
         g=f32(1, 128, 2, 16),
         g_gamma=f32(2),

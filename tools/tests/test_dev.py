@@ -68,6 +68,7 @@ def test_hands_over_to_hatch_with_data_in_the_clone(clone):
         (["isolate", "ejk-ops", "-x"], ["+package=ops", "isolate:test", "-x"]),
         (["isolate", "types"], ["+package=types", "isolate:test"]),
         (["isolate", "-x"], ["isolate:test", "-x"]),
+        (["docs", "--serve"], ["docs:build", "--serve"]),
         (["release", "ejk-ops"], ["release", "ejk-ops"]),
     ],
 )
@@ -113,7 +114,8 @@ def test_every_command_is_a_hatch_script():
 
     settings = tomllib.loads((SCRIPT.parent.parent / "pyproject.toml").read_text())
     scripts = settings["tool"]["hatch"]["envs"]["default"]["scripts"]
-    assert set(dev.COMMANDS) - {"run", "clean", "isolate"} <= set(scripts)
+    assert set(dev.COMMANDS) - {"run", "clean", "isolate", "docs"} <= set(scripts)
+    assert "build" in settings["tool"]["hatch"]["envs"]["docs"]["scripts"]
     matrix = settings["tool"]["hatch"]["envs"]["isolate"]["matrix"]
     assert tuple(matrix[0]["package"]) == dev.PACKAGES
 

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.pallas import flash_attention as pallas_flash_attention
+from ejkernel.kernels.triton import gla_attention as triton_gla_attention
+from ejkernel.kernels.xla import flash_attention as xla_flash_attention
 from ejkernel.modules import (
     FlashAttention,
     FlashAttentionConfig,
@@ -54,6 +57,10 @@ written, cache = ragged_page_attention_v3(x[0], x[0], x[0], pages, lens, tables,
 assert_type(cache, jax.Array)
 
 config = FlashAttentionConfig(fwd_params=FwdParams(q_blocksize=64), bwd_params=BwdParams())
+mapped = FlashAttentionConfig(fwd_params={"q_blocksize": 64})
+assert_type(xla_flash_attention(x, x, x, causal=True, cfg=mapped), jax.Array)
+assert_type(pallas_flash_attention(x, x, x, return_lse=True), tuple[jax.Array, jax.Array])
+assert_type(triton_gla_attention(x, x, x, return_state=True), tuple[jax.Array, jax.Array])
 tail = flash_attention(x, x, x, mask_info=MaskInfo.from_causal(), platform="xla", cfg=config)
 flash_attention(x, x, x, cfg={"platform": "xla"}, precision="highest", logits_dtype=jnp.float32)
 

@@ -14,6 +14,7 @@ import pytest
 from ejkernel.kernels.triton.bound_launch import input_order
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import interpret_mode
+from ejkernel.types.serving.plan import make_plan
 from ejktest import triton_calls
 from ejktest.bound import struct
 from ejktest.drawn import wild_tables
@@ -143,8 +144,54 @@ def test_a_cache_outside_the_memory_of_its_operand(monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
-def traced(rows, n, writes, target, heads=32, kv_heads=8, dtype="bfloat16"):
-    """Returns the launches of a call of ``n`` sequences, with the types of their operands."""
+def planned(args, counts, max_query_len=None):
+    """Returns the plan of drawn arguments."""
+    lens, _, starts = args[-3:]
+    return make_plan(lens, starts, counts, args[0].shape[0], max_query_len)
+
+
+def test_a_plan_changes_no_bit():
+    rows, lens, _ = CASES["several"]
+    args = draw(rows, lens)
+    counts = np.array([0, 0, len(rows)])
+    with interpret_mode(), compile_for(cuda_target(90, 40)):
+        found, usual = (
+            ragged_page_attention_v3(*args, counts, plan=plan, return_lse=True)
+            for plan in (planned(args, len(rows)), None)
+        )
+    jax.tree.map(np.testing.assert_array_equal, found, usual)
+
+
+def test_a_plan_of_many_rows():
+    """Rows that a plan says are decoded: none of a sequence, up to three, and rows of none."""
+    counts = (1, 3, 0, 2, 1, 1, 2, 0, 1, 1) * 4
+    lens = tuple(3 + 5 * i for i in range(40))
+    args = draw(counts, lens)
+    q, keys, values, kv, *tables = args
+    assert q.shape[0] > sum(counts[:30])
+    with interpret_mode(), compile_for(cuda_target(90, 6)):
+        out, lse = ragged_page_attention(
+            q, kv, *tables, 30, return_lse=True, plan=planned(args, 30, 3)
+        )
+        ends = np.array([0, 0, 30])
+        written, cache = ragged_page_attention_v3(
+            q, keys, values, kv, *tables, ends, plan=planned(args, 30, 3)
+        )
+    lens, table, starts = (x[:n] for x, n in zip(tables, (30, 30, 31), strict=True))
+    want, want_lse = expected(q, kv, lens, table, starts)
+    check_close(np.asarray(out), want)
+    check_close(np.asarray(lse), want_lse, name="lse")
+    new = map(jnp.asarray, (kv, keys, values))
+    want_cache = np.asarray(paged.write_pages(*new, lens, table, starts, 30))
+    np.testing.assert_array_equal(cache, want_cache)
+    check_close(np.asarray(written), expected(q, want_cache, lens, table, starts)[0])
+
+
+def traced(rows, n, writes, target, heads=32, kv_heads=8, dtype="bfloat16", max_query_len=None):
+    """Returns the launches of a call of ``n`` sequences, with the types of their operands.
+
+    ``max_query_len``: of a plan; None: without one.
+    """
     integers = [struct(*size, dtype=jnp.int32) for size in ((n,), (n, 64), (n + 1,))]
     kv = struct(n * 64, PAGE, 2 * kv_heads, 128, dtype=dtype)
     q, new = struct(rows, heads, 128, dtype=dtype), struct(rows, kv_heads, 128, dtype=dtype)
@@ -154,7 +201,10 @@ def traced(rows, n, writes, target, heads=32, kv_heads=8, dtype="bfloat16"):
             args += (struct(3, dtype=jnp.int32),)
         else:
             call, args = ragged_page_attention, (q, kv, *integers, struct(dtype=jnp.int32))
-        program = jax.make_jaxpr(lambda *x: call(*x))(*args)
+        plan = None
+        if max_query_len is not None:
+            plan = make_plan(np.ones(n), np.arange(n + 1), n, rows, max_query_len)
+        program = jax.make_jaxpr(lambda *x: call(*x, plan=plan))(*args)
     return list(triton_calls.traced_launches(program.jaxpr))
 
 
@@ -174,9 +224,24 @@ def test_launches(rows, n, reads, writes):
     assert all(order.count(operand) == 1 for operand in bound.aliases) and len(bound.aliases) == 2
 
 
-@pytest.mark.parametrize("target", [cuda_target(90), rocm_target("gfx942")], ids=lambda t: t.name)
-def test_compiles_without_spills(target):
-    for launch, avals in traced(8, 8, True, target):
+@pytest.mark.parametrize(
+    ("rows", "most", "reads"), [(64, 1, 1), (1024, 4, 1), (64, 16, 1), (64, 17, 4), (1025, 1, 4)]
+)
+def test_launches_with_a_plan(rows, most, reads):
+    """Rows of short sequences, as a plan promises them, have one launch, and one for the write."""
+    for writes in (False, True):
+        launches = traced(rows, rows, writes, cuda_target(90), max_query_len=most)
+        assert len(launches) == reads + writes
+
+
+@pytest.mark.parametrize(
+    ("target", "plan"),
+    [(cuda_target(90), None), (rocm_target("gfx942"), None), (cuda_target(90), 1)],
+    ids=["sm_90", "gfx942", "sm_90 with a plan"],
+)
+def test_compiles_without_spills(target, plan):
+    rows = 8 if plan is None else 64
+    for launch, avals in traced(rows, rows, True, target, max_query_len=plan):
         found = measure(launch_source(launch, avals, target), target)
         print(f"{type(launch).__name__} {target.name}: {found}")
         assert found.spills == 0 and found.shared <= target.shared_limit

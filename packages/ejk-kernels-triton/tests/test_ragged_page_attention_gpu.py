@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.types.serving.plan import make_plan
 from ejktest.cases import ragged as cases
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -33,6 +36,24 @@ def test_write_then_attend(name: str) -> None:
     if name in cases.READ:
         f, args = cases.reading(ragged_page_attention, m, x | {"cache": cache})
         assert cases.error(m, x, cache, jax.jit(f)(*args)) <= cases.BOUND[m.q]
+
+
+@pytest.mark.parametrize(("name", "most"), [("few rows", None), ("decoding", 8)])
+def test_with_a_plan(name: str, most: int | None) -> None:
+    """Of few rows the same bits; of many the form that a promise of short sequences allows."""
+    m = cases.CASES[name]
+    x = cases.draw(m)
+    _, args = cases.writing(ragged_page_attention_v3, m, x)
+    q, _, _, _, lens, _, starts, ends = args
+    plan = make_plan(lens, starts, ends[2], q.shape[0], most)
+    f, args = cases.writing(partial(ragged_page_attention_v3, plan=plan), m, x)
+    out, cache = jax.jit(f)(*args)
+    assert cases.error(m, x, cache, out) <= cases.BOUND[m.q]
+    f, args = cases.writing(ragged_page_attention_v3, m, x)
+    usual, expected = jax.jit(f)(*args)
+    assert jnp.array_equal(cache.view("uint8"), expected.view("uint8"))
+    if most is None:
+        np.testing.assert_array_equal(out, usual)
 
 
 @pytest.mark.parametrize("name", ["few rows", "decoding", "page 16"])

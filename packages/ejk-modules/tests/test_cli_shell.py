@@ -164,6 +164,22 @@ def test_no_word_is_broken_on_a_narrow_terminal(capsys, monkeypatch, width, rich
         assert len(re.findall(rf"(?<!\S){re.escape(word)}(?!\S)", told)) == 2, word
 
 
+@pytest.mark.parametrize("rich", [False, True])
+def test_a_narrow_terminal_drops_columns_of_one_table(capsys, monkeypatch, rich):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    if rich:
+        pytest.importorskip("rich")
+    out = RichOutput() if rich else Output()
+    out.table(COLUMNS, [ROW, ROW], right=(3, 4), optional=(4, 5, 7))
+    printed = capsys.readouterr()
+    lines = [line for line in printed.out.splitlines() if ROW[0] in line]
+    assert len(lines) == 2 and max(map(len, lines)) <= 80
+    dropped = [name for name in COLUMNS if name not in printed.out.split("\n\n")[0]]
+    assert dropped and f"too narrow for: {', '.join(dropped)}" in printed.err
+
+
 @pytest.mark.usefixtures("report_libraries")
 def test_the_page_fits_a_phone_and_escapes_what_it_shows():
     from ejkernel.modules.cli.sections import Section, Table

@@ -2,11 +2,14 @@
 
 # ruff: noqa: RUF043 (messages are patterns)
 
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel.modules as modules
@@ -17,6 +20,9 @@ pytestmark = [
     pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
+COLLECTIVES = re.compile(
+    r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter)(?:-start)?\("
+)
 SEQ = P(None, "sp", None, None)
 
 
@@ -52,6 +58,40 @@ def test_the_three_ways_to_give_the_axis():
         mesh=mesh, in_specs=(SEQ,) * 3, out_specs=SEQ, check_vma=False,
     )  # fmt: skip
     assert_same(local(q, k, v), expected)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kinds"), [("ring", {"collective-permute"}), ("ulysses", {"all-to-all"})]
+)
+def test_zigzag_under_plain_jit(strategy, kinds):
+    """Arrays say on which mesh they lie; rows and heads over its other axes stay where they are."""
+    cotangent = jax.random.normal(jax.random.key(3), (4, 32, 8, 8))
+    arrays = (*qkv(batch=4, heads=8, kv_heads=4), cotangent)
+
+    def pull(attend):
+        return lambda q, k, v, w: (attend(q, k, v), jax.vjp(attend, q, k, v)[1](w))
+
+    options = {"causal": True, "sliding_window": (20, 0)}
+    ours = partial(
+        modules.ring_attention, axis_name="sp", layout="zigzag",
+        cfg={"context_parallel": strategy}, **options,
+    )  # fmt: skip
+    spec = P("dp", "sp", "tp")
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Auto,) * 3)
+    expected = pull(partial(modules.flash_attention, **options))(*arrays)
+    ordered = [modules.zigzag_shard(x, 2) for x in arrays]
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in ordered]
+    compiled = jax.jit(pull(ours)).lower(*placed).compile()
+    assert set(COLLECTIVES.findall(compiled.as_text())) == kinds
+    found = compiled(*placed)
+    assert {x.sharding.spec for x in jax.tree.leaves(found)} == {spec}
+    explicit = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Explicit,) * 3)
+    with jax.set_mesh(explicit):
+        typed = [jax.device_put(x, NamedSharding(explicit, spec)) for x in ordered]
+        for result in (found, jax.jit(pull(ours))(*typed)):
+            whole = map(np.asarray, jax.tree.leaves(result))
+            assert_same([modules.zigzag_unshard(x, 2) for x in whole], expected)
+    assert_same(modules.zigzag_unshard(ours(*placed[:3]), 2), expected[0])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.types.attention.softmax import empty_outputs, row_delta, sink_gradient
+from ejkernel.types.attention.softmax import empty_outputs, row_delta, sink_gradient, sum_by_halves
 
 B, Q, K, H, D, DV = 2, 5, 4, 3, 8, 6
 RNG = np.random.default_rng(0)
@@ -25,8 +25,8 @@ def attention(x, v, sink, see):
     return jnp.einsum("bhqk,bkhd->bqhd", p, v), jnp.where(alive, lse, -jnp.inf)
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_gradient_of_sinks(empty):
+@pytest.mark.parametrize(("empty", "in_order"), [(False, False), (True, False), (False, True)])
+def test_gradient_of_sinks(empty, in_order):
     x, v, sink, do = normal(B, H, Q, K), normal(B, K, H, DV), normal(1, H), normal(B, Q, H, DV)
     dlse = normal(B, H, Q)
     see = np.ones((B, H, Q, K), bool)
@@ -42,13 +42,19 @@ def test_gradient_of_sinks(empty):
         return (jnp.where(rows, o, 0) * do).sum() + jnp.where(alive, lse * dlse, 0).sum()
 
     o, lse = attention(x, v, sink, see)
-    delta = row_delta(o, do, dlse)
+    delta = row_delta(o, do, dlse, in_order=in_order)
     assert delta.shape == (B, H, Q) and delta.dtype == jnp.float32
     if not empty:
         exact = np.einsum("bqhd,bqhd->bhq", *(np.asarray(a, np.float64) for a in (do, o))) - dlse
         np.testing.assert_allclose(delta, exact, atol=1e-5)
     ours = sink_gradient(sink, lse, delta)
     np.testing.assert_allclose(ours, jax.grad(loss)(sink), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 12, 64])
+def test_sum_by_halves(size):
+    x = jnp.arange(3 * size, dtype=jnp.float32).reshape(3, size)
+    np.testing.assert_array_equal(sum_by_halves(x), x.sum(-1))
 
 
 def test_no_sinks_no_gradient():

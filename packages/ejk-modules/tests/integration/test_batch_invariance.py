@@ -155,6 +155,19 @@ def test_rows_of_xla(name):
     check(partial(dense_results, name, "xla"))
 
 
+def test_a_zero_keeps_its_sign_in_any_batch():
+    x = draw(2, 8, 4)
+
+    def gradient(rows):
+        with batch_invariant():
+            out, pull = jax.vjp(modules.mean_pooling, x[rows])
+            return np.asarray(pull(jnp.full_like(out, -0.0))[0])
+
+    alone, pair = gradient(np.array([0])), gradient(np.array([0, 1]))
+    assert np.signbit(pair).all()  # else this could not fail
+    assert alone.tobytes() == pair[:1].tobytes()
+
+
 @pytest.mark.parametrize("name", ["page_attention", "mla_decode"])
 def test_paged_sequences_of_xla(name):
     check(partial(paged_results, name, "xla"))
@@ -235,6 +248,22 @@ def test_tiles_do_not_follow_the_batch(name):
         assert tiles(1, 64, 1) == tiles(64, 9000, 512) == tiles(3, 10, 77)
         assert getattr(tiles(1, 64, 1), "decode", tiles(1, 64, 1)).splits == 16
     assert tiles(1, 64, 1) != tiles(64, 9000, 512)  # else this could not fail
+
+
+def test_tiles_of_hopper_do_not_follow_the_batch():
+    from ejkernel.kernels.pallas.gpu.common.chip import Chip
+    from ejkernel.kernels.pallas.gpu.flash_attention.implementation import flash_attention
+
+    def tiles(batch):
+        q = jax.ShapeDtypeStruct((batch, 4096, 16, 128), jnp.bfloat16)
+        call = flash_attention.call
+        a = call.bind(call.prepare((q, q, q), {"causal": True}), typecheck=False)
+        return flash_attention.tiles(flash_attention.problem(a), Chip())
+
+    with batch_invariant():
+        assert tiles(1) == tiles(64)
+        assert tiles(1).bwd.one_way and not tiles(1).fwd.unshifted_first
+    assert not tiles(1).bwd.one_way
 
 
 def test_what_cannot_promise_it_is_refused_by_name():

@@ -493,6 +493,29 @@ def test_devices_share_a_latent_sequence(xla):
     assert_same(jax.jit(jax.grad(meshed, range(5)))(*arrays), expected)
 
 
+@pytest.mark.parametrize(
+    ("operation", "word", "message"),
+    [
+        ("scaled_dot_product_attention", "q_len", "a sequence that no.*use flash_attention"),
+        ("native_sparse_attention", "seq", "a sequence that no device can share.*ring_attention"),
+        ("ragged_decode_attention", "kv_len", "a sequence that no.*shard batch or heads"),
+        ("ragged_page_attention", "tokens", "a sequence that no.*rows and tables"),
+        ("page_attention", "page_size", "indexed.*shard heads or rows"),
+    ],
+)
+def test_what_every_device_needs_is_an_error_where_it_is_sharded(xla, operation, word, message):
+    """Of a sequence that an operation cannot share, and of a cache; not of features, which move."""
+    c = calls.call(operation, length=16)
+    specs, mesh = specs_of(c, {word: "x"}), mesh_of((2,), "x")
+    placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in c.arrays.items()}
+    message = f"{operation}: axis {word} is sharded over .*'x'.* is {message}"
+    call = partial(getattr(modules, operation), **placed, **c.static)
+    with pytest.raises(ValueError, match=message):
+        call(platform="xla")
+    notes = modules.explain(operation, **placed, **c.static).notes
+    assert any(re.match(f"refused: {message}", note) for note in notes)
+
+
 def test_a_donated_cache_is_written_in_place(xla):
     c = calls.call("ragged_page_attention_v3")
     mesh, specs = mesh_of((2,), "x"), specs_of(c, ROLES["heads"])
@@ -571,3 +594,60 @@ def test_mods_over_a_mesh(platform, arrays_of_mods):
             for o in ({"platform": "xla"}, over_mesh)
         )
     assert_same(sharded, alone, 2e-4)
+
+
+def dense_loss_of_mods(q, k, v, w):
+    """``loss_of_mods`` by its formula."""
+    b, h, i, j = np.ogrid[:2, :4, :20, :20]
+    scores = jnp.einsum("bihd,bjhd->bhij", q, jnp.repeat(k, 2, 2)) / 4
+    scores = scores * w[h] + jnp.sin(w[(i + j) % 2]) * b
+    weights = jax.nn.softmax(jnp.where((j <= i + h) | (j < b), scores, -jnp.inf))
+    return (jnp.einsum("bhij,bjhd->bihd", weights, jnp.repeat(v, 2, 2)) ** 2).sum()
+
+
+@pytest.fixture(scope="module")
+def gradients_of_mods():
+    """Gradients in float64, by the formula."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 20, 4, 16), (2, 20, 2, 16), (2, 20, 2, 16), (4,)
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(rng.standard_normal(s).astype(np.float32), float) for s in shapes]
+        return jax.grad(dense_loss_of_mods, (0, 1, 2, 3))(*arrays)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kinds"),
+    [
+        ("ring", {"collective-permute"}),
+        pytest.param("all_gather", {"all-gather", "reduce-scatter"}, marks=pytest.mark.slow),
+        ("ulysses", {"all-to-all"}),
+    ],
+)
+def test_mods_of_a_shared_sequence(xla, arrays_of_mods, gradients_of_mods, strategy, kinds):
+    *qkv, w = arrays_of_mods
+    loss = partial(loss_of_mods, platform="xla", cfg={"context_parallel": strategy})
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+    spec, found = P("dp", "sp"), []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 2), ("sp", "dp"), axis_types=(kind,) * 2)
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in qkv]
+            compiled = gradients.lower(*placed, w).compile()
+            assert set(collectives(compiled)) == {*kinds, "all-reduce"}  # that of w's gradient
+            found.append(compiled(*placed, w))
+    over_mesh = {"mesh": mesh_of((2, 2), "sp", "dp"), "in_specs": (spec,) * 3}
+    found.append(jax.jit(jax.grad(partial(loss, **over_mesh), (0, 1, 2, 3)))(*arrays_of_mods))
+    for gradient in found:
+        assert_same(gradient, gradients_of_mods, 2e-4)
+
+
+@pytest.mark.slow
+def test_triton_mods_of_a_shared_sequence(arrays_of_mods, gradients_of_mods):
+    pytest.importorskip("triton")
+    over_mesh = {"mesh": mesh_of((2, 2), "sp", "dp"), "in_specs": (P("dp", "sp"),) * 3}
+    with interpret_mode():
+        for strategy in ("ring", "ulysses"):
+            cfg = {"context_parallel": strategy}
+            loss = partial(loss_of_mods, platform="triton", cfg=cfg, **over_mesh)
+            found = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*arrays_of_mods)
+            assert_same(found, gradients_of_mods, 2e-4)

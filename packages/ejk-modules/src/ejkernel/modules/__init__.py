@@ -40,6 +40,8 @@ WHERE: dict[str, tuple[str, str]] = {
     **exports(),
     **{name: ("ejkernel.modules.adapters", name) for name in _ADAPTERS},
     "merge_attention": ("ejkernel.modules.merge", "merge_attention"),
+    "AttentionPlan": ("ejkernel.types.serving.plan", "AttentionPlan"),
+    "plan_ragged_attention": ("ejkernel.modules.plan", "plan_ragged_attention"),
     "quantize_attention": ("ejkernel.modules.quantize", "quantize_attention"),
     "ssd_attention": ("ejkernel.modules.ssd", "ssd_attention"),
     **{name: ("ejkernel.ops", name) for name in _ERRORS},

@@ -75,6 +75,7 @@ from ejkernel.modules.operations.ring_attention import zigzag_shard as zigzag_sh
 from ejkernel.modules.operations.ring_attention import zigzag_unshard as zigzag_unshard
 from ejkernel.modules.operations.scaled_dot_product_attention import ScaledDotProductAttention as ScaledDotProductAttention
 from ejkernel.modules.operations.scaled_dot_product_attention import scaled_dot_product_attention as scaled_dot_product_attention
+from ejkernel.modules.plan import plan_ragged_attention as plan_ragged_attention
 from ejkernel.modules.quantize import quantize_attention as quantize_attention
 from ejkernel.modules.ssd import ssd_attention as ssd_attention
 from ejkernel.ops import AutotuneError as AutotuneError
@@ -84,3 +85,4 @@ from ejkernel.ops import InvalidArgument as InvalidArgument
 from ejkernel.ops import KernelNotFound as KernelNotFound
 from ejkernel.ops import KernelNotSupported as KernelNotSupported
 from ejkernel.ops import NoConfigError as NoConfigError
+from ejkernel.types.serving.plan import AttentionPlan as AttentionPlan

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ejkernel.ops import BwdParams, FwdParams, WarpgroupParams
+from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.ops.params import (
+    Nested,
     OpConfig,
     bytes_field,
     count_field,
@@ -24,8 +25,8 @@ from ejkernel.ops.params import (
 
 @dataclass(frozen=True)
 class _ForwardBackwardConfig(OpConfig):
-    fwd_params: FwdParams | WarpgroupParams | None = params_field(FwdParams)
-    bwd_params: BwdParams | None = params_field(BwdParams)
+    fwd_params: Nested[FwdParams] = params_field(FwdParams)
+    bwd_params: Nested[BwdParams] = params_field(BwdParams)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from ejkernel.modules._specs import (
     spread_sequence,
     typed_spec,
 )
-from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
-from ejkernel.ops.core.distribution import SEQUENCE_AXES, LocalCall, check_mesh_and_specs
+from ejkernel.modules.compat import explicit_axes, over_axes, placed
+from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types.calls.axes import bare, meaning
 from ejkernel.types.calls.layout import Layout, Shard
@@ -49,6 +49,7 @@ def distribute(
     call: LocalCall,
     *,
     ring_axis: str | None = None,
+    ring_alone: bool = False,
 ) -> Any:
     """Run bound arguments on every shard of a mesh; the result equals the undistributed call.
 
@@ -56,7 +57,7 @@ def distribute(
     have both; axes of the mesh that are not explicit are then left to the compiler, and the
     outputs are sharded as the arguments are.
     ``ring_axis``: the mesh axis over which an operation that communicates between devices shards
-    its sequence.
+    its sequence; ``ring_alone``: the compiler shards over the other axes of the mesh.
 
     Raises:
         ValueError: mesh without specs or specs without mesh, or specs that do not fit.
@@ -68,6 +69,8 @@ def distribute(
     if typed:
         mesh = explicit_mesh(a)
     axis_names = explicit_axes(mesh) if typed else tuple(mesh.axis_names)
+    if ring_alone and ring_axis is not None:
+        axis_names = (ring_axis,)
     shares = ring_axis is None and op.spec.shares_sequence(a)
     by_kernel = shares and not (op.spec.passes_states or op.spec.shares_queries)
     if by_kernel:
@@ -120,23 +123,22 @@ def distribute(
         if shared and op.spec.passes_states:
             of_shard = op.spec.share_sequence(local, shard, lambda part: call((), part))
             return of_shard[0] if single else of_shard
-        if shared and by_kernel:
-            local[SEQUENCE_AXES] = shared
         if shard.parts("pages") > 1:
             return op.spec.attend_to_shard(local, shard, lambda part: call((), part))
-        result, summed = call((), local), tuple(sorted(layout.summed_axes))
+        result = call((), local, shared if by_kernel else ())
+        summed = tuple(sorted(layout.summed_axes))
         return jax.lax.psum(result, summed) if summed else result
 
     single = len(outputs) == 1
     if explicit_axes(mesh):
         arrays = [_placed_tree(x, mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
     local_specs = (tuple(specs), natural[0] if single else natural)
-    if typed_layout is None:
+    if typed_layout is None and not ring_alone:
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=local_specs[0], out_specs=local_specs[1], check_vma=False
         )
     else:
-        mapped = over_explicit_axes(body, mesh, *local_specs)
+        mapped = over_axes(body, mesh, axis_names, *local_specs)
     result = mapped(*arrays)
     if out_layout == natural:
         return result

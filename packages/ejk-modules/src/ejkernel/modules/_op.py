@@ -31,6 +31,7 @@ from ejkernel.types.calls.axes import mask_axes, meaning
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Call
 from ejkernel.types.calls.words import shown
+from ejkernel.types.serving.plan import AttentionPlan
 
 Arguments = dict[str, Any]
 
@@ -163,7 +164,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         kernel = resolved.fn
         if isinstance(kernel, CallKernel) and kernel.call is self.spec:
             # canonical already; a shard's seed fits no signature
-            return partial(kernel.run_canonical, cfg=cfg)
+            return partial(kernel.run_canonical, cfg=cfg, sequence_axes=resolved.sequence_axes)
         return super().runner(resolved, cfg)
 
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]]:
@@ -172,10 +173,12 @@ class Operation(RegisteredKernel[Cfg, Any]):
         shapes: dict[str, Sequence[int]] = {}
         for p in self.spec.boundary.parameters:
             value = arguments.get(p.name)
-            if isinstance(value, MaskInfo):
+            if isinstance(value, (MaskInfo, AttentionPlan)):
                 leaves = jax.tree_util.tree_leaves(value)
-                for leaf, x in zip(leaf_names(p.name, value), leaves, strict=True):
-                    shapes[leaf] = _bucketed(mask_axes(x), x.shape)
+                is_mask = isinstance(value, MaskInfo)
+                axes = map(mask_axes, leaves) if is_mask else value.AXES
+                named = zip(leaf_names(p.name, value), axes, leaves, strict=True)
+                shapes.update((leaf, _bucketed(words, x.shape)) for leaf, words, x in named)
             elif p.forms and hasattr(value, "shape"):
                 shapes[p.name] = _bucketed(axes_of(p, value, override), value.shape)
         return shapes

@@ -47,19 +47,35 @@ def _entries(spec: PartitionSpec) -> list[Any]:
     return entries
 
 
-def over_explicit_axes(
-    f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
+def automatic_mesh(arrays: Any) -> Any:
+    """The mesh that the type of one of the arrays names, if the compiler shards over all its axes.
+
+    None without one.
+    """
+    for x in jax.tree.leaves(arrays):
+        mesh = compat.mesh_of(x) if isinstance(x, jax.Array) else None
+        if mesh is not None and not mesh.empty and not other_than_automatic(mesh):
+            return mesh
+    return None
+
+
+def other_than_automatic(mesh: Any) -> bool:
+    """Returns whether the compiler does not shard over some axis of a mesh."""
+    return any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types)
+
+
+def over_axes(
+    f: Callable[..., Any], mesh: Any, axes: tuple[str, ...], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """``f`` under ``shard_map`` over the explicit axes of a mesh, compiled as a whole.
+    """``f`` under ``shard_map`` over some axes of a mesh, compiled as a whole.
 
     Inside a shard_map of the caller that tracks over which axes arrays vary, this one does too.
     """
 
     def run(*args: Any) -> Any:
         tracked = bool(varying_axes(*jax.tree.leaves(args)))
-        explicit = explicit_axes(mesh)
         # none named means all of them: under vmap JAX then leaves out the one that is mapped
-        names = set() if explicit == tuple(mesh.axis_names) else set(explicit)
+        names = set() if axes == tuple(mesh.axis_names) else set(axes)
         mapped = jax.shard_map(
             f,
             mesh=mesh,

@@ -13,7 +13,6 @@ import numpy as np
 from ejkernel.ops import env
 from ejkernel.ops.batch_invariance import is_batch_invariant
 from ejkernel.ops.config.choice import is_config_from_file
-from ejkernel.ops.core.distribution import SEQUENCE_AXES
 from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.errors import ConfigError, warn_caution
@@ -65,6 +64,8 @@ class CallKernel:
     """The ring kernel that runs a call on a shard of its sequence; None: sequences stay whole."""
     sharded_call: Any = None
     """Makes the call on a shard: ``ShardedCall`` of ejk-types."""
+    tiles_of_shard: ClassVar[bool] = False
+    """Whether a device chooses tiles for its own part of a call, in place of the whole call's."""
     saved_axes: ClassVar[str] = ""
     """Words of the axes of each array that ``forward`` keeps for ``backward``."""
 
@@ -243,12 +244,17 @@ class CallKernel:
         a = self.call.bind(a, typecheck=env.typecheck(), warn=warn_caution)
         return self.run_canonical(cfg=cfg, **a)
 
-    def run_canonical(self, *, cfg: Any = None, **arguments: Any) -> Any:
-        """Runs a call of canonical arguments by name; those left out have their defaults."""
+    def run_canonical(
+        self, *, cfg: Any = None, sequence_axes: tuple[str, ...] = (), **arguments: Any
+    ) -> Any:
+        """Runs a call of canonical arguments by name; those left out have their defaults.
+
+        ``sequence_axes``: the mesh axes over which devices share the sequence, of which the
+        arguments are one device's.
+        """
         a = {**self.call.boundary.defaults, **arguments}
-        shared = a.pop(SEQUENCE_AXES, ())
-        if shared:
-            ring, a = self._on_shard(a, shared)
+        if sequence_axes:
+            ring, a = self._on_shard(a, sequence_axes)
             return ring.run_canonical(cfg=cfg, **a)
         unread = self.unread_argument(a)
         if unread is not None:
@@ -296,7 +302,7 @@ class CallKernel:
 
     # ---- what the registry asks -------------------------------------------------------------
 
-    def _on_shard(self, a: Mapping[str, Any], axes: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+    def _on_shard(self, a: Mapping[str, Any], axes: tuple[str, ...]) -> tuple[Any, Any]:
         """Returns the kernel and the arguments of a call on a shard of its sequence."""
         if self.context is None:
             raise self.unsupported_error(f"{self.call.boundary.names[0]}: a sharded sequence")
@@ -304,8 +310,6 @@ class CallKernel:
 
     def _variance(self, a: Mapping[str, Any], problem: Any) -> str | None:
         """Returns the argument for which, or why, a call is not batch-invariant; None if it is."""
-        if SEQUENCE_AXES in a:
-            return "batch_invariant: devices share a sequence"
         for name in ("cum_seqlens_q", "cu_seqlens"):
             if a.get(name) is not None:
                 return f"{name}: not batch-invariant, tiles begin where the packed rows begin"
@@ -315,24 +319,15 @@ class CallKernel:
 
     def examine(self, call: BoundCall) -> tuple[Any, str | None]:
         """Returns the problem of a call, and the reason why it is not supported."""
-        shared = call.arguments.get(SEQUENCE_AXES, ())
-        if shared:
-            a = {name: x for name, x in call.arguments.items() if name != SEQUENCE_AXES}
-            unread = self.unread_argument(a)
-            if unread is not None:
-                return None, _not_supported(unread)
-            try:
-                ring, a = self._on_shard(a, shared)
-                problem = ring.problem(a)
-                return problem, ring.unsupported_reason(problem, ring.target())
-            except self.call.Unsupported as error:
-                return None, str(error)
-        unread = self.unread_argument(call.arguments)
+        kernel, a = self, call.arguments
+        unread = self.unread_argument(a)
         if unread is not None:
             return None, _not_supported(unread)
         try:
-            problem = self.problem(call.arguments)
-            return problem, self.unsupported_reason(problem, self.target())
+            if call.route.sequence_axes:
+                kernel, a = self._on_shard(a, call.route.sequence_axes)
+            problem = kernel.problem(a)
+            return problem, kernel.unsupported_reason(problem, kernel.target())
         except self.call.Unsupported as error:
             return None, str(error)
 
@@ -347,13 +342,15 @@ class CallKernel:
             return reason
         problem, reason = call.remember(self, lambda: self.examine(call))
         if reason is None and call.route.batch_invariant:
+            if call.route.sequence_axes:
+                return "batch_invariant: devices share a sequence"
             # packed sequences are a mask in canonical form
             reason = self._variance({**call.arguments, **_packed(call)}, problem)
         return reason
 
     def heuristic(self, call: BoundCall) -> dict[str, Any]:
         """Returns the config fields of the chosen tiles."""
-        if self.fixed_tiles or SEQUENCE_AXES in call.arguments:
+        if self.fixed_tiles or call.route.sequence_axes:
             return {}
         problem = self.problem_of(call)
         if call.route.batch_invariant:
@@ -362,7 +359,7 @@ class CallKernel:
 
     def candidates(self, call: BoundCall) -> list[dict[str, Any]]:
         """Returns config fields worth timing, each once; the chosen tiles come first."""
-        if self.fixed_tiles or SEQUENCE_AXES in call.arguments:
+        if self.fixed_tiles or call.route.sequence_axes:
             return [{}]
         problem, target = self.problem_of(call), self.target()
         chosen = self.choose(problem, target)
@@ -375,7 +372,7 @@ class CallKernel:
     def notes(self, call: BoundCall) -> tuple[str, ...]:
         """Returns what ``explain`` adds about a call that this kernel does."""
         notes: tuple[str, ...] = ()
-        if SEQUENCE_AXES not in call.arguments:
+        if not call.route.sequence_axes:
             notes = self.notes_on(self.problem_of(call), self.target())
         mesh, in_specs, _ = call.route.placement
         if mesh is not None:

@@ -125,7 +125,7 @@ class Implementation:
         """The implementation. A lazy one is imported, and its signature checked, on first use.
 
         Raises:
-            LazyLoadError: its module cannot be imported.
+            ImportError: its module cannot be imported.
             ValueError: its signature differs from the other implementations'.
         """
         if not isinstance(self.function, LazyFunction):
@@ -152,8 +152,12 @@ class Implementation:
         reason = None if self.supports is None or inv is None else self.supports(inv)
         if not isinstance(reason, str | None):
             raise TypeError(f"supports gives {reason!r}, expected None or the reason why not")
-        invariant = getattr(getattr(inv, "route", None), "batch_invariant", False)
-        return self._variance(inv) if reason is None and invariant else reason
+        route = getattr(inv, "route", None)
+        if reason is not None or route is None:
+            return reason
+        if route.sequence_axes and not hasattr(self.load(), "shares_sequence"):
+            return "it does not say whether devices may share a sequence"
+        return self._variance(inv) if route.batch_invariant else None
 
     def _variance(self, inv: Any) -> str | None:
         """Returns why a call is not batch-invariant, where ``supports`` has not said it."""
@@ -197,6 +201,7 @@ class Resolved:
         impl: the registered Implementation, None for a kernel's own method.
         name: how reports call it.
         differentiable: whether it has gradients worth validating.
+        sequence_axes: the mesh axes over which devices share the sequence of the call.
         skipped: ``(name, reason)`` of every other implementation.
     """
 
@@ -205,6 +210,7 @@ class Resolved:
     impl: Implementation | None = None
     name: str = "run"
     differentiable: bool = False
+    sequence_axes: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
 
 

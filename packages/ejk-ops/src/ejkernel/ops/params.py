@@ -13,7 +13,7 @@ import json
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.platforms import parse_backend, parse_platform
@@ -84,6 +84,18 @@ def strategy_field() -> Any:
         return value
 
     return checked_field(check, CONTEXT_PARALLEL[0])
+
+
+class Nested(Generic[ParamsT]):
+    """The type of a field of nested parameters: read as ``ParamsT`` or None, set as a mapping too.
+
+    Type checkers take the types of a constructor's arguments from ``__set__``; nothing is stored
+    in an instance of this class.
+    """
+
+    def __get__(self, instance: object, owner: Any) -> ParamsT | None: ...
+
+    def __set__(self, instance: object, value: ParamsT | Mapping[str, Any] | None) -> None: ...
 
 
 def params_field(cls: type[Params]) -> Any:

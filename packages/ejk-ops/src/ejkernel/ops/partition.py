@@ -35,6 +35,7 @@ from jax.sharding import NamedSharding
 from ejkernel.ops import compat
 from ejkernel.ops.config.versions import versions_text
 from ejkernel.ops.interpret import interpreting
+from ejkernel.ops.utils.device import device_kind
 
 Words = tuple[str, ...]
 MeshAxes = tuple[str, ...]
@@ -276,6 +277,12 @@ def _splitting(
 def inside_region() -> bool:
     """Returns whether what is being traced belongs to a region."""
     return _inside.get()
+
+
+def regions_are_partitioned() -> bool:
+    """Returns whether the compiler of the device asks regions how to run on each device."""
+    # an interpreted kernel calls back to the host, which JAX cannot do in a partitioned part
+    return not interpreting() and device_kind() != "tpu"  # libtpu has no custom partitioning
 
 
 def may_be_sharded(arrays: Any) -> bool:

@@ -237,13 +237,13 @@ class PartitionedKernel:
         if shard is None:
             return replace(work, kernel=self.kernel, fallback=None)
         kernel, axes = self.kernel, shard.layout.axes(self._sequence_word(shard))
-        if not axes:
+        if not axes and not kernel.tiles_of_shard:
             return replace(work, kernel=kernel, problem=kernel.problem(a), fallback=None)
-        if kernel.context is not None:
+        if axes and kernel.context is not None:
             kernel = kernel.sharded_call(kernel, axes)
         problem = kernel.problem(a)
-        # a share of the queries alone has other rules than the whole mask, and a region is traced
-        # when it is lowered
+        # a share of the queries alone has other rules than the whole mask, a ring other heads to
+        # exchange, and a region is traced when it is lowered
         with batch_invariant(work.batch_invariant):
             tiles = kernel.tiles(problem, work.target, self.cfg)
         return replace(work, kernel=kernel, problem=problem, tiles=tiles, fallback=None)

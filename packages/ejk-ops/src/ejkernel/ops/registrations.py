@@ -109,7 +109,7 @@ class Registrations(Copyable):
         The module is imported, and the signature compared with the others, when
         ``Implementation.fn`` is first read. ``supports``, ``heuristic``, ``candidates``,
         ``sample_inputs``, ``priority_for`` and ``notes`` may be such strings too, each imported
-        on its first call, so that a package's ``register`` imports nothing:
+        on its first call, so that a package's ``register`` imports nothing::
 
             registry.register_lazy(
                 "flash_attention", "xla", "any",
@@ -178,7 +178,7 @@ class Registrations(Copyable):
 
     @property
     def version(self) -> int:
-        """Counts registrations: equal versions hold the same implementations."""
+        """Counter of registrations; equal versions hold the same implementations."""
         return self._count
 
     @property

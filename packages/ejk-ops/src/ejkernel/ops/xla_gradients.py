@@ -15,7 +15,7 @@ from ejkernel.ops.kernel_registry import kernel_registry
 class XlaGradients:
     """A mixin of ``CallKernel`` for operations that are rarely differentiated.
 
-    8-bit arrays get no gradient.
+    8-bit arrays get no gradient, nor do trees of arrays.
     """
 
     call: Any
@@ -32,14 +32,16 @@ class XlaGradients:
         reference = kernel_registry.get(self.call.name, "xla")
         run = getattr(reference, "run_canonical", reference)  # a function has none
         options = work.options._asdict()
-        smooth = {
-            name: x
-            for name, x in arrays.items()
-            if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
-        }
+        smooth = {name: x for name, x in arrays.items() if _is_smooth(x)}
 
         def compute(smooth: dict[str, Any]) -> Any:
-            return run(cfg=None, **options, **(arrays | smooth))
+            return run(cfg=None, **(options | arrays | smooth))
 
         cotangent = cotangents if len(cotangents) > 1 else cotangents[0]
         return jax.vjp(compute, smooth)[1](cotangent)[0]
+
+
+def _is_smooth(x: Any) -> bool:
+    """Returns whether a value is an array of at least 16-bit floats."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1

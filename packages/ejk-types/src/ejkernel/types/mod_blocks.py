@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.mods import Mod, Program, apply_mod
+from ejkernel.types.mods import INDICES, Mod, Program, apply_mod
 
 CHUNK = 2**24
 """Pairs that ``block_states`` evaluates at a time."""
@@ -82,7 +82,17 @@ def known_block_size(mod: Mod | None, q_len: Any, kv_len: Any, *, batch: Any, he
         return 0
     counts = [n for n, name in ((batch, "b"), (heads, "h")) if name in mod.program.reads]
     too_many = math.prod((q_len, kv_len, *counts)) > LIMIT
-    return 0 if too_many or (mod.origin is not None and counts) else BLOCK
+    moved = mod.shifted == len(INDICES) or (mod.shifted and counts)
+    return 0 if too_many or moved else BLOCK
+
+
+def with_known_blocks(mod: Mod, q_len: int, kv_len: int) -> Mod:
+    """Returns a mask with the blocks that a function of queries and keys alone has, where known."""
+    sizes = {"batch": 1, "heads": 1}
+    if {"b", "h"} & mod.program.reads or not known_block_size(mod, q_len, kv_len, **sizes):
+        return mod
+    blocks = known_blocks(mod, q_len, kv_len, **sizes)
+    return mod if blocks is None else Mod(mod.program, mod.arrays, mod.origin, *blocks)
 
 
 def known_blocks(

@@ -138,8 +138,9 @@ class Mod:
     Attributes:
         program: its equations.
         arrays: the captured arrays.
-        origin: int32 ``[2]``, the call's first batch row and head among all of a sharded call;
-            None for a call that is whole.
+        origin: int32, the indices that the call's first ones have in the whole call: of its batch
+            row and head ``[2]``, or ``[4]`` of its query and key too. None for a call that is
+            whole.
         blocks: int8 ``[#b, #h, q blocks, kv blocks]`` of a mask: 0 where no pair of a block is
             visible, 2 where all are, 1 elsewhere. None where that is not known.
         block_size: rows and keys of a block, 0 without ``blocks``.
@@ -163,10 +164,11 @@ class Mod:
 
     def __call__(self, *inputs: Any) -> Any:
         """The result on scalars of the call's own indices."""
-        if self.origin is not None:
-            *score, b, h, q, k = inputs
-            inputs = (*score, b + self.origin[0], h + self.origin[1], q, k)
-        return self.program(self.arrays, *inputs)
+        first = len(inputs) - len(INDICES)
+        shifted = list(inputs)
+        for i in range(self.shifted):
+            shifted[first + i] += self.origin[i]
+        return self.program(self.arrays, *shifted)
 
     def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
         names = ("arrays", "origin", "blocks")
@@ -185,15 +187,39 @@ class Mod:
         return new
 
     @property
+    def shifted(self) -> int:
+        """Number of indices that count from an origin: 0, 2 or 4, in the order of ``INDICES``."""
+        return 0 if self.origin is None else self.origin.shape[0]
+
+    @property
     def form(self) -> ModForm:
         """The static part, hashable."""
-        return ModForm(self.program, self.origin is not None, self.block_size)
+        return ModForm(self.program, self.shifted, self.block_size)
+
+    def _moved(self, *first: Any) -> jax.Array:
+        """Returns the origin of a part whose first indices in this call are given."""
+        origin = jnp.stack([jnp.asarray(x, jnp.int32) for x in first])
+        if self.origin is None:
+            return origin
+        short, long = sorted((origin, self.origin), key=len)
+        return long.at[: len(short)].add(short)
 
     def on_shard(self, batch: Any, heads: Any) -> Mod:
         """Returns the mod of a shard whose first batch row and head are given."""
-        origin = jnp.stack([jnp.int32(batch), jnp.int32(heads)])
-        origin = origin if self.origin is None else self.origin + origin
+        origin = self._moved(batch, heads)
         return Mod(self.program, self.arrays, origin, self.blocks, self.block_size)
+
+    def on_piece(self, query: Any, key: Any, q_len: int, kv_len: int) -> Mod:
+        """Returns the mod of some queries and keys, whose first indices are given.
+
+        They are multiples of the lengths, or of the lengths of equal chunks.
+        """
+        origin, size, blocks = self._moved(0, 0, query, key), self.block_size, None
+        if self.blocks is not None and q_len % size == 0 == kv_len % size:
+            blocks = jnp.asarray(self.blocks)
+            for axis, first, length in ((2, query, q_len), (3, key, kv_len)):
+                blocks = jax.lax.dynamic_slice_in_dim(blocks, first // size, length // size, axis)
+        return Mod(self.program, self.arrays, origin, blocks, 0 if blocks is None else size)
 
     def local_blocks(self, batch: int, heads: int) -> Any:
         """Returns ``blocks`` of the call's own batch rows and heads, None where unknown."""
@@ -214,11 +240,11 @@ class Mod:
 
 
 class ModForm(tuple):
-    """Static part of a Mod: its program, whether it has an origin, its block size."""
+    """Static part of a Mod: its program, how many indices are shifted, its block size."""
 
     __slots__ = ()
 
-    def __new__(cls, program: Program, shifted: bool, block_size: int) -> ModForm:
+    def __new__(cls, program: Program, shifted: int, block_size: int) -> ModForm:
         return super().__new__(cls, (program, shifted, block_size))
 
     @property
@@ -226,7 +252,7 @@ class ModForm(tuple):
         return self[0]
 
     @property
-    def shifted(self) -> bool:
+    def shifted(self) -> int:
         return self[1]
 
     @property
@@ -269,7 +295,9 @@ def trace_mod(name: str, function: Any, dtype: Any = np.float32) -> Mod:
         _check_result(name, result)
         return jnp.asarray(result).astype(dtype if name == SCORE else bool)
 
-    closed = jax.make_jaxpr(traced)(*inputs)
+    # equations remember the mesh of where they are traced, and devices run them inside a shard_map
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        closed = jax.make_jaxpr(traced)(*inputs)
     jaxpr, arrays = _with_captured_inputs(closed)
     return Mod(Program(name, function, jaxpr, len(arrays)), arrays)
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from ejkernel.modules.bench.timing import time_together
 
 ABOVE = (
-    "A little over 100% is possible: caches make a small copy faster than the large one, and a "
-    "chip that holds its power, not its clock, is faster on numbers that change fewer bits than "
-    "the random ones of that product."
+    "Over 100%: the bound counts every operand once, at the rate of a copy too large for any "
+    "cache, and every operation at the rate of one large product. A call whose operands stay in "
+    "a cache is faster than that copy, on a CPU several times; a product in another dtype or on "
+    "numbers that change fewer bits is faster than that product on a chip held by its power."
 )
 
 

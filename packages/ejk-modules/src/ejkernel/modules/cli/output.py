@@ -114,15 +114,38 @@ class Output:
             self._fields([(_line(name), printable(str(value))) for name, value in rows])
 
     def table(
-        self, columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = ()
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[Any]],
+        right: Sequence[int] = (),
+        optional: Sequence[int] = (),
     ) -> None:
-        """Prints a table; ``right``: the columns that are right-aligned."""
+        """Prints a table, or its rows one below the other where the terminal is too narrow.
+
+        Args:
+            columns: the names.
+            rows: the cells.
+            right: the columns that are right-aligned.
+            optional: the columns that a narrow terminal goes without, the first of them first.
+        """
         if self.json:
             return
         names, body = list(map(_line, columns)), [[cell_text(c) for c in row] for row in rows]
-        widths = [max(map(len, column)) + 2 for column in zip(names, *body, strict=True)]
-        if sum(widths) <= self._room():
-            self._table(names, body, right)
+        widths = [max(map(len, column)) + 3 for column in zip(names, *body, strict=True)]
+        left_out: list[int] = []
+        for i in optional:
+            if sum(widths) - 3 <= self._room():
+                break
+            widths[i] = 0
+            left_out.append(i)
+        if sum(widths) - 3 <= self._room():
+            shown = [i for i in range(len(names)) if i not in left_out]
+            cells = [[row[i] for i in shown] for row in body]
+            right = [shown.index(i) for i in right if i in shown]
+            self._table([names[i] for i in shown], cells, right)
+            if left_out:
+                missing = ", ".join(names[i] for i in sorted(left_out))
+                self.note(f"the terminal is too narrow for: {missing}; --json has all")
             return
         for head, *cells in body:  # one below the other, so that no word is broken
             self._title(head)

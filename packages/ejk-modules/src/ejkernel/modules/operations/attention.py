@@ -49,9 +49,11 @@ def attention(
     multiplied with ``v[j]``, after dropout. Use it to look at attention, not to train with it.
 
     Args:
-        query, key, value, bias, softmax_aux, mask_info, attention_mask, softmax_scale,
-        logits_soft_cap, causal, causal_offset, sliding_window, precision, platform, cfg, mesh,
-        in_specs, out_specs: as in :func:`flash_attention`.
+        query, key, value, bias, softmax_aux: as in :func:`flash_attention`.
+        mask_info, attention_mask: as in :func:`flash_attention`.
+        causal, causal_offset, sliding_window: as in :func:`flash_attention`.
+        softmax_scale, logits_soft_cap, precision, platform, cfg: as in :func:`flash_attention`.
+        mesh, in_specs, out_specs: as in :func:`flash_attention`.
         dropout_rng: a PRNG key (typed or raw), required while dropout is active; the seed is
             ``jax.random.bits(dropout_rng, (), "uint32")``.
         init_bias: called without arguments to make the bias when ``bias`` is None.

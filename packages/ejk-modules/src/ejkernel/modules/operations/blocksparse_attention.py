@@ -51,12 +51,14 @@ def blocksparse_attention(
     that are empty under all constraints together are skipped, forward and backward.
 
     Args:
-        query, key, value, softmax_aux, bias, mask_info, attention_mask, causal, causal_offset,
-        sliding_window, logits_soft_cap, softmax_scale, dropout_prob, dropout_seed, return_lse,
-        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
-        block_mask: ``[1 or batch, 1 or heads, q_blocks, kv_blocks]`` or ``[q_blocks,
-            kv_blocks]``, with ``q_blocks = ceil(q_len / q_block_size)``; any pattern, may be
-            traced; None = all blocks.
+        query, key, value, softmax_aux, bias: as in :func:`flash_attention`.
+        mask_info, attention_mask: as in :func:`flash_attention`.
+        causal, causal_offset, sliding_window: as in :func:`flash_attention`.
+        logits_soft_cap, softmax_scale, dropout_prob, dropout_seed: as in :func:`flash_attention`.
+        return_lse, platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
+        block_mask: ``[1 or batch, 1 or heads, q_blocks, kv_blocks]`` or
+            ``[q_blocks, kv_blocks]``, with ``q_blocks = ceil(q_len / q_block_size)``; any pattern,
+            may be traced; None = all blocks.
         mask_builder: ``mask_builder(q_len, kv_len, heads)`` returns such a block mask.
         q_block_size, kv_block_size: lengths of the pattern's blocks; part of the meaning, and
             independent of the tiles in ``cfg``.

@@ -61,9 +61,10 @@ def mla_attention(
         cu_seqlens: cumulative lengths of packed sequences, for q and k alike; needs batch 1.
         softmax_scale: default ``(nope_dim + rope_dim) ** -0.5`` with a rotary part, else
             ``nope_dim ** -0.5``.
-        mask_info, attention_mask, bias, softmax_aux, causal, causal_offset, sliding_window,
-        logits_soft_cap, dropout_prob, dropout_seed, return_lse, platform, cfg, mesh, in_specs,
-        out_specs: as in :func:`flash_attention`.
+        mask_info, attention_mask, bias, softmax_aux: as in :func:`flash_attention`.
+        causal, causal_offset, sliding_window, logits_soft_cap: as in :func:`flash_attention`.
+        dropout_prob, dropout_seed, return_lse: as in :func:`flash_attention`.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:
         ``[batch, q_len, heads, v_dim]``; with ``return_lse`` also ``[batch, q_len, heads]``.

@@ -12,6 +12,7 @@ from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.serving.plan import AttentionPlan
 
 
 def ragged_page_attention(
@@ -29,6 +30,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: bool = False,
+    plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
     cfg: RaggedPageAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -54,6 +56,9 @@ def ragged_page_attention(
         softmax_scale: default ``head_dim ** -0.5``.
         logits_soft_cap, sliding_window, k_scale, v_scale: as in :func:`page_attention`.
         return_lse: also return the natural-log sum of exponentials.
+        plan: what :func:`plan_ragged_attention` made of this step's starts and lengths, the same
+            for all layers; it stands for context_lens, query_start_loc and num_seqs,
+            of which only the shapes are read then. The result is the same.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:

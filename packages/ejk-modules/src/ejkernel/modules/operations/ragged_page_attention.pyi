@@ -9,6 +9,7 @@ from ejkernel.modules._configs import RaggedPageAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.serving.plan import AttentionPlan
 
 @overload
 def ragged_page_attention(
@@ -26,6 +27,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[False] = False,
+    plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
     cfg: RaggedPageAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -48,6 +50,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[True],
+    plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
     cfg: RaggedPageAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -70,6 +73,7 @@ def ragged_page_attention(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: bool,
+    plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
     cfg: RaggedPageAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,

@@ -12,6 +12,7 @@ from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.serving.plan import AttentionPlan
 
 
 def ragged_page_attention_v3(
@@ -33,6 +34,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: bool = False,
+    plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
     cfg: RaggedPageAttentionv3Config | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -67,6 +69,9 @@ def ragged_page_attention_v3(
         k_scale, v_scale: one number or one per kv head; multiply logits and output; None = 1, with
             a warning for an int8 cache.
         return_lse: also return the natural-log sum of exponentials.
+        plan: what :func:`plan_ragged_attention` made of this step's starts and lengths, the same
+            for all layers; it stands for kv_lens, query_start_loc and distribution,
+            of which only the shapes are read then. The result is the same.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:

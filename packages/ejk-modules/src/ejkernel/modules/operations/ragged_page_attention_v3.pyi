@@ -9,6 +9,7 @@ from ejkernel.modules._configs import RaggedPageAttentionv3Config
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.serving.plan import AttentionPlan
 
 @overload
 def ragged_page_attention_v3(
@@ -30,6 +31,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[False] = False,
+    plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
     cfg: RaggedPageAttentionv3Config | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -56,6 +58,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: Literal[True],
+    plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
     cfg: RaggedPageAttentionv3Config | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -82,6 +85,7 @@ def ragged_page_attention_v3(
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     return_lse: bool,
+    plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
     cfg: RaggedPageAttentionv3Config | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,

@@ -14,9 +14,15 @@ from ejkernel.modules._configs import RingAttentionConfig
 from ejkernel.modules._distribute import LocalCall, distribute
 from ejkernel.modules._op import Operation, flatten, own_errors
 from ejkernel.modules._specs import explicit_mesh
-from ejkernel.modules.compat import ambient_mesh, explicit_axes
+from ejkernel.modules.compat import (
+    ambient_mesh,
+    automatic_mesh,
+    explicit_axes,
+    other_than_automatic,
+)
 from ejkernel.ops import InvalidArgument, Platform, Support
 from ejkernel.ops.execution.executor import get_default_executor
+from ejkernel.ops.partition import regions_are_partitioned
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.ring_attention import axis_is_bound, check_ring_lengths
 from ejkernel.types.calls.words import Array, F, I, Key, describe_value
@@ -61,7 +67,8 @@ def ring_attention(
 
     Called where ``axis_name`` is bound (inside ``shard_map``), arrays are local shards and
     ``mesh``, ``in_specs``, ``out_specs`` must be None. Called on global arrays, the mesh is
-    ``mesh`` or the ambient one (``with mesh:``, ``jax.set_mesh``), and the op shards itself.
+    ``mesh``, the ambient one (``with mesh:``, ``jax.set_mesh``) or that of the arrays, and the op
+    shards itself.
 
     Args:
         query: ``[batch, q_len, heads, head_dim]``, sharded along q_len.
@@ -73,9 +80,12 @@ def ring_attention(
         mask_info: as in :func:`flash_attention`; a dense mask is laid out like ``bias``.
         q_segment_ids, kv_segment_ids: ids per token, sharded with their sequence; negative =
             padding; kv defaults to q.
-        causal, causal_offset, sliding_window, logits_soft_cap, softmax_scale, dropout_prob,
-        dropout_seed, return_lse, precision, logits_dtype: as in :func:`flash_attention`, with
-            positions in the whole sequence.
+        causal, causal_offset, sliding_window: as in :func:`flash_attention`, with positions in the
+            full sequence.
+        dropout_prob, dropout_seed: as in :func:`flash_attention`, with positions in the full
+            sequence.
+        logits_soft_cap, softmax_scale, return_lse: as in :func:`flash_attention`.
+        precision, logits_dtype: as in :func:`flash_attention`.
         layout: "zigzag": the arrays are already permuted by :func:`zigzag_shard` (device r holds
             chunks r and 2n - 1 - r of 2n), which balances causal work; the output keeps that
             order, masks and dropout follow the original positions.
@@ -130,7 +140,8 @@ class RingAttention(Operation[RingAttentionConfig]):
             if typed is not None and axis in explicit_axes(typed):
                 check_ring_lengths(a, typed.shape[axis], shards=1)
                 return distribute(self, a, placement, call, ring_axis=axis)
-            mesh = ambient_mesh() if mesh is None else mesh
+            requested = mesh is not None
+            mesh = mesh if requested else ambient_mesh() or automatic_mesh(a)
             if mesh is None or axis not in mesh.shape:
                 if _asking.get():
                     return call((), a)
@@ -139,13 +150,15 @@ class RingAttention(Operation[RingAttentionConfig]):
                 )
                 raise ValueError(
                     f"axis_name: {axis!r} is not bound here and {has}; expected one of: "
-                    "call it inside shard_map where the axis is bound, pass mesh=, or enter a mesh "
-                    "(with mesh: or jax.set_mesh)"
+                    "call it inside shard_map where the axis is bound, pass mesh=, enter a mesh "
+                    "(with mesh: or jax.set_mesh), or give arrays that lie on one"
                 )
             check_ring_lengths(a, mesh.shape[axis], shards=1)
+            alone = not requested and _leaves_other_axes(mesh)
             if in_specs is None:
                 in_specs = (PartitionSpec(None, axis, None, None),) * 3
-            return distribute(self, a, (mesh, in_specs, out_specs), call, ring_axis=axis)
+            where = (mesh, in_specs, out_specs)
+            return distribute(self, a, where, call, ring_axis=axis, ring_alone=alone)
 
     def supports(
         self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
@@ -155,6 +168,12 @@ class RingAttention(Operation[RingAttentionConfig]):
             return super().supports(*args, platform=platform, **kwargs)
         finally:
             _asking.reset(token)
+
+
+def _leaves_other_axes(mesh: Any) -> bool:
+    """Returns whether the compiler can shard kernels over the mesh axes that are not the ring's."""
+    several = sum(size > 1 for size in mesh.shape.values()) > 1
+    return several and not other_than_automatic(mesh) and regions_are_partitioned()
 
 
 def _halves(x: Array, axis_size: int, axis: int) -> tuple[jax.Array, int]:

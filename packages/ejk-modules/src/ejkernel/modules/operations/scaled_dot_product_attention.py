@@ -42,9 +42,10 @@ def scaled_dot_product_attention(
     vendor library (cuDNN) may serve it. A row that sees no key gives 0 whatever serves it.
 
     Args:
-        query, key, value, bias, cum_seqlens_q, cum_seqlens_k, mask_info, attention_mask,
-        softmax_scale, causal, causal_offset, sliding_window, platform, cfg, mesh, in_specs,
-        out_specs: as in :func:`flash_attention`.
+        query, key, value, bias, cum_seqlens_q, cum_seqlens_k: as in :func:`flash_attention`.
+        mask_info, attention_mask: as in :func:`flash_attention`.
+        causal, causal_offset, sliding_window: as in :func:`flash_attention`.
+        softmax_scale, platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
         init_bias: called without arguments to make the bias when ``bias`` is None.
 
     Returns:

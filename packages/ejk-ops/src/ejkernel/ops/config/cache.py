@@ -41,7 +41,7 @@ class ConfigCache(Copyable, process_local={"_latches": dict, "_serial": _serials
 
     @classmethod
     def from_results(cls, results: Iterable[Any]) -> ConfigCache:
-        """A cache holding the winners of ``AutotuneResult``s (those that have one)."""
+        """A cache of the winners of the results that have one (``AutotuneResult``)."""
         cache = cls()
         for result in results:
             if result.best is not None:
@@ -50,7 +50,7 @@ class ConfigCache(Copyable, process_local={"_latches": dict, "_serial": _serials
 
     @property
     def version(self) -> int:
-        """Counts changes: equal versions of one cache have equal content."""
+        """Counter of changes; equal versions of one cache have equal content."""
         return self._version
 
     @property

@@ -64,7 +64,7 @@ def _fixed(name: str, x: Any, rules: SimilarityRules) -> tuple[Any, ...]:
             free, heads = x["free"], _head_axis(x, name in rules.pools)
             sizes = [None if i in free or i == heads else n for i, n in enumerate(x["shape"])]
             return x["dtype"], tuple(free), tuple(sizes)
-        if _is_node(x):
+        if _is_node(x) and name not in rules.untuned_arguments:
             return x["node"], len(x["children"])
     return () if name in rules.untuned_arguments or name in rules.size_arguments else (repr(x),)
 

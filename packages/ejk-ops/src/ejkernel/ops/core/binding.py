@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -63,29 +64,32 @@ def _comparable(t: Any) -> tuple[Any, ...]:
 class _LocalCallReached(Exception):
     """Carries the call of one shard out of an abandoned trace."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, args: Any, kwargs: dict[str, Any], sequence_axes: tuple[str, ...]):
         super().__init__("reached")
         self.call = abstractify(args), abstractify(kwargs)
+        self.sequence_axes = sequence_axes
 
 
 def bind_shapes(
     kernel: BindingSteps, args: tuple[Any, ...], kwargs: dict[str, Any], route: Route
-) -> tuple[tuple[Any, ...], dict[str, Any], Binding | None]:
+) -> tuple[tuple[Any, ...], dict[str, Any], Route, Binding | None]:
     """Binds an abstract, prepared call and distributes it, without running it.
 
     Returns:
-        The canonical arguments, abstract. Over a mesh they are the arguments of one shard: the
-        trace is abandoned there, and no Binding is made. A kernel without such steps has none.
+        The canonical arguments, abstract, and the route. Over a mesh both belong to one shard:
+        the trace is abandoned there, and no Binding is made. A kernel without such steps has none.
 
     Raises:
         Whatever ``kernel.bind`` or ``kernel.distribute`` raise.
     """
     if not (route.distributed or kernel.says("bind", "distributes")):
-        return args, kwargs, None
+        return args, kwargs, route, None
     parts = Parts.flatten((args, kwargs))
 
-    def reach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise _LocalCallReached(args, kwargs)
+    def reach(
+        args: tuple[Any, ...], kwargs: dict[str, Any], sequence_axes: tuple[str, ...] = ()
+    ) -> Any:
+        raise _LocalCallReached(args, kwargs, sequence_axes)
 
     results: list[Any] = []
 
@@ -102,8 +106,8 @@ def bind_shapes(
     try:
         program = jax.make_jaxpr(steps)(*parts.arrays)
     except _LocalCallReached as reached:
-        return *reached.call, None
+        return *reached.call, replace(route, sequence_axes=reached.sequence_axes), None
     if not results:
         raise TypeError(f"{kernel.name}.distribute returned without running the call")
     (args, kwargs), bound = results
-    return args, kwargs, Binding(parts.positions, program, bound)
+    return args, kwargs, route, Binding(parts.positions, program, bound)

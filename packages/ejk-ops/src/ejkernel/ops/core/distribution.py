@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import PartitionSpec
 
 from ejkernel.ops.core.parts import Parts
 
-SEQUENCE_AXES = "sequence_axes"
-"""Among canonical arguments of a shard: the mesh axes over which its sequence is sharded."""
 
-LocalCall = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""The call of one shard, from its arguments."""
+class LocalCall(Protocol):
+    """The call of one shard, from its arguments.
+
+    ``sequence_axes``: the mesh axes over which the sequence of the call is sharded.
+    """
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sequence_axes: tuple[str, ...] = ()
+    ) -> Any: ...
 
 
 def check_mesh_and_specs(name: str, mesh: Any, in_specs: Any, out_specs: Any) -> None:

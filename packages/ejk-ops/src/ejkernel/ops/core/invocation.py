@@ -15,7 +15,6 @@ import numpy as np
 from ejkernel.ops.batch_invariance import is_batch_invariant
 from ejkernel.ops.config.key_distance import SimilarityRules
 from ejkernel.ops.core.binding import Binding, BindingSteps, bind_shapes
-from ejkernel.ops.core.distribution import SEQUENCE_AXES
 from ejkernel.ops.core.keys import key_payload, payload_key
 from ejkernel.ops.core.route import EXECUTOR_KEYWORDS, Route, specs_key
 from ejkernel.ops.implementation import Resolved
@@ -169,9 +168,9 @@ class Invocation:
         made = self.made
         made.key  # noqa: B018 (by the devices and settings of now)
         kwargs = dict(made.kwargs or {})
-        args, kwargs, binding = bind_shapes(self.kernel, made.args, kwargs, self.route)
+        args, kwargs, route, binding = bind_shapes(self.kernel, made.args, kwargs, self.route)
         return BoundCall(
-            self.kernel, args, kwargs, self.metadata, route=self.route, made=made, binding=binding
+            self.kernel, args, kwargs, self.metadata, route=route, made=made, binding=binding
         )
 
     def abstract(self) -> Invocation:
@@ -239,15 +238,8 @@ class BoundCall(Invocation):
 def bind_by_name(
     kernel: AnyKernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments by name as ``kernel.run`` would see them, defaults applied.
-
-    What the call of a shard has besides is kept.
-    """
+    """Arguments by name as ``kernel.run`` would see them, defaults applied."""
     signature = kernel.signature
-    of_shard: dict[str, Any] = {}
-    if SEQUENCE_AXES in kwargs:
-        kwargs = dict(kwargs)
-        of_shard = {SEQUENCE_AXES: kwargs.pop(SEQUENCE_AXES)}
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -259,7 +251,7 @@ def bind_by_name(
             arguments.update(value)
         else:
             arguments[name] = value
-    return arguments | of_shard
+    return arguments
 
 
 def call_invocation(

@@ -319,7 +319,7 @@ class Kernel(Generic[Cfg, Out]):
     ) -> Resolved:
         name = getattr(method, "__name__", "run")
         skipped = tuple((other, why) for other, m in methods.items() if m != method)
-        return Resolved(method, platform, None, name, self.has_custom_vjp, skipped)
+        return Resolved(method, platform, None, name, self.has_custom_vjp, skipped=skipped)
 
     def _nearest(self, methods: Mapping[str, Any], native: Platform) -> str | None:
         for platform in (native, Platform.CUDA, Platform.XLA):

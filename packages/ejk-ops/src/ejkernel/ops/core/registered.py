@@ -74,7 +74,8 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         """The registered implementation that runs the call; see ``KernelRegistry.get``."""
         call = inv.bound
         impl = self.registry.pick(self.survey(call, platform), call)
-        return Resolved(impl.fn, impl.platform, impl, impl.name, impl.differentiable)
+        axes = call.route.sequence_axes
+        return Resolved(impl.fn, impl.platform, impl, impl.name, impl.differentiable, axes)
 
     def survey(self, call: BoundCall, platform: Platform | None) -> Survey:
         """Every implementation with the reason why it can or cannot do the call."""

@@ -25,6 +25,8 @@ class Route:
         mesh, in_specs, out_specs: the mesh over which it is distributed, and how.
         device: fingerprint of the device it is meant for.
         batch_invariant: whether the bits of a sequence may not depend on the batch.
+        sequence_axes: of the call of one shard: the mesh axes over which devices share the
+            sequence; () where each has all of it.
     """
 
     platform: Platform | None = None
@@ -34,6 +36,7 @@ class Route:
     out_specs: Any = None
     device: str | None = None
     batch_invariant: bool = False
+    sequence_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh, type(None))):
@@ -69,6 +72,8 @@ class Route:
             shown["device_fingerprint"] = self.device
         if self.batch_invariant:
             shown["batch_invariant"] = True
+        if self.sequence_axes:
+            shown["sequence_axes"] = self.sequence_axes
         return shown
 
 

@@ -17,6 +17,7 @@ from ejkernel.ops.batch_invariance import batch_invariance
 from ejkernel.ops.compat import Tracer
 from ejkernel.ops.config.choice import config_from_file
 from ejkernel.ops.core.binding import Binding, array_types
+from ejkernel.ops.core.distribution import LocalCall
 from ejkernel.ops.core.invocation import AnyKernel, BoundCall
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.route import Route
@@ -191,9 +192,7 @@ class Program:
                 else:
                     args, kwargs = kernel.bind(*self.parts.around(arrays))
                     if route.distributed or kernel.distributes(args, kwargs):
-                        out = kernel.distribute(
-                            args, kwargs, route.placement, lambda a, named: run(*a, **named)
-                        )
+                        out = kernel.distribute(args, kwargs, route.placement, _of_shard(run))
                     else:
                         out = run(*args, **kwargs)
         finally:
@@ -209,6 +208,11 @@ class Program:
         call = replace(call, **arguments, binding=None, resolved=self.resolved)
         with stamped(kernel.name, kernel.version, self.key, self.cfg, mode, call):
             return run(*args, **kwargs)
+
+
+def _of_shard(run: Any) -> LocalCall:
+    # which axes devices share, binding has found before the implementation was chosen
+    return lambda args, kwargs, sequence_axes=(): run(*args, **kwargs)
 
 
 _offered: ContextVar[tuple[Program, Binding] | None] = ContextVar("ejkernel_binding", default=None)

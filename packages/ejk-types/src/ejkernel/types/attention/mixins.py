@@ -154,7 +154,7 @@ class SoftmaxKernel:
         arrays = arrays | {"q": q, "do": do, "base": saved}
         if "sink" not in arrays and self.finds_delta(work):
             return self.gradients(work, arrays | {"o": o, "dlse": dlse})
-        delta = row_delta(o, do, dlse)
+        delta = row_delta(o, do, dlse, in_order=work.batch_invariant)
         gradients = self.gradients(work, arrays | {"delta": delta})
         if "sink" in arrays:
             gradients["sink"] = sink_gradient(arrays["sink"], lse, delta)

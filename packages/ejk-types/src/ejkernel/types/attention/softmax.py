@@ -56,15 +56,31 @@ def empty_outputs(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, 
     return o, jnp.full((b, q_len, h), -jnp.inf, jnp.float32)
 
 
-def row_delta(o: jax.Array, do: jax.Array, dlse: jax.Array) -> jax.Array:
+def row_delta(o: jax.Array, do: jax.Array, dlse: jax.Array, *, in_order: bool = False) -> jax.Array:
     """``delta = do . o - dlse``, float32 ``[b, h, q]``.
 
-    o and do ``[b, q, h, dv]``; dlse ``[b, h, q]``.
+    o and do ``[b, q, h, dv]``; dlse ``[b, h, q]``. ``in_order``: additions have one order whatever
+    the number of rows; XLA chooses another for each.
     """
+    if in_order:
+        # fused with an addition it would not be rounded, and fusions follow from the shapes
+        products = jax.lax.optimization_barrier(do.astype(jnp.float32) * o.astype(jnp.float32))
+        return jnp.swapaxes(sum_by_halves(products), 1, 2) - dlse
     delta = jnp.einsum(
         "bqhd,bqhd->bhq", do, o, preferred_element_type=jnp.float32, precision="highest"
     )
     return delta - dlse
+
+
+def sum_by_halves(x: jax.Array) -> jax.Array:
+    """Sum over the last axis, each half added to the other: elementwise, hence in one order."""
+    if not x.shape[-1]:
+        return jnp.zeros(x.shape[:-1], x.dtype)
+    while (size := x.shape[-1]) > 1:
+        half = size // 2
+        pairs = x[..., :half] + x[..., half : 2 * half]
+        x = jnp.concatenate([pairs, x[..., 2 * half :]], -1) if size % 2 else pairs
+    return x[..., 0]
 
 
 def sink_gradient(sink: jax.Array | None, lse: jax.Array, delta: jax.Array) -> jax.Array | None:

@@ -13,7 +13,7 @@ from ejkernel.types import mods
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import scaled_operands
 from ejkernel.types.calls.softmax import SoftmaxCall
-from ejkernel.types.calls.spec import Arguments
+from ejkernel.types.calls.spec import Arguments, shift_mods
 from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key, Quantized
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.mod_blocks import known_block_size
@@ -129,9 +129,7 @@ class FlashAttention(SoftmaxCall):
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:
         super().to_shard(a, shard)
-        for name in mods.MODS:
-            if a[name] is not None:
-                a[name] = a[name].on_shard(shard.offset("batch"), shard.offset("heads"))
+        shift_mods(a, shard)
 
 
 def _scales(a: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.values import concrete_indices, concrete_value
 from ejkernel.types.calls.words import describe_value, out_of_range
+from ejkernel.types.errors import InvalidArgument
 from ejkernel.types.masks.segments import check_starts
+from ejkernel.types.serving.plan import AttentionPlan, make_plan
 from ejkernel.types.serving.problem import RaggedProblem
 from ejkernel.types.serving.sharded_pages import local_rows
 from ejkernel.types.serving.write import row_positions
@@ -33,8 +35,10 @@ class PagedCall(Call):
     """A call that reads a cache of pages, its first array of pages, through ``block_tables``."""
 
     shards_pages: ClassVar[bool] = True
+    sequence_hint: ClassVar[str] = "shard heads or rows"
     refused_axes: ClassVar[Mapping[str, str]] = {
-        "pages": "spread pages by mesh= and in_specs=, or shard heads or rows"
+        "pages": "spread pages by mesh= and in_specs=, or shard heads or rows",
+        "page_size": "shard heads or rows, or spread pages by mesh= and in_specs=",
     }
     NOT_OVER_DEVICES: ClassVar[tuple[str, ...]] = ("sliding_window", "tree_mask", "positions")
     """Arguments that say which keys a row sees by their places."""
@@ -173,8 +177,14 @@ class PagedCall(Call):
 
 
 class RaggedCall(PagedCall):
-    """A call of packed query rows of several sequences over a cache of pages."""
+    """A call of packed query rows of several sequences over a cache of pages.
 
+    A ``plan`` stands for starts, lengths and the number of sequences: in canonical form these are
+    the plan's.
+    """
+
+    merged: ClassVar[Mapping[str, str]] = {"plan": "query_start_loc"}
+    untuned_arguments: ClassVar[frozenset[str]] = Call.untuned_arguments | {"plan"}
     sequence_hint: ClassVar[str] = (
         "shard heads or pages, or give each device its own rows and tables in a shard_map"
     )
@@ -183,6 +193,55 @@ class RaggedCall(PagedCall):
     def _valid_sequences(cls, a: Arguments) -> Any:
         """Returns the number of sequences that count."""
         return a["num_seqs"].reshape(())
+
+    @classmethod
+    def count_all(cls, a: Arguments) -> None:
+        """Let all sequences count, in place."""
+        raise NotImplementedError
+
+    @classmethod
+    def canonicalize(cls, a: Arguments) -> None:
+        """A plan is of as many rows and sequences as the call has."""
+        super().canonicalize(a)
+        plan = a["plan"]
+        if plan is None:
+            return
+        planned = plan.rows.shape[-1], plan.lens.shape[-1]
+        legal = a["queries"].shape[0], a[cls._lengths()].shape[0]
+        if planned != legal or plan.rows.ndim != 2:
+            theirs, ours = (f"{size[0]} rows and {size[1]} sequences" for size in (planned, legal))
+            raise InvalidArgument(
+                f"plan: expected a plan of {ours}, as plan_ragged_attention({cls._lengths()}, "
+                f"query_start_loc, ..., tokens={legal[0]}) makes it, given one of {theirs}"
+            )
+        a[cls._lengths()], a["query_start_loc"] = plan.lens, plan.starts
+        cls.count_all(a)
+
+    @classmethod
+    def check_contents(cls, a: Arguments) -> None:
+        """Check that a plan was made from the starts and lengths of the call."""
+        super().check_contents(a)
+        if a["plan"] is None:
+            return
+        plan, n = a["plan"], a[cls._lengths()].shape[0]
+        count = min(int(np.asarray(cls._valid_sequences(a))), n)
+        made = make_plan(a[cls._lengths()], a["query_start_loc"], count, a["queries"].shape[0])
+        for name in ("lens", "starts"):
+            ours, theirs = (np.asarray(getattr(x, name)) for x in (made, plan))
+            if not np.array_equal(ours, theirs):
+                i = int(np.flatnonzero(ours != theirs)[0])
+                raise ValueError(
+                    f"plan: given {name}[{i}] = {int(theirs[i])}, expected {int(ours[i])}, as the "
+                    "call has it: a plan is made from the starts and lengths of its step"
+                )
+        if plan.max_query_len is not None:
+            counts = np.diff(np.asarray(made.starts))
+            if counts.size and counts.max() > plan.max_query_len:
+                r = int(counts.argmax())
+                raise ValueError(
+                    f"plan: given max_query_len={plan.max_query_len}, expected at least the "
+                    f"{int(counts[r])} rows of sequence {r}"
+                )
 
     @classmethod
     def visible_keys(cls, a: Arguments) -> tuple[Any, Any]:
@@ -196,7 +255,7 @@ class RaggedCall(PagedCall):
     def with_rows(cls, a: Arguments, tables: Any, lengths: Any) -> Arguments:
         starts = jnp.arange(a["queries"].shape[0] + 1, dtype=jnp.int32)
         rows = {cls._lengths(): lengths, "block_tables": tables, "query_start_loc": starts}
-        return {**a, **rows}
+        return {**a, **rows, "plan": None}
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
@@ -207,6 +266,12 @@ class RaggedCall(PagedCall):
             return None
         lse = jnp.full(queries.shape[:-1], -jnp.inf, jnp.float32)
         return jnp.zeros(queries.shape, queries.dtype), lse
+
+    @classmethod
+    def plan_operands(cls, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the operand of stages that a plan is besides starts and lengths."""
+        plan = arrays.get("plan")
+        return {} if plan is None else {"packed_rows": plan.rows}
 
     @classmethod
     def stage_outputs(cls, problem: RaggedProblem) -> tuple[str, ...]:
@@ -222,6 +287,16 @@ class RaggedCall(PagedCall):
         if problem.paged.return_lse:
             others[0] = name_lse(others[0])
         return (name_output(o), *others)
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Returns samples whose plan is theirs."""
+        samples, plan = super().samples(a, rng), a.get("plan")
+        if isinstance(plan, AttentionPlan):
+            lens, starts = samples[cls._lengths()], samples["query_start_loc"]
+            tokens = a["queries"].shape[0]
+            samples["plan"] = make_plan(lens, starts, len(lens), tokens, plan.max_query_len)
+        return samples
 
     @classmethod
     def fold_batch(cls, *args: Any) -> None:

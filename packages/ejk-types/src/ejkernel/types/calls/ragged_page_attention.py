@@ -11,6 +11,7 @@ from ejkernel.types.calls.paged import RaggedCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
 from ejkernel.types.serving.operands import broadcast_operands, in_order
+from ejkernel.types.serving.plan import AttentionPlan
 from ejkernel.types.serving.problem import RaggedProblem
 
 
@@ -37,6 +38,7 @@ class RaggedPageAttention(RaggedCall):
         k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         return_lse: bool = False,
+        plan: AttentionPlan | None = None,
     ) -> None: ...
 
     @classmethod
@@ -63,6 +65,10 @@ class RaggedPageAttention(RaggedCall):
         canonicalize.scalar_index(a, "num_seqs")
 
     @classmethod
+    def count_all(cls, a: Arguments) -> None:
+        a["num_seqs"] = jnp.asarray(a["context_lens"].shape[0], jnp.int32)
+
+    @classmethod
     def with_rows(cls, a: Arguments, tables: Any, lengths: Any) -> Arguments:
         count = jnp.asarray(a["queries"].shape[0], jnp.int32)
         return {**super().with_rows(a, tables, lengths), "num_seqs": count}
@@ -82,6 +88,7 @@ class RaggedPageAttention(RaggedCall):
             "tables": arrays["block_tables"],
             "starts": arrays["query_start_loc"],
             "valid": arrays["num_seqs"].reshape(1),
+            **cls.plan_operands(arrays),
         }
         return in_order(operands | broadcast_operands(arrays))
 

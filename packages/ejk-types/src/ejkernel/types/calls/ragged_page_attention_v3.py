@@ -12,6 +12,7 @@ from ejkernel.types.calls.paged import RaggedCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
 from ejkernel.types.serving.operands import broadcast_operands, in_order
+from ejkernel.types.serving.plan import AttentionPlan
 from ejkernel.types.serving.problem import RaggedProblem
 from ejkernel.types.serving.write import read_rows, write_rows, write_slots
 
@@ -45,6 +46,7 @@ class RaggedPageAttentionv3(RaggedCall):
         k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         return_lse: bool = False,
+        plan: AttentionPlan | None = None,
     ) -> None: ...
 
     @classmethod
@@ -64,6 +66,7 @@ class RaggedPageAttentionv3(RaggedCall):
     @classmethod
     def check_contents(cls, a: Arguments) -> None:
         """Decoding sequences have one row each, and no two rows are written to one place."""
+        super().check_contents(a)
         decoding, _, valid = map(int, a["distribution"])
         starts, lens = a["query_start_loc"][: valid + 1].astype(np.int64), a["kv_lens"]
         counts = np.diff(starts)
@@ -120,6 +123,10 @@ class RaggedPageAttentionv3(RaggedCall):
         return a["distribution"][2]
 
     @classmethod
+    def count_all(cls, a: Arguments) -> None:
+        a["distribution"] = jnp.full(3, a["kv_lens"].shape[0], jnp.int32)
+
+    @classmethod
     def with_rows(cls, a: Arguments, tables: Any, lengths: Any) -> Arguments:
         """Returns the call that reads; what it writes is what the cache holds there.
 
@@ -167,6 +174,7 @@ class RaggedPageAttentionv3(RaggedCall):
             "valid": arrays["distribution"],
             "keys": arrays["keys"],
             "values": arrays["values"],
+            **cls.plan_operands(arrays),
         } | broadcast_operands(arrays)
         if "q_scale" in arrays:
             q, scale = operands["q"], arrays["q_scale"].astype(jnp.float32)

@@ -1,5 +1,6 @@
 """The call of ring_attention."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -8,10 +9,11 @@ from jax.typing import DTypeLike
 
 from ejkernel.types.arrays import MAX_LENGTH
 from ejkernel.types.calls.softmax import AttentionCall
-from ejkernel.types.calls.spec import Arguments
+from ejkernel.types.calls.spec import Arguments, leaf_axes, shift_mods
 from ejkernel.types.calls.words import Array, F, I, Key, invalid, out_of_range
 from ejkernel.types.masks.combine import mask_of
 from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.mods import MODS
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -67,6 +69,26 @@ class RingAttention(AttentionCall):
             a["kv_segment_ids"] = q_ids
         if a["mask_info"] is not None and not bound:
             a["mask_info"] = mask_of({name: a[name] for name in ("query", "key", "mask_info")})
+
+    @classmethod
+    def array_axes(cls, a: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+        """Also of functions of indices, which flash_attention over a shared sequence may have."""
+        axes = super().array_axes(a)
+        for name in MODS:
+            leaves = leaf_axes(a.get(name))
+            if leaves is not None:
+                axes[name] = leaves
+        return axes
+
+    @classmethod
+    def whole_axes(cls, sizes: Mapping[str, int]) -> dict[str, str]:
+        """None: the arrays are a device's own part of the sequence."""
+        return {}
+
+    @classmethod
+    def to_shard(cls, a: Arguments, shard: Any) -> None:
+        super().to_shard(a, shard)
+        shift_mods(a, shard)
 
 
 def axis_is_bound(name: Any) -> bool:

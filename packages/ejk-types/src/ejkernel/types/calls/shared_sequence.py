@@ -12,7 +12,8 @@ from ejkernel.types.masks.combine import mask_of
 
 SHARED = (
     "query", "key", "value", "bias", "softmax_aux", "mask_info", "softmax_scale", "dropout_prob",
-    "dropout_seed", "logits_soft_cap", "return_lse", "precision", "logits_dtype",
+    "dropout_seed", "logits_soft_cap", "return_lse", "precision", "logits_dtype", "score_mod",
+    "mask_mod",
 )  # fmt: skip
 
 

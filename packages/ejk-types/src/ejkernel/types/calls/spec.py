@@ -13,7 +13,7 @@ import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
 from ejkernel.types.calls import canonicalize, drawn, values
-from ejkernel.types.calls.axes import bare, mask_words
+from ejkernel.types.calls.axes import bare, mask_words, meaning
 from ejkernel.types.calls.layout import Layout
 from ejkernel.types.calls.sharding import ShardingRule
 from ejkernel.types.calls.sharding_notes import pages_notes, place_arrays, sharding_notes
@@ -22,11 +22,12 @@ from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.mods import MODS, Mod
+from ejkernel.types.serving.plan import AttentionPlan
 
 Arguments = dict[str, Any]
 Step = Callable[[Arguments], None]
 _NUMBER = {int}
-TREES = (MaskInfo, Mod)
+TREES = (MaskInfo, Mod, AttentionPlan)
 """Arguments that consist of arrays."""
 
 
@@ -193,9 +194,7 @@ class Call:
     @classmethod
     def shares_sequence(cls, a: Mapping[str, Any]) -> bool:
         """Returns whether devices may share the sequence of a call."""
-        # functions of indices would have to count over all devices
-        score_mod, mask_mod = MODS
-        return bool(cls.sequence_axes) and a.get(score_mod) is a.get(mask_mod) is None
+        return bool(cls.sequence_axes)
 
     @classmethod
     def sharding_rule(cls, a: Mapping[str, Any], *, sequence: bool = False) -> ShardingRule:
@@ -210,7 +209,18 @@ class Call:
                     if not (word.startswith("#") and size == 1):
                         sizes.setdefault(word.lstrip("#"), size)
         words = tuple(word for word in cls.sequence_axes if word in sizes) if sequence else ()
-        return ShardingRule(cls.name, sizes, cls.whole_groups, words, cls.refused_axes)
+        return ShardingRule(cls.name, sizes, cls.whole_groups, words, cls.whole_axes(sizes))
+
+    @classmethod
+    def whole_axes(cls, sizes: Mapping[str, int]) -> dict[str, str]:
+        """Returns words of axes that are an error where they are sharded, and what to do instead.
+
+        They are ``refused_axes``, and the axes of a sequence that devices never share.
+        """
+        if cls.sequence_axes:
+            return dict(cls.refused_axes)
+        tokens = (word for word in sizes if meaning(word).in_order)
+        return {**dict.fromkeys(tokens, cls.sequence_hint), **cls.refused_axes}
 
     @classmethod
     def sharding_notes(
@@ -405,7 +415,7 @@ class Call:
             x = a[name]
             if isinstance(x, np.dtype):
                 x = x.name
-            elif isinstance(x, Mod):
+            elif isinstance(x, (Mod, AttentionPlan)):
                 x = x.form
             elif hasattr(x, "shape") and hasattr(x, "dtype"):
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -416,7 +426,7 @@ class Call:
     def options(cls, a: Mapping[str, Any]) -> Any:
         """Returns the arguments that are no arrays, hashable; dtypes are names, as above.
 
-        None stands for a PRNG key, which is an array in canonical form.
+        None stands for a PRNG key, which is an array in canonical form, and for a plan.
         """
         values = []
         for name in cls.Options._fields:
@@ -425,14 +435,14 @@ class Call:
                 x = x.name
             elif isinstance(x, Mod):
                 x = x.form
-            elif hasattr(x, "shape") and hasattr(x, "dtype"):
+            elif isinstance(x, AttentionPlan) or (hasattr(x, "shape") and hasattr(x, "dtype")):
                 x = None
             values.append(x)
         return cls.Options(*values)
 
     @classmethod
     def array_arguments(cls, a: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays among the arguments, the mask and the mods, by name."""
+        """The arrays among the arguments, the mask, the mods and the plan, by name."""
         arrays = {}
         for name in cls.boundary.names:
             x = a[name]
@@ -489,7 +499,7 @@ class Call:
 
 
 def leaf_axes(value: Any) -> list[tuple[str, ...]] | None:
-    """Returns the words of the axes of each array of a mask or a mod; None for other values.
+    """Returns the words of the axes of each array of a mask, mod or plan; None for other values.
 
     The arrays of a mod are whole on every device: its function indexes them by global indices.
     """
@@ -497,4 +507,13 @@ def leaf_axes(value: Any) -> list[tuple[str, ...]] | None:
         return mask_words(value)
     if isinstance(value, Mod):
         return [("_",) * len(x.shape) for x in jax.tree.leaves(value)]
+    if isinstance(value, AttentionPlan):
+        return list(value.AXES)
     return None
+
+
+def shift_mods(a: Arguments, shard: Any) -> None:
+    """Lets functions of indices count rows and heads from those that a shard begins with."""
+    for name in MODS:
+        if a.get(name) is not None:
+            a[name] = a[name].on_shard(shard.offset("batch"), shard.offset("heads"))

@@ -111,14 +111,20 @@ def combine_masks(
     ``causal``, ``sliding_window`` and ``chunk_size`` use positions: from ``cum_seqlens_*`` if
     given, else from ``mask_info``, else the array index; each argument keeps its own offset.
 
-    attention_mask: bool or integer ``[#b, #h, #q, #k]``, ``[#b, q, k]`` or, as a key padding
-        mask, ``[#b, k]``. Padding masks become segment ids and cost O(length) memory. Where the
-        sizes of a call also let it be ``[q, k]`` or ``[h, q, k]``, the missing axes must be given.
-    cum_seqlens_q, cum_seqlens_k: ``[n+1]``; need batch 1; k defaults to q (then equal lengths).
+    Args:
+        mask_info: the mask that the others are joined to; None allows all.
+        attention_mask: bool or integer ``[#b, #h, #q, #k]``, ``[#b, q, k]`` or, as a key padding
+            mask, ``[#b, k]``. Padding masks become segment ids and cost O(length) memory. Where
+            the sizes of a call also let it be ``[q, k]`` or ``[h, q, k]``, the missing axes must
+            be given.
+        causal, causal_offset, sliding_window, chunk_size: as in :class:`MaskInfo`.
+        cum_seqlens_q, cum_seqlens_k: ``[n+1]``; need batch 1; k defaults to q (then equal
+            lengths).
+        q_len, kv_len, batch, heads: sizes of the call; None: not checked.
 
-    Raises InvalidArgument naming ``mask_info`` or ``attention_mask`` if an array does not fit
-    ``batch``, ``heads``, ``q_len`` and ``kv_len``; ValueError for negative windows and for
-    ``cum_seqlens_k`` alone.
+    Raises:
+        InvalidArgument: ``mask_info`` or ``attention_mask`` does not fit the sizes.
+        ValueError: a negative window, or ``cum_seqlens_k`` alone.
     """
     if mask_info is not None and not isinstance(mask_info, MaskInfo):
         raise invalid("mask_info", "a MaskInfo or None", mask_info)

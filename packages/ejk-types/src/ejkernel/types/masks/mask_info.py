@@ -41,7 +41,7 @@ def _offset(offset: int) -> int:
 class MaskInfo(Constructors):
     """An attention mask as a description; a dense boolean mask exists only if one was given.
 
-    A query i sees a key j iff all constraints that are set hold:
+    A query i sees a key j iff all constraints that are set hold::
 
         attention_mask[b, h, i, j]
         q_segment_ids[b, i] == kv_segment_ids[b, j] >= 0
@@ -52,17 +52,23 @@ class MaskInfo(Constructors):
     pos_q and pos_k are ``q_positions`` and ``kv_positions`` where given, else the array index.
     Masks that no single set of fields can say are joined by ``&`` (``terms``).
 
-    attention_mask: bool or integer ``[#batch, #heads, q_len, kv_len]``, nonzero = visible
-    q_segment_ids, kv_segment_ids: int ``[#batch, len]``, negative = padding; both or neither
-    q_positions, kv_positions: int ``[#batch, len]``; as ids, stored as int32: wider values are
-        refused in numpy and concrete jax arrays, traced ones lose their high 32 bits
-    causal, causal_offset, sliding_window (int w = (w, w)), chunk_size: static
-    batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: mesh axes that
-        ``get_shardings`` uses; None, a name or a tuple of names
+    Args:
+        attention_mask: bool or integer ``[#batch, #heads, q_len, kv_len]``, nonzero = visible.
+        q_segment_ids, kv_segment_ids: int ``[#batch, len]``, negative = padding; both or neither.
+        q_positions, kv_positions: int ``[#batch, len]``; as ids, stored as int32: wider values
+            are refused in numpy and concrete jax arrays, traced ones lose their high 32 bits.
+        causal, causal_offset, chunk_size: static.
+        sliding_window: static; an integer w means ``(w, w)``.
+        batch_axis_name, qheads_axis_name: mesh axes that ``get_shardings`` uses; None, a name or
+            a tuple of names.
+        kvheads_axis_name, sequence_axis_name: the same.
 
-    Immutable, and a pytree: arrays are leaves, the rest is static. Raises InvalidArgument for a
-    wrong dtype, rank or size, ValueError for a negative window, a chunk below 1, segment ids on
-    one side only, or ids and positions that int32 does not hold.
+    Raises:
+        InvalidArgument: a wrong dtype, rank or size.
+        ValueError: a negative window, a chunk below 1, segment ids on one side only, or ids and
+            positions that int32 does not hold.
+
+    Immutable, and a pytree: arrays are leaves, all other fields are static.
     """
 
     __slots__ = ()

@@ -252,8 +252,13 @@ def prepare_mask(
     them holds no visible pair in any batch row or head. O(nq*nk) work on blocks for masks that
     depend on arrays, O(nq + nk) for purely structural ones.
 
-    q_len, kv_len: lengths of the call, zero allowed. block_q, block_kv: at least 1.
-    Raises InvalidArgument naming ``mask_info`` if an array has another length.
+    Args:
+        mask: of the call.
+        q_len, kv_len: lengths of the call, zero allowed.
+        block_q, block_kv: at least 1.
+
+    Raises:
+        InvalidArgument: an array of ``mask_info`` has another length.
     """
     tiling = Tiling(
         length(q_len, "q_len"),

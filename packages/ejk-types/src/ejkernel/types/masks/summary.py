@@ -20,11 +20,12 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 class BlockSummary(NamedTuple):
     """The visibility of each block of queries and keys.
 
-    kind: int8 ``[#b, #h, nq, nk]``, 0 empty (no visible pair), 1 partial, 2 full (every pair
-        visible). Empty and full are exact claims; partial means mixed or not known.
-    kv_start, kv_stop: int32 ``[#b, #h, nq]``, half-open range of the key blocks of a query block
-        that are not empty; equal if there is none.
-    q_start, q_stop: int32 ``[#b, #h, nk]``, the same with the axes exchanged.
+    Attributes:
+        kind: int8 ``[#b, #h, nq, nk]``, 0 empty (no visible pair), 1 partial, 2 full (every pair
+            visible). Empty and full are exact claims; partial means mixed or not known.
+        kv_start, kv_stop: int32 ``[#b, #h, nq]``, half-open range of the key blocks of a query
+            block that are not empty; equal if there is none.
+        q_start, q_stop: int32 ``[#b, #h, nk]``, the same with the axes exchanged.
     """
 
     kind: Any

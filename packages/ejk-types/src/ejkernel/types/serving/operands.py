@@ -8,6 +8,7 @@ The stages of every backend know the arrays of a call by these names, those that
     tables          [b, columns]: pages of each sequence
     begins          [b]: first visible keys
     starts, valid   [b + 1], [1 or 3]: rows of packed sequences, the last number of valid ones
+    packed_rows     [4, T]: of every packed row its sequence (``plan.PackedRow``)
     sink            [1, h, sinks]: sinks
     k_scale, v_scale  [1, 1 or hk]: scales of a cache in 8 bits
     keys, values    [T, hk, d]: new keys and values, to be written to the cache
@@ -33,6 +34,7 @@ NAMES = (
     "begins",
     "starts",
     "valid",
+    "packed_rows",
     "sink",
     "k_scale",
     "v_scale",

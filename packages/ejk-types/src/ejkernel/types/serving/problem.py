@@ -147,11 +147,15 @@ class RaggedProblem:
         paged: the problem of one new token per sequence, a batch row each.
         rows: packed query rows.
         written_dtypes: dtypes of the new keys and values, where the call writes them.
+        planned: whether the call has an ``AttentionPlan``.
+        max_query_len: rows that a sequence has at most, as a plan promises; None: any number.
     """
 
     paged: PagedProblem
     rows: int
     written_dtypes: tuple[str, ...] = ()
+    planned: bool = False
+    max_query_len: int | None = None
 
     @classmethod
     def from_arguments(
@@ -176,7 +180,9 @@ class RaggedProblem:
             max_pages=table.shape[1] if table.ndim == 2 else table.shape[0] // max(n, 1),
             layout=KVLayout.interleaved(heads, cache.shape[-1]),
         )
-        return cls(paged, queries.shape[0], written_dtypes)
+        plan = a.get("plan")
+        promised = None if plan is None else plan.max_query_len
+        return cls(paged, queries.shape[0], written_dtypes, plan is not None, promised)
 
     @property
     def sequences(self) -> int:

@@ -6,11 +6,12 @@ recomputed tile by tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.triton.bridge import call
@@ -128,7 +129,20 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
             o, lse, *saved = call(launch, **operands).values()
             outputs = o, lse
         gradients = dict(super().backward(work, arrays, outputs, saved, cotangents))
-        return gradients | _captured_gradients(work, arrays, cotangents)
+        return gradients | _captured_gradients(work, arrays, lambda *_: cotangents)
+
+    def part_gradients(self, work, arrays, *, scales, delta, dlse, o, do) -> Arrays:
+        rows = {"scales": scales, "delta": delta, "dlse": dlse, "o": o, "do": do}
+        gradients = super().part_gradients(work, arrays, **rows)
+        lse = scales.m * self.row_unit(work.problem) - scales.log2_scale * LN2
+
+        def of_part(o: Any, part_lse: Any) -> tuple[Any, Any]:
+            seen = scales.alive & (part_lse > -jnp.inf)
+            weight = jnp.where(seen, jnp.exp(jnp.where(seen, part_lse - lse, 0.0)), 0.0)
+            wide = do.astype(jnp.float32) * weight[..., None]
+            return wide, (wide * o.astype(jnp.float32)).sum(-1) - weight * delta
+
+        return gradients | _captured_gradients(work, arrays, of_part, heads_first=False)
 
     def row_unit(self, problem: Problem) -> float:
         return LN2 if is_fused(problem) else logit_unit(problem)
@@ -183,8 +197,17 @@ def _key_passes(work: Work) -> Iterable[tuple[tuple[str, ...], Tiles]]:
     return tiles.key_passes(work.problem, work.tiles.dkv, work.target)
 
 
-def _captured_gradients(work: Work, arrays: Arrays, cotangents: tuple[Any, ...]) -> Arrays:
+def _captured_gradients(
+    work: Work,
+    arrays: Arrays,
+    cotangents_of: Callable[[Any, Any], tuple[Any, ...]],
+    *,
+    heads_first: bool = True,
+) -> Arrays:
     """Returns the gradients of the floats that a score_mod captures, by XLA.
+
+    ``cotangents_of``: returns those of o ``[b, q, h, dv]`` and lse ``[b, h, q]``, or ``[b, q, h]``
+    without ``heads_first``.
 
     Each element may be read by any pair, in any order: sums without atomics would need a kernel for
     every function. A program that does not use them does not compute them.
@@ -210,10 +233,10 @@ def _captured_gradients(work: Work, arrays: Arrays, cotangents: tuple[Any, ...])
     def run(floats: Arrays) -> Any:
         mod = form.mod(arrays | floats)
         o, lse = reference.run_canonical(**(options | {"score_mod": mod}))
-        return o, lse.swapaxes(1, 2)
+        return o, lse.swapaxes(1, 2) if heads_first else lse
 
     (o, lse), pull = jax.vjp(run, floats)
-    do, dlse = cotangents
+    do, dlse = cotangents_of(o, lse)
     return pull((do.astype(o.dtype), dlse.astype(lse.dtype)))[0]
 
 

@@ -32,7 +32,7 @@ from ejkernel.kernels.triton.common.softmax import tanh_from_exp2  # noqa: F401 
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.structure import Unsupported
-from ejkernel.types.mods import MODS, SCORE, ModForm, Program
+from ejkernel.types.mods import INDICES, MODS, SCORE, ModForm, Program
 
 MOST_ARRAYS = 16
 """Captured arrays of a function that a launch takes."""
@@ -425,7 +425,7 @@ def source(form: ModForm, slope: bool = False) -> str:
         inputs.append(View(n, shape, (0,) * len(shape), shape, axes))
     if scored:
         inputs.append(Scalar("score"))
-    inputs += [Scalar(name, 0) for name in "bhqk"]
+    inputs += [Scalar(name, 0) for name in INDICES]
     outputs = [lowering.scalar(x) for x in lowering.run(jaxpr, inputs)]
     texts = [lowering.text(x) for x in outputs]
     needed = {x.name for x in outputs if isinstance(x, Scalar)}
@@ -439,8 +439,9 @@ def source(form: ModForm, slope: bool = False) -> str:
     if "b" in needed:
         first = f" + tl.load(arrays[{origin}])" if form.shifted else ""
         head.append(f"    b = b % batch{first}")
-    if "h" in needed and form.shifted:
-        head.append(f"    h = h + tl.load(arrays[{origin}] + 1)")
+    for i, name in enumerate(INDICES[1 : form.shifted], 1):
+        if name in needed:
+            head.append(f"    {name} = {name} + tl.load(arrays[{origin}] + {i})")
     parameters = (["score"] if scored else []) + ["b", "h", "q", "k", "arrays", "batch"]
     results = [_result(x, text, scored) for x, text in zip(outputs, texts, strict=True)]
     if slope and isinstance(outputs[1], np.ndarray) and outputs[1] == 1.0:

@@ -13,7 +13,7 @@ goes to slot r + b of the partial results.
 
 The last program of a chunk and head to finish merges its partial results, in the order of the
 ranges, so that two runs give the same bits. ``counters`` holds how many have finished, 0 before the
-launch. A chunk in one range needs neither. Rows that see no key are set by the first range.
+launch. A chunk in one range needs neither. Rows that see no key are shared out among the ranges.
 
 Bound: reading keys and values once for each chunk. One sequence of 1,024 tokens, 8 kv heads, D128
 in bfloat16: 4.2 MB, 1 us at 4.3 TB/s, so that waits for memory and between launches decide.
@@ -48,7 +48,7 @@ from ejkernel.kernels.triton.serving.merge import (
     merge_rows,
     row_lse,
 )
-from ejkernel.kernels.triton.serving.packed_rows import PackedSequences, find_packed_rows
+from ejkernel.kernels.triton.serving.packed_rows import find_packed_rows, packed_sequences
 from ejkernel.kernels.triton.serving.pages import load_block_pages
 from ejkernel.kernels.triton.serving.ragged_tiles import (
     count_counters,
@@ -90,10 +90,13 @@ def _at(lane, x, i):
 
 
 @triton.jit
-def _clear_rows(o, lse, lane, is_seen, rows, member, inside, layout, V):
-    """Writes the rows that see no key, of the query heads ``member``: 0, and -inf as the lse."""
+def _clear_rows(o, lse, lane, is_seen, first, step, rows, member, inside, layout, V):
+    """Writes the rows that see no key, of the query heads ``member``: 0, and -inf as the lse.
+
+    Of these the rows ``first``, ``first + step`` and so on.
+    """
     if tl.min(tl.where(lane < rows, is_seen, 1), 0) == 0:
-        for row in range(0, rows):
+        for row in range(first, rows, step):
             if _at(lane, is_seen, row) == 0:
                 target = (row * layout.ALL + member).to(tl.int64)
                 zero = tl.zeros([layout.BLOCK, V.MAIN], tl.float32)
@@ -150,11 +153,12 @@ def few_rows_attention(
     token = member // GROUP
     member = hk * GROUP + (member if TOKENS == 1 else member % GROUP)
     is_head = token == 0
-    if work_range == 0:
+    if work_range < rows:
         # the position of a row that sees a key is not negative
         is_seen = (row_of.last > 0) & (row_of.length - row_of.last + lane >= 0)
         _clear_rows(
-            o, lse, lane, is_seen.to(tl.int32), rows, member, is_head, layout, cache.V
+            o, lse, lane, is_seen.to(tl.int32), work_range, ranges, rows, member, is_head, layout,
+            cache.V,
         )  # fmt: skip
     v = cache.k + cache.V_OFFSET
     while t < end:
@@ -255,7 +259,9 @@ class FewRowsAttention(RaggedLaunch):
     """
 
     kernel = few_rows_attention
-    batching: ClassVar = sequential("q k tables starts lens valid k_scale v_scale sink counters_in")
+    batching: ClassVar = sequential(
+        "q k tables starts lens valid packed_rows k_scale v_scale sink counters_in"
+    )
 
     @property
     def ranges(self) -> int:
@@ -298,15 +304,11 @@ class FewRowsAttention(RaggedLaunch):
         cache = self.operand("k", view)
         columns = max(16, power_of_two(p.dim))
         heads = block if chunks > 1 else power_of_two(p.group)
-        valid = self.shape("valid") or (1,)
         size = math.prod(self.shape("k") or (0,)) // (1 if view is None else 2)
         return {
             # once: XLA copies an operand that it sees read next to the result in its memory
             "cache": cache_group(p, cache, None, None),
-            # the last element is the number of valid sequences
-            "packed": PackedSequences(
-                *map(self.operand, ("starts", "lens", "valid")), COUNT=valid[0] - 1
-            ),
+            "packed": packed_sequences(self),
             "k_scale": self.scale("k_scale"),
             "v_scale": self.scale("v_scale"),
             "sinks": self.sinks(),

@@ -20,6 +20,7 @@ MIN_SPLIT_KEYS = 1024  # keys of a split: its partial results are a quarter of t
 MAX_COMPARISONS = 4096  # of rows with sequences, which each program of few rows makes at once
 FEW_ROWS_STEPS = 4  # steps of a work range of few rows
 MAX_REPEATED_READS = 4  # times that few rows of one sequence may read its keys, one a chunk
+MAX_PLANNED_ROWS = 1024  # that a program looks at at once, where a plan has their sequences
 MAX_DECODE_TOKENS = 8  # rows of a sequence in one decoding step: keys are read once for all of them
 
 
@@ -106,7 +107,8 @@ def decode_tokens(problem: RaggedProblem) -> int:
     p = problem.paged
     rows, chunks = query_rows(p)
     fit = rows // p.group if chunks == 1 else 1
-    return max(1, min(fit, MAX_DECODE_TOKENS, problem.rows))
+    most = problem.rows if problem.max_query_len is None else problem.max_query_len
+    return max(1, min(fit, MAX_DECODE_TOKENS, problem.rows, most))
 
 
 def decode_problem(problem: RaggedProblem, tiles: RaggedTiles) -> PagedProblem:
@@ -192,15 +194,19 @@ def is_few_rows(problem: RaggedProblem, tiles: RaggedTiles) -> bool:
     """Returns whether a call is one of few rows, which ``few_rows`` attends to in one launch.
 
     A row for each sequence at most is the shape of a call that only decodes. Whatever its values,
-    no sequence has more chunks than are worth another launch. Its work ranges cut a sequence where
-    others end, so that it never serves batch-invariant calls, whose splits are fixed.
+    no sequence has more chunks than are worth another launch; a plan can promise that of more rows.
+    Its work ranges cut a sequence where others end, so that it never serves batch-invariant calls,
+    whose splits are fixed.
     """
-    if tiles.decode.splits is not None:
+    if tiles.decode.splits is not None or tiles.long_prefill is not None:
         return False
     rows, n, tokens = problem.rows, problem.sequences, tiles.decode_tokens
-    few = rows <= tokens or rows <= min(n, max(MAX_DECODE_TOKENS, MAX_REPEATED_READS * tokens))
-    comparisons = power_of_two(rows) * power_of_two(n)
-    return few and comparisons <= MAX_COMPARISONS and tiles.long_prefill is None
+    most = MAX_REPEATED_READS * tokens
+    few = rows <= tokens or rows <= min(n, max(MAX_DECODE_TOKENS, most))
+    if problem.planned:
+        promised = problem.max_query_len is not None and problem.max_query_len <= most
+        return (few or promised) and rows <= MAX_PLANNED_ROWS
+    return few and power_of_two(rows) * power_of_two(n) <= MAX_COMPARISONS
 
 
 def few_row_ranges(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:

@@ -68,11 +68,12 @@ def build_schedule(work: Work, arrays: Arrays) -> Arrays:
 
 def write_cache(work: Work, arrays: Arrays) -> Arrays:
     """Returns the cache with the new keys and values, and the scale of the logits after that."""
+    from ejkernel.kernels.triton.serving.packed_rows import packed_operands
     from ejkernel.kernels.triton.serving.write import RaggedWrite
 
     names = ("keys", "values", "tables", "sequences", "header", "k_scale", "v_scale")
     if is_few_rows(work.problem, work.tiles):
-        names += ("starts", "lens", "valid")
+        names += packed_operands(work.problem)
     written = call(
         RaggedWrite(work.problem, work.tiles, work.target),
         **select_arrays(arrays, *names),
@@ -103,12 +104,13 @@ def decode_rows(work: Work, arrays: Arrays) -> Arrays:
 
 def _attend_few_rows(work: Work, arrays: Arrays) -> Arrays:
     from ejkernel.kernels.triton.serving.few_rows import FewRowsAttention
+    from ejkernel.kernels.triton.serving.packed_rows import packed_operands
 
     p, t = work.problem, work.tiles
     counters = arrays.get("counters")
     if counters is None:
         counters = jnp.zeros(count_counters(p, t), jnp.int32)
-    names = ("q", "k", "tables", "starts", "lens", "valid", "k_scale", "v_scale", "sink")
+    names = ("q", "k", "tables", *packed_operands(p), "k_scale", "v_scale", "sink")
     results = call(
         FewRowsAttention(p, t, work.target),
         **select_arrays(arrays, *names),

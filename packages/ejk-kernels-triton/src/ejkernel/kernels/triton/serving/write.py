@@ -21,7 +21,7 @@ from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import power_of_two, struct
 from ejkernel.kernels.triton.serving.in_place import is_elsewhere
 from ejkernel.kernels.triton.serving.launch import RaggedLaunch, sequential
-from ejkernel.kernels.triton.serving.packed_rows import PackedSequences, find_packed_rows
+from ejkernel.kernels.triton.serving.packed_rows import find_packed_rows, packed_sequences
 from ejkernel.kernels.triton.serving.params import layout_params
 from ejkernel.kernels.triton.serving.quantize import eight_bit_quotients, eight_bits
 from ejkernel.kernels.triton.serving.ragged_tiles import count_counters
@@ -190,7 +190,8 @@ class RaggedWrite(RaggedLaunch):
 
     kernel = ragged_write
     batching: ClassVar = sequential(
-        "keys values tables starts lens valid first_rows sequences header k_scale v_scale cache_in"
+        "keys values tables starts lens valid packed_rows first_rows sequences header k_scale"
+        " v_scale cache_in"
     )
 
     @property
@@ -219,9 +220,7 @@ class RaggedWrite(RaggedLaunch):
         view, layout = "int8" if eight_bit else None, layout_params(p)
         packed = None
         if not self.has("header"):
-            # the last element is the number of valid sequences
-            count = (self.shape("valid") or (1,))[0] - 1
-            packed = PackedSequences(*map(self.operand, ("starts", "lens", "valid")), COUNT=count)
+            packed = packed_sequences(self)
         return {
             "packed": packed,
             "keys": self.operand("keys", view if key == p.key_dtype else None),

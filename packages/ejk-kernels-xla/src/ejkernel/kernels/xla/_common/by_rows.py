@@ -38,7 +38,8 @@ def run_by_rows(call: Any, a: Mapping[str, Any], run: Callable[..., Any]) -> Any
 
     def extend(x: jax.Array) -> jax.Array:
         x = x[:, None]
-        return x if loops == size else jnp.concatenate([x] * loops)
+        # a row of zeros, and not x again: gradients of both would be added, and -0 + 0 is 0
+        return x if loops == size else jnp.concatenate([x, jnp.zeros_like(x)])
 
     def run_row(row: Mapping[str, Any]) -> Any:
         arguments = dict(a)

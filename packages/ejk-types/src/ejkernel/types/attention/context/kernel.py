@@ -21,6 +21,8 @@ from ejkernel.types.attention.context.strategy import (
 )
 from ejkernel.types.attention.context.transport import GatheredTransport, RingTransport
 from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.mod_blocks import with_known_blocks
+from ejkernel.types.mods import MASK, MODS, Mod, ModForm, leaves_of
 
 OPTIONS = ("softmax_scale", "logits_soft_cap", "dropout_prob", "precision", "logits_dtype")
 
@@ -37,6 +39,7 @@ class ContextProblem:
         calls: the distinct pieces with the problems of their kernel calls.
         exchanged: the problem of the one kernel call after exchanging heads for sequence; None:
             heads do not divide.
+        mods: static parts of the functions of a logit's indices, by the names of arguments.
     """
 
     ring: Ring
@@ -45,6 +48,7 @@ class ContextProblem:
     choice: Choice
     calls: tuple[tuple[Piece, Any], ...] = ()
     exchanged: Any = None
+    mods: tuple[tuple[str, ModForm], ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -78,18 +82,21 @@ class ContextParallel:
     """The kernel that computes the pieces."""
     vary_over: ClassVar[Any]
     has_backward: ClassVar[bool] = True
-    partitioned: ClassVar[bool] = False
+    partitioned: ClassVar[bool] = True
+    tiles_of_shard: ClassVar[bool] = True
     saved_axes: ClassVar[str] = "batch q_len heads"
 
     def problem(self, a: Mapping[str, Any]) -> ContextProblem:
         ring = ring_of(a, strict=False)
         options = {name: a[name] for name in OPTIONS if name in self.flash.call.boundary.defaults}
-        parts = _parts(a)
+        parts, mods = _parts(a), _mods(a, ring)
         lengths = (a["query"].shape[1], a["key"].shape[1])
         rules = masks.index_rules(parts)
-        plan = make_plan(ring, rules, *lengths, joined=not a["dropout_prob"])
+        # an index in a piece of several chunks is no index in the sequence
+        plan = make_plan(ring, rules, *lengths, joined=not (a["dropout_prob"] or mods))
         choice = choose_strategy(a, ring, plan, rules)
-        static = ContextProblem(ring, plan, tuple(options.items()), choice)
+        forms = tuple((name, mod.form) for name, mod in mods.items())
+        static = ContextProblem(ring, plan, tuple(options.items()), choice, mods=forms)
         calls, exchanged = self._problems(static, a)
         return replace(static, calls=calls, exchanged=exchanged)
 
@@ -112,10 +119,11 @@ class ContextParallel:
             exchange = ulysses.Exchange(static.ring, a["query"].shape[2])
             floats = exchange.floats(ulysses.floats_of(arrays))
             defaults = self.flash.call.boundary.defaults
-            arguments = exchange.arguments(defaults, static.options, floats, arrays)
+            arguments = exchange.arguments(defaults, static, floats, arrays)
             problems.append(self.flash.problem(arguments))
 
-        jax.eval_shape(probe, self.call.array_arguments(a))
+        leaves = leaves_of(*_mods(a, static.ring).values())
+        jax.eval_shape(probe, {**self.call.array_arguments(a), **leaves})
         return tuple(zip(pieces, problems[:-1], strict=True)), problems[-1]
 
     def unsupported_reason(self, problem: ContextProblem, target: Any) -> str | None:
@@ -182,7 +190,8 @@ class ContextParallel:
             arrays.pop(name, None)
         parts = _parts(a)
         masks.check_keys(parts, ring.size * a["key"].shape[1])
-        return self.vary_over({**arrays, "parts": parts}, ring.axis_name)
+        leaves = leaves_of(*_mods(a, ring).values())
+        return self.vary_over({**arrays, "parts": parts, **leaves}, ring.axis_name)
 
     def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         b, q_len, h, _ = a["query"].shape
@@ -230,6 +239,15 @@ def ring_of(a: Mapping[str, Any], *, strict: bool) -> Ring:
             ) from None
         size = 1
     return Ring(name, size, a["layout"] == "zigzag" and size > 1)
+
+
+def _mods(a: Mapping[str, Any], ring: Ring) -> dict[str, Mod]:
+    """Returns the functions of a call's indices, which flash attention may have."""
+    mods = {name: a[name] for name in MODS if a.get(name) is not None}
+    if MASK in mods:
+        lengths = (ring.size * a[name].shape[1] for name in ("query", "key"))
+        mods[MASK] = with_known_blocks(mods[MASK], *lengths)
+    return mods
 
 
 def _parts(a: Mapping[str, Any]) -> masks.Parts:

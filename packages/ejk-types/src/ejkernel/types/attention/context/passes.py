@@ -32,6 +32,7 @@ from ejkernel.types.attention.rows import (
     merge,
     sink_gradient,
 )
+from ejkernel.types.mods import SCORE, ModForm, is_float
 
 Arrays = dict[str, Any]
 Pieces = tuple[Piece, ...]
@@ -101,26 +102,33 @@ def piece_arguments(
         p.ring, p.parts, visiting, source, piece.shift, lengths=p.lengths, rows=rows, keys=keys
     )
     options = p.problem.options
+    first = _first_tokens(p, piece, source)
+    sizes = (rows.stop - rows.start, keys.stop - keys.start)
     arguments = {
         "query": p.query[:, rows],
         "key": k[:, keys],
         "value": v[:, keys],
         "bias": bias,
         "mask_info": mask,
-        "dropout_seed": _seed(p, piece, source) if options["dropout_prob"] else None,
+        "dropout_seed": _seed(p, first) if options["dropout_prob"] else None,
         "return_lse": True,
+        **{name: form.mod(p.arrays).on_piece(*first, *sizes) for name, form in p.problem.mods},
     }
     return {**p.kernel.flash.call.boundary.defaults, **options, **arguments}
 
 
-def _seed(p: Pass, piece: Piece, source: Any) -> jax.Array:
-    """Seed words with the indices, in the whole sequence, of the first query and the first key."""
+def _first_tokens(p: Pass, piece: Piece, source: Any) -> tuple[Any, Any]:
+    """Returns the indices, in the whole sequence, of the first query and the first key."""
+    query = p.ring.starts(p.device, p.lengths[0])[piece.q.first][0]
+    return query, p.ring.starts(source, p.lengths[1])[piece.kv.first][0]
+
+
+def _seed(p: Pass, first: tuple[Any, Any]) -> jax.Array:
+    """Seed words with the indices of the first query and the first key."""
     words = jnp.asarray(p.arrays["dropout_seed"]).reshape(-1)
     if words.shape[0] == 1:
         words = jnp.concatenate([words, words * 0, words * 0])
-    first_query = p.ring.starts(p.device, p.lengths[0])[piece.q.first][0]
-    first_key = p.ring.starts(source, p.lengths[1])[piece.kv.first][0]
-    positions = jnp.stack([jnp.asarray(x, jnp.int32) for x in (first_query, first_key)])
+    positions = jnp.stack([jnp.asarray(x, jnp.int32) for x in first])
     return jnp.concatenate([words, positions.astype(words.dtype)])
 
 
@@ -230,17 +238,20 @@ def backward(
     delta = (do.astype(acc) * o.astype(acc)).sum(-1) - dlse
     sinks = arrays.get("softmax_aux")
     gradients = {} if sinks is None else {"softmax_aux": sink_gradient(sinks, scales, delta)}
-    if not masks.sees_itself(p.parts):
+    if p.problem.mods or not masks.sees_itself(p.parts):
         # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
         alive = scales.alive[..., None]
         p.query, do = (jnp.where(alive, x, jnp.zeros((), x.dtype)) for x in (p.query, do))
         dlse, delta = (jnp.where(scales.alive, x, 0.0) for x in (dlse, delta))
     rows = {"scales": scales._replace(sinks=None), "delta": delta, "dlse": dlse, "o": o, "do": do}
     transport = work.kernel.transport(work, p)
-    dbias = None if p.bias is None else p.vary(jnp.zeros(p.bias.shape, acc))
+    # gradients of arrays that stay, to which every piece adds
+    staying = {} if p.bias is None else {"bias": p.bias}
+    staying |= captured_floats(p.problem.mods, arrays)
+    sums = {name: p.vary(jnp.zeros(x.shape, acc)) for name, x in staying.items()}
 
     def step(t: Any, state: Any, first: bool, last: bool) -> Any:
-        (dq, accumulators), dbias, visitors = state
+        (dq, accumulators), sums, visitors = state
         coming = None if last else transport.following(visitors, t)
         arriving = None if first else transport.accumulators(accumulators)
         steps = _steps_of(t, first, last, last_step)
@@ -250,17 +261,23 @@ def backward(
             return partial(_backward_pieces, p, rows, pieces, wide=wide, finish=last)
 
         keys, source = transport.keys(visitors, t), p.source(t)
-        dq, dbias, new = p.switch(t, steps, branch, dq, dbias, keys, source)
+        dq, sums, new = p.switch(t, steps, branch, dq, sums, keys, source)
         dtypes = [arrays[name].dtype for name in KEYS] if last else None
         accumulators = transport.accumulated(arriving, new, t, dtypes)
-        return (dq, accumulators), dbias, coming
+        return (dq, accumulators), sums, coming
 
-    state = ((None, None), dbias, transport.start())
-    (dq, accumulators), dbias, _ = run_steps(
+    state = ((None, None), sums, transport.start())
+    (dq, accumulators), sums, _ = run_steps(
         last_step + 1, step, state, first_differs=True, convert=_widened
     )
-    gradients |= {"query": dq} | dict(zip(KEYS, transport.returned(accumulators), strict=True))
-    return gradients if dbias is None else gradients | {"bias": dbias}
+    of_keys = dict(zip(KEYS, transport.returned(accumulators), strict=True))
+    return {**gradients, "query": dq, **of_keys, **sums}
+
+
+def captured_floats(mods: Sequence[tuple[str, ModForm]], arrays: Arrays) -> Arrays:
+    """Returns the arrays of a score_mod that have gradients, by name."""
+    names = [name for argument, form in mods if argument == SCORE for name in form.names]
+    return {name: arrays[name] for name in names if is_float(arrays[name])}
 
 
 def _backward_pieces(
@@ -268,15 +285,16 @@ def _backward_pieces(
     rows: Mapping[str, Any],
     pieces: Pieces,
     dq: Any,
-    dbias: Any,
+    sums: Arrays,
     visitors: Any,
     source: Any,
     *,
     wide: tuple[bool, bool],
     finish: bool,
 ) -> Any:
-    """Adds the gradients of pieces: dq by chunk of queries, dbias, and the visitors' dk and dv.
+    """Adds the gradients of pieces: dq by chunk of queries, ``sums``, the visitors' dk and dv.
 
+    ``sums``: gradients of arrays that stay, by name.
     ``wide``: whether dq, and whether dk and dv, are in the accumulation dtype.
     """
     flash, chunks = p.kernel.flash, range(p.ring.chunks)
@@ -291,8 +309,12 @@ def _backward_pieces(
         _add(by_query, piece.q, new["query"])
         for parts, name in zip(by_key, KEYS, strict=True):
             _add(parts, piece.kv, new[name])
-        if dbias is not None:
-            dbias = _add_columns(p, dbias, new["bias"], piece, source)
+        for name, total in sums.items():
+            if name == "bias":
+                total = _add_columns(p, total, new[name], piece, source)
+            else:
+                total = total + new[name].astype(total.dtype)
+            sums = {**sums, name: total}
 
     def filled(x: Any, shape: Sequence[int], wide: bool) -> Any:
         x = p.vary(jnp.zeros(shape, dtype)) if x is None else x
@@ -308,7 +330,7 @@ def _backward_pieces(
     ]
     if finish:
         dq = _joined(dq).astype(p.query.dtype)
-    return dq, dbias, tuple(new)
+    return dq, sums, tuple(new)
 
 
 def _add(parts: list[Any], chunks: Chunks, new: jax.Array) -> None:

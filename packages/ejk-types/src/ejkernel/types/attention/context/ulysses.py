@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.attention.context import masks
+from ejkernel.types.attention.context.passes import captured_floats
 from ejkernel.types.attention.context.ring import Ring
 from ejkernel.types.attention.rows import RowScales, finalize_rows, sink_gradient
 from ejkernel.types.masks.fields import with_private
@@ -129,18 +130,20 @@ class Exchange:
     def arguments(
         self,
         defaults: Mapping[str, Any],
-        options: Mapping[str, Any],
+        problem: Any,
         floats: Arrays,
         arrays: Arrays,
     ) -> Arrays:
         """Returns the canonical arguments of flash attention; ``floats`` are exchanged."""
-        seed = None
+        seed, options = None, problem.options
         if options["dropout_prob"]:
             words = jnp.asarray(arrays["dropout_seed"]).reshape(-1)
             words = jnp.concatenate([words, *[words[:1] * 0] * (3 - words.shape[0])])
             first = jnp.asarray(self.first_head, words.dtype)
             seed = words + jnp.stack([first * 0, first * 0, first])
         others = {"softmax_aux": None, "return_lse": True, "dropout_seed": seed}
+        for name, form in problem.mods:
+            others[name] = form.mod(arrays).on_shard(0, self.first_head)
         mask = self.mask(arrays["parts"])
         return {**defaults, **options, **floats, **others, "mask_info": mask}
 
@@ -154,7 +157,7 @@ def _call(work: Any, exchange: Exchange, floats: Arrays, arrays: Arrays) -> tupl
     """Returns the work and the operands of the kernel call."""
     flash, problem = work.kernel.flash, work.problem.exchanged
     defaults = flash.call.boundary.defaults
-    arguments = exchange.arguments(defaults, work.problem.options, floats, arrays)
+    arguments = exchange.arguments(defaults, work.problem, floats, arrays)
     tiles = work.tiles.exchanged
     call = replace(work, kernel=flash, problem=problem, tiles=tiles, fallback=None)
     operands = flash.operands(arguments, problem)
@@ -186,7 +189,7 @@ def backward(
     gradients, live = {}, dict(floats)
     if "softmax_aux" in floats:
         gradients["softmax_aux"] = sink_gradient(floats["softmax_aux"], scales, delta)
-    if not masks.sees_itself(arrays["parts"]):
+    if work.problem.mods or not masks.sees_itself(arrays["parts"]):
         # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
         alive = scales.alive[..., None]
         live["query"], do = (
@@ -198,4 +201,6 @@ def backward(
     gradients |= flash.part_gradients(call, operands, o=None, dlse=None, **rows)
     if "bias" in floats and floats["bias"].shape[2] == 1:
         gradients["bias"] = gradients["bias"].sum(2, keepdims=True)
-    return pull({name: gradients[name].astype(x.dtype) for name, x in floats.items()})[0]
+    captured = {name: gradients[name] for name in captured_floats(work.problem.mods, arrays)}
+    local = {name: gradients[name].astype(x.dtype) for name, x in floats.items()}
+    return captured | pull(local)[0]

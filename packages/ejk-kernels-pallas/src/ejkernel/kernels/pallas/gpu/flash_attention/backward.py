@@ -124,7 +124,7 @@ def _fused_plan(plan: Plan, operands: dict[str, Any]) -> tuple[Plan, dict[str, A
         return replace(plan, circular=True), {}, None
     ranges = _ranges(plan, operands)
     visits, visitors, visited = visit_tables(ranges, plan.n_q)
-    if isinstance(ranges, np.ndarray):
+    if isinstance(ranges, np.ndarray) and not plan.tiles.one_way:
         rows = plan.problem.batch * plan.problem.heads
         plan = replace(plan, falling=falling_heads(visits, rows, plan.cores))
     return plan, {"ranges": visits, "visitors": visitors}, visited

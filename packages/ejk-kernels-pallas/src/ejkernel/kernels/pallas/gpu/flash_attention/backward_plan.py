@@ -23,11 +23,14 @@ class BackwardTiles:
         block_q: query rows of a step, 64 or 128.
         block_kv: key rows of a program: 64 for each consumer warpgroup.
         stages: query tiles in flight.
+        one_way: whether all heads add their parts of dq in one order, whatever their number (see
+            ``Plan.falling``).
     """
 
     block_q: int = 64
     block_kv: int = 128
     stages: int = 2
+    one_way: bool = False
 
     def shared(self, problem: Problem) -> int:
         """Bytes of shared memory of the fused kernel; over lists, of the kernel of dk and dv."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,18 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         if precision_level(a.get("precision"), problem.dtype) is None:
             raise self.call.Unsupported(NO_LEVEL)
         return problem
+
+    def variant_reason(self, problem: Problem) -> str | None:
+        # other operations with these kernels do more around them
+        return None if self.call is calls.FlashAttention else super().variant_reason(problem)
+
+    def sequence_problem(self, problem: Problem) -> Problem:
+        return replace(problem, batch=1)
+
+    def fix_order(self, tiles: FlashTiles) -> FlashTiles:
+        # a program computes its tiles again where one of them needs maxima, of another row maybe
+        fwd = replace(tiles.fwd, unshifted_first=False)
+        return replace(tiles, fwd=fwd, bwd=replace(tiles.bwd, one_way=True))
 
     def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
         d, dv, dtype, rules = problem.dim, problem.value_dim, problem.dtype, problem.rules

@@ -70,7 +70,10 @@ class Ragged(XlaGradients, ComposedKernel, PallasKernel):
         if p.page_size < 16 or p.page_size & (p.page_size - 1):
             cache = self.call.boundary.pools[0]
             return f"{cache}: pages of {p.page_size} are no power of two from 16 on"
-        enough = long_prefill_of(problem, target.cores).min_total_rows
+        long = long_prefill_of(problem, target.cores)
+        if problem.max_query_len is not None and problem.max_query_len < long.min_rows:
+            return f"plan: max_query_len={problem.max_query_len} leaves out long prefill"
+        enough = long.min_total_rows
         if problem.rows % ROW_ALIGNMENT or problem.rows < enough:
             return f"queries: {problem.rows} rows are no multiple of 8, or fewer than {enough}"
         return None
