@@ -22,8 +22,9 @@ written over.
 
 ``--branches 2`` guesses more than one continuation, where the last three tokens were followed by
 different ones: they are a tree, whose common beginnings are one node (Miao et al. 2024, SpecInfer,
-arXiv 2305.09781). ``tree_mask`` shows each node its ancestors alone. Of an accepted branch the cache
-keeps what lies in the order of the text; the rest are known tokens, which the next step reads.
+arXiv 2305.09781). ``tree_mask`` shows each node its ancestors alone. Of an accepted branch the
+cache keeps what lies in the order of the text; the rest are known tokens, which the next step
+reads.
 
 The model is a small transformer with random weights, answering bytes with bytes.
 """
