@@ -20,6 +20,12 @@ those count up to the first that differs from the draft (Leviathan et al. 2023, 
 for greedy decoding). The answer is the same, in fewer steps; what was written for wrong tokens is
 written over.
 
+``--branches 2`` guesses more than one continuation, where the last three tokens were followed by
+different ones: they are a tree, whose common beginnings are one node (Miao et al. 2024, SpecInfer,
+arXiv 2305.09781). ``tree_mask`` shows each node its ancestors alone. Of an accepted branch the
+cache keeps what lies in the order of the text; the rest are known tokens, which the next step
+reads.
+
 The model is a small transformer with random weights, answering bytes with bytes.
 """
 
@@ -122,17 +128,27 @@ class Request:
     done: int = 0
     pages: list[int] = field(default_factory=list)
 
-    def draft(self, count: int, ngram: int = 3) -> list[int]:
-        """Returns up to ``count`` tokens that came after the last ``ngram`` where they were last.
+    def draft(self, depth: int, branches: int, room: int, ngram: int = 3) -> list[tuple[int, int]]:
+        """Returns guesses as a tree: a token and the number of its parent, -1 for the last token.
 
-        Never so many that the answer could end before them.
+        A branch is up to ``depth`` tokens that came after the last ``ngram`` where these were
+        before, the latest place first, and never so many that the answer could end before them.
+        There are at most ``room`` nodes.
         """
-        count = min(count, self.end - len(self.tokens) - 1)
-        tail = self.tokens[-ngram:]
+        depth = min(depth, self.end - len(self.tokens) - 1)
+        tail, nodes, leaves = self.tokens[-ngram:], {}, 0
         for first in range(len(self.tokens) - ngram - 1, -1, -1):
-            if count > 0 and self.tokens[first : first + ngram] == tail:
-                return self.tokens[first + ngram :][:count]
-        return []
+            if depth < 1 or leaves == branches:
+                break
+            if self.tokens[first : first + ngram] != tail:
+                continue
+            before, node = len(nodes), -1
+            for token in self.tokens[first + ngram :][:depth]:
+                if (token, node) not in nodes and len(nodes) == room:
+                    break
+                node = nodes.setdefault((token, node), len(nodes))
+            leaves += len(nodes) > before
+        return list(nodes)
 
 
 def empty_cache(size: Size, room: Room) -> list[jax.Array]:
@@ -142,15 +158,18 @@ def empty_cache(size: Size, room: Room) -> list[jax.Array]:
 
 
 @partial(jax.jit, static_argnames="size", donate_argnums=1)
-def step(params, cache, tokens, positions, lens, tables, starts, counts, size: Size):
-    """The byte after every row ``[rows]``, and the cache with this step's rows."""
+def step(params, cache, tokens, positions, lens, tables, starts, counts, size: Size, tree=None):
+    """The byte after every row ``[rows]``, and the cache with this step's rows.
+
+    ``tree [rows, rows]``: which of the new tokens of its request a row sees; None: those before it.
+    """
     pages = list(cache)
     # which row belongs to which sequence is the same in every layer
     plan = plan_ragged_attention(lens, starts, counts[2], tokens=len(tokens))
 
     def attend(layer, q, k, v):
         o, pages[layer] = ragged_page_attention_v3(
-            q, k, v, pages[layer], lens, tables, starts, counts, plan=plan
+            q, k, v, pages[layer], lens, tables, starts, counts, plan=plan, tree_mask=tree
         )
         return o
 
@@ -160,17 +179,19 @@ def step(params, cache, tokens, positions, lens, tables, starts, counts, size: S
 class Server:
     """Requests waiting and running, and who holds which pages.
 
-    ``draft``: the most tokens that are guessed for a request in a step; 0: none.
+    ``draft``: the most tokens in a row that are guessed for a request in a step; 0: none.
+    ``branches``: the most guesses for the same place.
     """
 
-    def __init__(self, params, size: Size, room: Room, draft: int = 0):
-        self.params, self.size, self.room, self.draft = params, size, room, draft
+    def __init__(self, params, size: Size, room: Room, draft: int = 0, branches: int = 1):
+        self.params, self.size, self.room = params, size, room
+        self.draft, self.branches = draft, branches
         self.cache = empty_cache(size, room)
         self.free = list(range(room.pages))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first
         self.columns = -(-size.length // room.page)
-        self.drafted = self.accepted = 0
+        self.drafted = self.accepted = self.beside = 0
 
     def submit(self, prompt: bytes, answer: int) -> Request:
         """A request of ``answer`` bytes after ``prompt``."""
@@ -207,8 +228,8 @@ class Server:
             request.pages.append(self.free.pop())
         return True
 
-    def plan(self) -> list[tuple[Request, list[int]]]:
-        """Who has which tokens in this step, those with one row first."""
+    def plan(self) -> list[tuple[Request, list[int], list[int]]]:
+        """Who has which tokens in this step, and the row before each; those with one row first."""
         while self.waiting and len(self.running) < self.room.sequences:
             self.running.append(self.waiting.popleft())
         # a row for everyone, then what is left to the oldest that still read or guess
@@ -216,14 +237,19 @@ class Server:
         for request in list(self.running):
             if request not in self.running:
                 break  # gave its pages to an older one, and so did all behind it
-            tokens = request.tokens[request.done :]
-            if len(tokens) == 1:  # a guess takes no page from another request
-                space = (len(request.pages) + len(self.free)) * self.room.page - request.done - 1
-                tokens = tokens + request.draft(min(self.draft, left, space))
-            tokens = tokens[: 1 + left]
+            tokens = request.tokens[request.done :][: 1 + left]
+            parents = [row - 1 for row in range(len(tokens))]
+            done = request.done + len(tokens)
+            if self.draft and done == len(request.tokens) and len(tokens) <= 1 + self.draft:
+                # a guess takes no page from another request
+                space = (len(request.pages) + len(self.free)) * self.room.page - done
+                last, room = len(tokens) - 1, max(min(1 + left - len(tokens), space), 0)
+                nodes = request.draft(self.draft, self.branches, room)
+                tokens = tokens + [token for token, _ in nodes]
+                parents += [last if parent < 0 else last + 1 + parent for _, parent in nodes]
             if not self.hold(request, request.done + len(tokens)):
                 break
-            turns.append((request, tokens))
+            turns.append((request, tokens, parents))
             left -= len(tokens) - 1
         return sorted(turns, key=lambda turn: len(turn[1]) > 1)
 
@@ -235,48 +261,59 @@ class Server:
         lens = np.zeros(room.sequences, np.int32)
         tables = np.zeros((room.sequences, self.columns), np.int32)
         starts = np.zeros(room.sequences + 1, np.int32)
-        for i, (request, given) in enumerate(turns):
-            rows = slice(starts[i], starts[i] + len(given))
-            tokens[rows] = given
-            positions[rows] = request.done + np.arange(len(given))
-            lens[i] = request.done + len(given)
+        tree = np.zeros((room.rows, room.rows), bool)
+        for i, (request, given, parents) in enumerate(turns):
+            first, count = starts[i], len(given)
+            tokens[first : first + count] = given
+            for row, parent in enumerate(parents):
+                tree[first + row, row] = True
+                positions[first + row] = request.done
+                if row:
+                    tree[first + row] |= tree[first + parent]
+                    positions[first + row] = positions[first + parent] + 1
+            lens[i] = request.done + count
             tables[i, : len(request.pages)] = request.pages
-            starts[i + 1 :] = rows.stop
-        ones = sum(len(given) == 1 for _, given in turns)
+            starts[i + 1 :] = first + count
+        ones = sum(len(given) == 1 for _, given, _ in turns)
         counts = np.array([ones, len(turns), len(turns)], np.int32)
-        best, self.cache = step(
-            self.params, self.cache, tokens, positions, lens, tables, starts, counts, self.size
-        )
+        arrays = tokens, positions, lens, tables, starts, counts
+        mask = tree if self.branches > 1 else None  # without branches rows are causal
+        best, self.cache = step(self.params, self.cache, *arrays, self.size, mask)
         best, answered = np.asarray(best), 0
-        for i, (request, given) in enumerate(turns):
-            answered += self.accept(request, given, best[starts[i] : starts[i + 1]])
+        for i, turn in enumerate(turns):
+            answered += self.accept(*turn, best[starts[i] : starts[i + 1]])
         return answered
 
-    def accept(self, request: Request, given: list[int], best: np.ndarray) -> int:
+    def accept(
+        self, request: Request, given: list[int], parents: list[int], best: np.ndarray
+    ) -> int:
         """Takes the tokens that the model chose after those given; returns how many."""
         known = len(request.tokens) - request.done  # of those given, the rest is a draft
         if len(given) < known:
             request.done += len(given)
             return 0  # still reads
-        draft, right = given[known:], 0
-        while right < len(draft) and draft[right] == best[known - 1 + right]:
-            right += 1
-        self.drafted, self.accepted = self.drafted + len(draft), self.accepted + right
-        request.done += known + right
-        request.tokens += map(int, best[known - 1 : known + right])
+        children = {(parents[row], given[row]): row for row in range(known, len(given))}
+        path, row = [], known - 1
+        while (row := children.get((row, int(best[row])), -1)) >= 0:
+            path.append(row)
+        self.drafted, self.accepted = self.drafted + len(given) - known, self.accepted + len(path)
+        in_place = sum(row == known + i for i, row in enumerate(path))
+        self.beside += len(path) - in_place
+        request.done += known + in_place
+        request.tokens += [int(best[row]) for row in (known - 1, *path)]
         if len(request.tokens) == request.end:
             self.running.remove(request)
             self.release(request)
-        return right + 1
+        return len(path) + 1
 
 
 def main(
-    requests: int = 24, pages: int = Room.pages, draft: int = 0, seed: int = 0
+    requests: int = 24, pages: int = Room.pages, draft: int = 0, branches: int = 1, seed: int = 0
 ) -> list[Request]:
     """Serve random prompts that arrive two a step; returns the requests as answered."""
     size, rng = Size(), np.random.default_rng(seed)
     room = Room(pages=pages)
-    server = Server(init(size, jax.random.key(seed)), size, room, draft)
+    server = Server(init(size, jax.random.key(seed)), size, room, draft, branches)
     made, answered, steps, began = [], 0, 0, 0.0
     while len(made) < requests or server.waiting or server.running:
         for _ in range(min(2, requests - len(made))):
@@ -295,7 +332,10 @@ def main(
     rate = answered / max(time.perf_counter() - began, 1e-9)
     print(f"{requests} requests in {steps} steps, {rate:.0f} bytes/s")
     if draft:
-        print(f"drafts: {server.accepted} of {server.drafted} tokens accepted")
+        print(
+            f"drafts: {server.accepted} of {server.drafted} tokens accepted, {server.beside} of "
+            "them of later branches"
+        )
     print(f"compiled programs: {step._cache_size()}")
     return made
 
@@ -304,7 +344,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--pages", type=int, default=Room.pages, help="of 16 tokens each")
-    parser.add_argument("--draft", type=int, default=0, help="tokens guessed for a request a step")
+    parser.add_argument("--draft", type=int, default=0, help="tokens guessed in a row a step")
+    parser.add_argument("--branches", type=int, default=1, help="guesses for one place")
     try:
         main(**vars(parser.parse_args()))
     except ValueError as error:

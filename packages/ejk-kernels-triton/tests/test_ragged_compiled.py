@@ -51,6 +51,7 @@ def operands(
         "k_scale": array((1, 1), "float32"),
         "v_scale": array((1, 1), "float32"),
         "tree": array((problem.rows, -(-p.tree_columns // 32)), "int32"),
+        "positions": array((problem.rows,), "int32"),
         "keys": new,
         "values": new,
     }
@@ -92,7 +93,7 @@ def bound_source(kernel: str, problem: RaggedProblem, tiles, target):
     if problem.paged.return_lse and kernel == "merge":
         names += " lse_in"
     if problem.paged.tree_columns and kernel in ("decode", "prefill"):
-        names += " tree"
+        names += " tree positions" if problem.paged.positioned else " tree"
     given = {name: every[name] for name in names.split()}
     launch = make(problem, tiles, target).with_operands(given)
     return launch_source(launch, list(given.values()), target)
@@ -125,12 +126,17 @@ def test_log_sum_exp_takes_no_spills():
     assert used("merge", p, target)[1].spills == 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window_left": 100}, {"window_left": 100, "positioned": True}],
+    ids=["all", "window", "positions"],
+)
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])
-def test_trees_take_no_spills(kernel):
-    target, sizes = TARGETS["sm_90"], {"tree_columns": 64}
-    _, found = used(kernel, problem(**sizes), target)
+def test_trees_take_no_spills(kernel, options):
+    target = TARGETS["sm_90"]
+    _, found = used(kernel, problem(tree_columns=64, **options), target)
     assert found.spills == 0
-    _, causal = used(kernel, problem(), target)
+    _, causal = used(kernel, problem(**options), target)
     rate = 65536 // (32 * found.num_warps)  # of registers of a thread, over programs
     assert rate // found.registers >= rate // causal.registers - 1
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import re
 import subprocess
 import sys
 from functools import partial
@@ -140,6 +141,15 @@ def test_a_server_answers_as_the_model_does_in_one_program(serve, caplog, draft)
     assert not server.waiting
     with pytest.raises(ValueError, match="8 rows, expected at least one for each of 9 sequences"):
         serve.Room(rows=8, sequences=9)
+
+
+def test_a_server_that_guesses_in_branches_answers_as_without(serve, capsys):
+    plain = [request.tokens for request in serve.main(requests=12)]
+    capsys.readouterr()
+    trees = [request.tokens for request in serve.main(requests=12, draft=4, branches=3)]
+    assert trees == plain
+    said = re.search(r"(\d+) of \d+ tokens accepted, (\d+) of them", capsys.readouterr().out)
+    assert int(said[1]) > int(said[2]) > 0  # of a branch that is not the first, too
 
 
 def test_the_server_is_one_file_that_says_what_is_wrong(tmp_path):

@@ -262,8 +262,8 @@ def _mask_tree(s, keys):
     BLOCK: tl.constexpr = keys.j.shape[0]
     if keys.left is not None:
         is_before = (keys.j < tree.before)[None, :]
-        first = tree.at[:, None] - keys.left
-        s = tl.where(is_before & (keys.j[None, :] < first), float("-inf"), s)
+        least = tree.at[:, None] - keys.left
+        s = tl.where(is_before & (keys.j[None, :] < least), float("-inf"), s)
     if tree.start + BLOCK > tree.before:
         first = tl.maximum(tree.start - tree.before, -BLOCK)  # new token
         number = keys.j - tree.start

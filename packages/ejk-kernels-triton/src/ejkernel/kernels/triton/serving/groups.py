@@ -86,12 +86,12 @@ class Tree(NamedTuple):
     Attributes:
         words: of each row int32 whose bits are marks of the new tokens; None: rows are causal.
         positions: of each row, as a window counts; None: those in its sequence.
-        count: words of a row.
+        count: words of a row, if there are any.
     """
 
     words: Operand
     positions: Operand
-    count: int
+    count: int | None
 
 
 class DecodeSizes(NamedTuple):

@@ -56,7 +56,7 @@ class CacheLaunch(Launch):
 
     def tree(self) -> Tree:
         """Returns which new tokens the rows of a call see, where a mask says so."""
-        count = (self.shape("tree") or (0,))[-1]
+        count = (self.shape("tree") or (None,))[-1]
         return Tree(self.operand("tree"), self.operand("positions"), count)
 
     def interpreter_arguments(self, target: Target) -> dict[str, Any]:

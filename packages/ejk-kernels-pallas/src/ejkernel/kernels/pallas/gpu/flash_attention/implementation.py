@@ -94,7 +94,8 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         return replace(problem, batch=1)
 
     def fix_order(self, tiles: FlashTiles) -> FlashTiles:
-        # a program computes its tiles again where one of them needs maxima, of another row maybe
+        # one mark is of several tiles of a long program, which are then computed again with maxima
+        # because one of them needs it, of another row maybe
         fwd = replace(tiles.fwd, unshifted_first=False)
         return replace(tiles, fwd=fwd, bwd=replace(tiles.bwd, one_way=True))
 
