@@ -87,7 +87,7 @@ from ejkernel.kernels.pallas.gpu.serving.mla_split import find_unit
 from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.masks.structure import Band
 from ejkernel.types.serving.problem import LatentProblem
-from ejkernel.types.serving.split import CutSequence
+from ejkernel.types.serving.split import CutSequence, unit_of_one
 
 F32 = jnp.float32
 LATENT, ROPE = 512, 64
@@ -455,7 +455,10 @@ class MLADecodeKernel:
             named = {"k_scale": None} | dict(zip((*inputs, *outputs), refs, strict=True))
             r = SimpleNamespace(**named, **self.loader.named(scratch))
             unit, capacity = self.program_position()[0], self.problem.capacity
-            r.unit = find_unit(r.lengths, unit, units=self.units, step=STEP, capacity=capacity)
+            if self.problem.batch == 1:
+                r.unit = unit_of_one(self.length(r, 0), unit, units=self.units, step=STEP)
+            else:
+                r.unit = find_unit(r.lengths, unit, units=self.units, step=STEP, capacity=capacity)
             wg = lax.axis_index("wg")
             pl.when(wg == SCORES)(lambda: self.compute_scores(r))
             pl.when(wg < HALVES)(lambda: self.accumulate_values(r))

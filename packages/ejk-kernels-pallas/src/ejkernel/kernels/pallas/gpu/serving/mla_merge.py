@@ -4,8 +4,9 @@
 
 Work split: all units but the last that a sequence is cut into share its rows, and add the partial
 results of a row in their order. A load takes as long as hundreds of additions, so several are in
-flight before the first addition: two partial results of four rows, or eight of one row where there
-are many. Outputs of complete sequences are in place already; sequences without tokens get zeros.
+flight before the first addition: two partial results of four rows, or of one row eight, 24 where
+there are many. Outputs of complete sequences are in place already; sequences without tokens get
+zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ejkernel.types.serving.split import CutSequence, partial_number
 F32 = jnp.float32
 THREADS = 128  # of a program
 PROGRAMS = 8  # for 64 rows of a unit
-FEW, MANY = 2, 8  # partial results whose loads are in flight together
+FEW, MANY, MOST = 2, 8, 24  # partial results whose loads are in flight together
 ROWS_OF_FEW = 4  # rows whose loads are in flight together, of few partial results
 
 
@@ -110,7 +111,9 @@ def merge(
 
         has_few = (cut.partials > 0) & (cut.partials < MANY)
         pl.when(has_few)(lambda: add_rows(FEW, ROWS_OF_FEW))
-        pl.when(cut.partials >= MANY)(lambda: add_rows(MANY, 1))
+        has_most = cut.partials >= MOST
+        pl.when((cut.partials >= MANY) & jnp.logical_not(has_most))(lambda: add_rows(MANY, 1))
+        pl.when(has_most)(lambda: add_rows(MOST, 1))
 
         def clear(i: Any, carry: Any) -> Any:
             sequence = jnp.minimum(unit + i * units, b - 1)
