@@ -1,4 +1,4 @@
-"""Write into the documents which operations exist, their kernels, and how their axes are sharded.
+"""Write into the documents which operations exist, where they ran, and how their axes are sharded.
 
     tables.py            show what is out of date, exit status 1 if anything is
     tables.py --write    bring the documents up to date
@@ -9,12 +9,29 @@ from docs/operations/README.md.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from typing import Any
 
 import generated
 
+HARDWARE = ("CPU", "Hopper GPUs", "other NVIDIA", "AMD", "TPUs")
+OTHER_NVIDIA = {"sm_80", "sm_89", "sm_100", "sm_120"}
+SAME_KERNELS = {
+    "scaled_dot_product_attention": "flash_attention",
+    "ring_attention": "flash_attention",
+    "mla_attention": "flash_attention",
+    "ragged_page_attention": "ragged_page_attention_v3",
+}
+LEGEND = """\
+- **run**: on CPUs by every test run; on an H200 timed, and compared with float64 by the tests
+  that need a GPU.
+- **compiled**: never run on such a chip. Kernels are compiled ahead for compute capability 8.0,
+  8.9, 10.0 and 12.0 (flash attention for the last two with 8-bit inputs only), gfx942, and TPU v4
+  to 7x by TPU's own compiler, and run in interpreters against float64.
+- **XLA**: no kernel of its own there; the XLA implementation serves the call, as wherever a kernel
+  declines one. `explain` says so."""
 PLATFORMS = {"xla": "XLA", "triton": "Triton", "pallas": "Pallas", "cuda": "CUDA library"}
 NO_KERNELS = (
     "There are no kernels yet: the package registers itself and offers nothing, so the XLA\n"
@@ -22,6 +39,7 @@ NO_KERNELS = (
 )
 ON_TPU = "compiled and interpreted, never run on a chip"
 ROW = re.compile(r"^\| \[(\w+)\]\((\w+\.md)\) \| `\w+` \| `(\w+)` \| (.+) \|$", re.MULTILINE)
+PAGES = ("README.md", "docs/measured.md", "docs/sharding.md")
 SLOT = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -44,12 +62,60 @@ def operations() -> list[tuple[str, str, str, str]]:
     return ROW.findall((generated.ROOT / "docs/operations/README.md").read_text())
 
 
+def measured_on_hopper() -> set[str]:
+    """Functions with timings of an H200: in records of the benchmark, or on their page."""
+    records = (generated.ROOT / "tools/bench/results/nvidia-h200").glob("*.json")
+    timed = {json.loads(path.read_text())["op"] for path in records}
+    pages = generated.ROOT / "docs/operations"
+    texts = {function: (pages / page).read_text() for function, page, *_ in operations()}
+    return timed | {function for function, text in texts.items() if "H200" in text}
+
+
+def compiled_by_triton() -> dict[str, set[str]]:
+    """Function -> chips for which the record of launches has its kernels, compiled ahead."""
+    from ejktest.triton_calls import CALLS
+
+    table = generated.ROOT / "packages/ejk-kernels-triton/tests/aot_table.json"
+    chips: dict[str, set[str]] = {}
+    for row in json.loads(table.read_text())["rows"]:
+        call, _, chip = row.partition(" @ ")
+        chips.setdefault(CALLS[call].operation, set()).add(chip)
+    return {**chips, **{name: chips[other] for name, other in SAME_KERNELS.items()}}
+
+
+def run_where(function: str, name: str) -> list[str]:
+    """Returns what became of an operation on each kind of hardware in HARDWARE."""
+    from ejkernel.ops import kernel_registry as registry
+
+    kinds = {(i.platform.value, i.backend) for i in registry.list_implementations(name)}
+    has_kernel = ("triton", "gpu") in kinds or ("pallas", "gpu") in kinds
+    chips = compiled_by_triton().get(function, set())
+    return [
+        "run",
+        "XLA" if not has_kernel else "run" if function in measured_on_hopper() else "compiled",
+        "compiled" if chips & OTHER_NVIDIA else "XLA",
+        "compiled" if "gfx942" in chips else "XLA",
+        "compiled" if ("pallas", "tpu") in kinds else "XLA",
+    ]
+
+
 def operations_table() -> str:
-    by_operation = platforms()
-    rows = ["| function | what it computes | kernels |", "|---|---|---|"]
+    rows = [f"| function | what it computes | {' | '.join(HARDWARE)} |", "|---" * 7 + "|"]
     for function, page, name, summary in operations():
-        kernels = ", ".join(PLATFORMS[p] for p in by_operation.get(name, [])) or "none yet"
-        rows.append(f"| [`{function}`](docs/operations/{page}) | {summary} | {kernels} |")
+        cells = " | ".join(run_where(function, name))
+        rows.append(f"| [`{function}`](docs/operations/{page}) | {summary} | {cells} |")
+    return "\n".join([*rows, "", LEGEND])
+
+
+def records_table() -> str:
+    """Returns the records of the benchmark: operation, device, table and picture."""
+    rows = ["| operation | device | table | picture |", "|---|---|---|---|"]
+    folder = generated.ROOT / "tools/bench/results"
+    for path in sorted(folder.glob("*/*.md")):
+        link = f"../{path.relative_to(generated.ROOT)}"
+        picture = f"[chart]({link[:-3]}.svg)" if path.with_suffix(".svg").is_file() else "-"
+        cells = (f"`{path.stem}`", path.parent.name, f"[table]({link})", picture)
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -109,9 +175,14 @@ def _axes_by_role(operation: Any) -> list[str]:
 def render(text: str) -> str:
     """``text`` with every slot filled."""
 
+    tables = {
+        "operations": operations_table,
+        "records": records_table,
+        "sharding": sharding_table,
+    }
+
     def fill(match: re.Match[str]) -> str:
         name = match[2]
-        tables = {"operations": operations_table, "sharding": sharding_table}
         body = tables[name]() if name in tables else kernels_of(name)
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
@@ -119,7 +190,7 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    pages = [generated.ROOT / page for page in ("README.md", "docs/sharding.md")]
+    pages = [generated.ROOT / page for page in PAGES]
     pages += sorted(generated.ROOT.glob("packages/*/README.md"))
     texts = {path: render(path.read_text()) for path in pages}
     sys.exit(generated.main(texts, __doc__, None))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from dataclasses import asdict, replace
 from xml.etree import ElementTree
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from bench import __main__ as command
-from bench import plot, report
+from bench import one_of_many, overlap, plot, report
+from bench.workloads import scaling
 from ejkernel.modules.bench import timing
 from ejkernel.modules.bench.case import Case, case_of
 from ejkernel.modules.bench.limits import Limits
@@ -111,3 +115,41 @@ def test_unknown_names(tmp_path, capsys):
     assert "unknown shape of flash_attention 'nothing'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main(["no_such_op"])
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_scaling_times_one_device_of_several_and_all_of_them(tmp_path, capsys):
+    sizes = scaling.Sizes((256,), 2, 16, 2, 64, 2, 2)
+    options = {"cases": "ring zigzag *,flash heads", "rounds": 1, "target_s": 1e-4}
+    args = argparse.Namespace(devices="2", out=tmp_path, **options)
+    assert scaling.main(args, sizes) == 0
+    rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    modes, kinds = ("fwd", "fwd+bwd"), ("alone", "together")
+    assert [(r["kind"], r["mode"]) for r in rows] == list(itertools.product(kinds, modes)) * 2
+    assert all(r["ms"] > 0 and r["share"] > 0 and r["devices"] == 2 for r in rows)
+    sent = [r["collectives"] for r in rows]
+    assert set(sent[2]) == set(sent[3]) == {"collective-permute"}
+    assert not any(sent[4:])  # heads need nothing of each other
+    assert capsys.readouterr().out.count("collective-permute") == 2
+
+
+def test_one_device_of_several_computes_its_part():
+    """Without the others: shapes and work of one device, whatever the collective."""
+
+    def run(x):
+        part = jax.lax.all_to_all(x, "x", 1, 0, tiled=True) * jax.lax.axis_index("x")
+        gathered = jax.lax.all_gather(jax.lax.ppermute(part, "x", [(0, 1)]), "x")
+        return jax.lax.psum_scatter(gathered, "x")
+
+    with one_of_many.as_device(3, 4):
+        out = jax.jit(lambda x: run(x))(jnp.ones((2, 8)))
+    np.testing.assert_array_equal(out, np.full((8, 2), 3.0))
+    with pytest.raises(NameError):
+        jax.make_jaxpr(run)(jnp.ones((2, 8)))
+
+
+def test_communication_is_hidden_while_something_is_computed():
+    events = [("ncclDevKernel_SendRecv", 0, 10), ("flash", 2, 6), ("flash", 5, 8), ("add", 20, 30)]
+    assert overlap.hidden_share(events) == pytest.approx(0.6)
+    assert overlap.hidden_share([*events, ("ncclAllReduce", 20, 30)]) == pytest.approx(0.8)
+    assert overlap.hidden_share([("flash", 0, 1)]) is None

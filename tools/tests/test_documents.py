@@ -28,8 +28,8 @@ def test_every_operation_has_a_row():
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", ROOT / "docs/sharding.md", *ROOT.glob("packages/*/README.md")],
-    ids=lambda p: p.parent.name,
+    [*(ROOT / page for page in tables.PAGES), *ROOT.glob("packages/*/README.md")],
+    ids=lambda p: f"{p.parent.name}-{p.stem}",
 )
 def test_tables_say_what_is_registered(path):
     text = path.read_text()
@@ -44,12 +44,20 @@ def test_a_package_without_kernels_says_so(monkeypatch):
     monkeypatch.setattr(tables, "platforms", lambda: {"flash_attention": ["xla", "triton"]})
     assert "There are no kernels yet" in tables.kernels_of("pallas")
     assert tables.kernels_of("triton") == "Kernels:\n\n- `flash_attention`"
-    assert "(docs/operations/flash_attention.md) |" in tables.operations_table()
-    assert "| XLA, Triton |" in tables.operations_table()
+
+
+def test_hardware_is_what_was_run_and_compiled(monkeypatch):
+    table = tables.operations_table()
+    assert "memory linear in the lengths | run | run | compiled | compiled | compiled |" in table
+    assert "with its weights returned | run | XLA | XLA | XLA | XLA |" in table
+    monkeypatch.setattr(tables, "measured_on_hopper", set)
+    assert tables.run_where("flash_attention", "flash_attention")[1] == "compiled"
+    assert all({"sm_80", "sm_90", "gfx942"} <= c for c in tables.compiled_by_triton().values())
 
 
 @pytest.mark.parametrize(
-    ("document", "label"), [("README.md", ""), ("docs/kernels/flash_attention_hopper.md", "d = ")]
+    ("document", "label"),
+    [("docs/measured.md", ""), ("docs/kernels/flash_attention_hopper.md", "d = ")],
 )
 def test_figures_of_flash_attention_are_those_of_the_record(document, label):
     record = json.loads((ROOT / "tools/bench/results/nvidia-h200/flash_attention.json").read_text())
@@ -70,6 +78,19 @@ def test_figures_of_flash_attention_are_those_of_the_record(document, label):
         assert re.findall(r"\d[\d.]*", cells) == want, case
 
 
+def test_speeds_in_the_readme_are_those_of_the_record():
+    path = ROOT / "tools/bench/results/nvidia-h200/flash_attention.json"
+    record = json.loads(path.read_text())
+    speeds: dict[bool, list[float]] = {True: [], False: []}
+    for row in record["rows"]:
+        if row["contender"] == "ejkernel" and row["case"].startswith("sweep"):
+            is_short = "-s1024-" in row["case"]
+            speeds[is_short].append(row["speed_over"]["cudnn"])
+    ranges = [f"{min(s):.2f} to {max(s):.2f} times" for s in (speeds[False], speeds[True])]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert all(numbers in text for numbers in ranges), ranges
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
 def test_commands_and_paths_in_the_documents_exist(document):
     text = (ROOT / document).read_text()
@@ -87,7 +108,7 @@ def test_commands_and_paths_in_the_documents_exist(document):
 def test_every_package_warns_of_the_other_project(folder):
     text = " ".join((folder / "README.md").read_text().split())
     assert "The distribution named `ejkernel` is another project" in text
-    assert "do not install it beside these" in text
+    assert "do not install it next to these" in text
 
 
 def test_the_files_of_an_operation_are_those_that_the_page_lists():

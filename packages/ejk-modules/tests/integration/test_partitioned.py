@@ -493,6 +493,29 @@ def test_devices_share_a_latent_sequence(xla):
     assert_same(jax.jit(jax.grad(meshed, range(5)))(*arrays), expected)
 
 
+@pytest.mark.parametrize(
+    ("operation", "word", "message"),
+    [
+        ("scaled_dot_product_attention", "q_len", "a sequence that no.*use flash_attention"),
+        ("native_sparse_attention", "seq", "a sequence that no device can share.*ring_attention"),
+        ("ragged_decode_attention", "kv_len", "a sequence that no.*shard batch or heads"),
+        ("ragged_page_attention", "tokens", "a sequence that no.*rows and tables"),
+        ("page_attention", "page_size", "indexed.*shard heads or rows"),
+    ],
+)
+def test_what_every_device_needs_is_an_error_where_it_is_sharded(xla, operation, word, message):
+    """Of a sequence that an operation cannot share, and of a cache; not of features, which move."""
+    c = calls.call(operation, length=16)
+    specs, mesh = specs_of(c, {word: "x"}), mesh_of((2,), "x")
+    placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in c.arrays.items()}
+    message = f"{operation}: axis {word} is sharded over .*'x'.* is {message}"
+    call = partial(getattr(modules, operation), **placed, **c.static)
+    with pytest.raises(ValueError, match=message):
+        call(platform="xla")
+    notes = modules.explain(operation, **placed, **c.static).notes
+    assert any(re.match(f"refused: {message}", note) for note in notes)
+
+
 def test_a_donated_cache_is_written_in_place(xla):
     c = calls.call("ragged_page_attention_v3")
     mesh, specs = mesh_of((2,), "x"), specs_of(c, ROLES["heads"])

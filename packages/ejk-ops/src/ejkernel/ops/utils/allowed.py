@@ -39,7 +39,7 @@ def allow_in_files(cls: C) -> C:
     """Let files that this process reads name this class, so that its objects come back.
 
     For configs that belong to no Kernel, and for enums, dataclasses and pytree nodes among the
-    arguments of recorded calls. Kernels and their configs need no such line. A decorator:
+    arguments of recorded calls. Kernels and their configs need no such line. A decorator::
 
         @allow_in_files
         @dataclass(frozen=True)

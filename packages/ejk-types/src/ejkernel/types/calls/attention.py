@@ -18,6 +18,7 @@ class Attention(Call):
 
     name = "attention"
     outputs = ("batch q_len heads v_dim", "batch heads q_len kv_len")
+    sequence_hint = "shard batch or heads, or use flash_attention, whose devices can share it"
     merged: ClassVar[Mapping[str, str]] = {
         **canonicalize.MERGED_MASKS,
         "init_bias": "bias",

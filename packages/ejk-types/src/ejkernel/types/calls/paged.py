@@ -35,8 +35,10 @@ class PagedCall(Call):
     """A call that reads a cache of pages, its first array of pages, through ``block_tables``."""
 
     shards_pages: ClassVar[bool] = True
+    sequence_hint: ClassVar[str] = "shard heads or rows"
     refused_axes: ClassVar[Mapping[str, str]] = {
-        "pages": "spread pages by mesh= and in_specs=, or shard heads or rows"
+        "pages": "spread pages by mesh= and in_specs=, or shard heads or rows",
+        "page_size": "shard heads or rows, or spread pages by mesh= and in_specs=",
     }
     NOT_OVER_DEVICES: ClassVar[tuple[str, ...]] = ("sliding_window", "tree_mask", "positions")
     """Arguments that say which keys a row sees by their places."""

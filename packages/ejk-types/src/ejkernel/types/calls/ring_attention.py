@@ -81,6 +81,11 @@ class RingAttention(AttentionCall):
         return axes
 
     @classmethod
+    def whole_axes(cls, sizes: Mapping[str, int]) -> dict[str, str]:
+        """None: the arrays are a device's own part of the sequence."""
+        return {}
+
+    @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:
         super().to_shard(a, shard)
         shift_mods(a, shard)

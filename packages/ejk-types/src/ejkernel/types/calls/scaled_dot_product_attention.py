@@ -12,6 +12,7 @@ class ScaledDotProductAttention(SoftmaxCall):
 
     name = "scaled_dot_product_attention"
     outputs = ("batch q_len heads v_dim",)
+    sequence_hint = "shard batch or heads, or use flash_attention, whose devices can share it"
 
     @staticmethod
     def signature(

@@ -152,8 +152,9 @@ class ShardingRule:
     def _check_whole(self, word: str, axes: MeshAxes, mesh_sizes: Mapping[str, int]) -> None:
         """Raises ValueError for an axis that is sharded."""
         if any(mesh_sizes[axis] > 1 for axis in axes):
+            role = "a sequence that no device can share" if meaning(word).in_order else "indexed"
             raise ValueError(
-                f"{self.operation}: axis {word} is sharded over {axes}, but is indexed, so that "
+                f"{self.operation}: axis {word} is sharded over {axes}, but is {role}, so that "
                 f"every device needs all of it; {self.refused[word]}"
             )
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
 from ejkernel.types.calls import canonicalize, drawn, values
-from ejkernel.types.calls.axes import bare, mask_words
+from ejkernel.types.calls.axes import bare, mask_words, meaning
 from ejkernel.types.calls.layout import Layout
 from ejkernel.types.calls.sharding import ShardingRule
 from ejkernel.types.calls.sharding_notes import pages_notes, place_arrays, sharding_notes
@@ -209,7 +209,18 @@ class Call:
                     if not (word.startswith("#") and size == 1):
                         sizes.setdefault(word.lstrip("#"), size)
         words = tuple(word for word in cls.sequence_axes if word in sizes) if sequence else ()
-        return ShardingRule(cls.name, sizes, cls.whole_groups, words, cls.refused_axes)
+        return ShardingRule(cls.name, sizes, cls.whole_groups, words, cls.whole_axes(sizes))
+
+    @classmethod
+    def whole_axes(cls, sizes: Mapping[str, int]) -> dict[str, str]:
+        """Returns words of axes that are an error where they are sharded, and what to do instead.
+
+        They are ``refused_axes``, and the axes of a sequence that devices never share.
+        """
+        if cls.sequence_axes:
+            return dict(cls.refused_axes)
+        tokens = (word for word in sizes if meaning(word).in_order)
+        return {**dict.fromkeys(tokens, cls.sequence_hint), **cls.refused_axes}
 
     @classmethod
     def sharding_notes(

@@ -124,7 +124,7 @@ class RaggedDecodeAttention(DecodeKernel):
 class MLADecode(DecodeKernel):
     """Latent attention of the last tokens over a paged cache, on a GPU.
 
-    Math, per query row over the visible rows c_j of the cache, which all heads share:
+    Math, per query row over the visible rows c_j of the cache, which all heads share::
 
         o = k_scale * sum_j softmax_j(scale * k_scale * q . c_j) * c_j[:latent]
 
