@@ -1,12 +1,11 @@
 """Merge of latent decoding on Hopper: one output from the partial results of a sequence.
 
-    m = max_i m_i,  w_i = exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i l_i
+    m = max_i m_i,  w_i = l_i exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i
 
 Work split: all units but the last that a sequence is cut into share its rows, and add the partial
 results of a row in their order. A load takes as long as hundreds of additions, so several are in
-flight before the first addition: two partial results of four rows, or of one row eight, 24 where
-there are many. Outputs of complete sequences are in place already; sequences without tokens get
-zeros.
+flight before the first addition: two partial results of four rows, or eight of one row where there
+are many. Outputs of complete sequences are in place already; sequences without tokens get zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ejkernel.types.serving.split import CutSequence, partial_number
 F32 = jnp.float32
 THREADS = 128  # of a program
 PROGRAMS = 8  # for 64 rows of a unit
-FEW, MANY, MOST = 2, 8, 24  # partial results whose loads are in flight together
+FEW, MANY = 2, 8  # partial results whose loads are in flight together
 ROWS_OF_FEW = 4  # rows whose loads are in flight together, of few partial results
 
 
@@ -84,9 +83,9 @@ def merge(
                 alpha = jnp.exp2((before - shift) * factor)
                 norm, acc = norm * alpha, acc * alpha
                 for (high, share, x), inside in zip(loaded, exists, strict=True):
-                    weight = jnp.where(inside, jnp.exp2((high - shift) * factor), 0.0)
-                    norm += weight * share
-                    acc += weight * x
+                    weight = jnp.where(inside, share * jnp.exp2((high - shift) * factor), 0.0)
+                    norm += weight
+                    acc += weight * x.astype(F32)
                 return top, norm, acc
 
             zeros = plgpu.layout_cast(jnp.zeros((d,), F32), layout)
@@ -94,7 +93,7 @@ def merge(
             rounds = lax.div(cut.partials + (together - 1), together)
             carry = lax.fori_loop(0, rounds, add_some, carry)
             for row, (_, norm, acc) in zip(rows, carry, strict=True):
-                acc = acc * ((1.0 if scale is None else scale) / jnp.where(norm == 0.0, 1.0, norm))
+                acc = acc / jnp.where(norm == 0.0, 1.0, norm)
                 out[cut.sequence, row, :] = acc.astype(out.dtype)
 
         def add_rows(together: int, row_count: int) -> None:
@@ -111,9 +110,7 @@ def merge(
 
         has_few = (cut.partials > 0) & (cut.partials < MANY)
         pl.when(has_few)(lambda: add_rows(FEW, ROWS_OF_FEW))
-        has_most = cut.partials >= MOST
-        pl.when((cut.partials >= MANY) & jnp.logical_not(has_most))(lambda: add_rows(MANY, 1))
-        pl.when(has_most)(lambda: add_rows(MOST, 1))
+        pl.when(cut.partials >= MANY)(lambda: add_rows(MANY, 1))
 
         def clear(i: Any, carry: Any) -> Any:
             sequence = jnp.minimum(unit + i * units, b - 1)
