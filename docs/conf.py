@@ -21,6 +21,10 @@ extensions = [
 root_doc = "index"
 exclude_patterns = ["examples/**/src", "**/.*"]
 
+# a name of ejkernel that a docstring refers to has an entry; names of other libraries need none
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!ejkernel\.)\w+(\.\w+)+")]
+
 # pages
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -36,6 +40,7 @@ python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 toc_object_entries_show_parents = "hide"
 
 # Names of other libraries link to their sites where the builder asks for their inventories, because

@@ -11,11 +11,12 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, get_origin
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import GoogleDocstring
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
@@ -63,6 +64,8 @@ def describe_types(function: Callable[..., Any]) -> dict[str, str]:
             return {}
     annotations = {p.name: p.annotation for p in signature.parameters.values()}
     annotations["return"] = signature.return_annotation
+    if inspect.isclass(function):
+        annotations = {**inspect.get_annotations(function), **annotations}
     return {
         name: str(a) if isinstance(a, Shown | str) else str(shown(a))
         for name, a in annotations.items()
@@ -76,14 +79,35 @@ def add_types(lines: list[str], types: dict[str, str]) -> list[str]:
     A shape at the start of a description is left out where the type shows it.
     """
     typed = []
-    for line in lines:
+    for line in split_attributes(lines):
         match = _PARAMETER.match(line)
         if match and (name := match["name"].strip("\\* ")) in types:
             typed.append(f":type {match['name']}: ``{types[name]}``")
             if match["shape"] and match["shape"] in types[name]:
                 line = f":param {match['name']}: {match['text'].strip()}"
+        elif line.startswith(":ivar ") and (name := line[6:].partition(":")[0]) in types:
+            typed.append(f":vartype {name}: ``{types[name]}``")
         typed.append(line)
     return typed
+
+
+def split_attributes(lines: list[str]) -> list[str]:
+    """Returns a field for each attribute, where napoleon makes one of ``a, b: description``."""
+    fields: list[list[str]] = []
+    for line in lines:
+        if fields and line.startswith(" "):
+            fields[-1].append(line)
+        else:
+            fields.append([line])
+    split = []
+    for first, *others in fields:
+        head, _, text = first.removeprefix(":ivar ").partition(":")
+        if first.startswith(":ivar ") and "," in head:
+            for name in head.split(","):
+                split += [f":ivar {name.strip()}:{text}", *others]
+        else:
+            split += [first, *others]
+    return split
 
 
 def show_signature(function: Callable[..., Any]) -> str:
@@ -116,12 +140,15 @@ class Entry:
         if inspect.isclass(self.value):
             members = ", ".join(self._members())
             options = [f"   :members: {members}"] if members else []
-            return [f".. autoclass:: {self.name}", *options, "   :show-inheritance:", ""]
+            if any(map(_is_shown, self.value.__bases__)):
+                options.append("   :show-inheritance:")
+            return [f".. autoclass:: {self.name}", *options, ""]
         if ".kernels." in self.module:
             return self._kernel()
         if callable(self.value):
             return [f".. autofunction:: {self.name}", ""]
-        return [f".. autodata:: {self.name}", "   :no-value:", ""]
+        docs = ModuleAnalyzer.for_module(self.value.__module__).find_attr_docs()
+        return self._data(" ".join(docs["", self.name]))
 
     def _data(self, text: str) -> list[str]:
         return [f".. py:data:: {self.name}", *_indent([text])]
@@ -204,7 +231,8 @@ class ApiIndex(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         module = self.arguments[0]
-        lines = [".. list-table::", "   :widths: auto", "   :header-rows: 1", ""]
+        lines = [f".. py:currentmodule:: {module}", ""]
+        lines += [".. list-table::", "   :widths: auto", "   :header-rows: 1", ""]
         lines += ["   * - name", "     - what it is"]
         package = importlib.import_module(module)
         for name in sorted(set(public_names(module)) - {"__version__"}, key=_functions_first):
@@ -241,6 +269,19 @@ def process_signature(
     return (_CLASS.sub(r"\1", signature), returns) if signature else None
 
 
+def process_bases(app: Sphinx, name: str, value: Any, options: Any, bases: list[type]) -> None:
+    """Leaves out bases that are no public names."""
+    bases[:] = [get_origin(base) or base for base in bases if _is_shown(base)]
+
+
+def _is_shown(base: Any) -> bool:
+    origin, module = get_origin(base) or base, getattr(base, "__module__", "")
+    names = (name for package in PACKAGES for name in public_names(package))
+    if origin in (object, Generic):
+        return False
+    return not module.startswith("ejkernel.") or base.__name__ in names
+
+
 def check_entries(app: Sphinx, env: Any) -> None:
     """Warns of public names without an entry."""
     documented = set(env.domains["py"].objects)
@@ -253,5 +294,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("api-index", ApiIndex)
     app.connect("autodoc-process-docstring", process_docstring, priority=900)
     app.connect("autodoc-process-signature", process_signature)
+    app.connect("autodoc-process-bases", process_bases)
     app.connect("env-check-consistency", check_entries)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -39,7 +39,7 @@ NO_KERNELS = (
 )
 ON_TPU = "compiled and interpreted, never run on a chip"
 ROW = re.compile(r"^\| \[(\w+)\]\((\w+\.md)\) \| `\w+` \| `(\w+)` \| (.+) \|$", re.MULTILINE)
-PAGES = ("README.md", "docs/measured.md", "docs/sharding.md")
+PAGES = ("README.md", "docs/hardware.md", "docs/measured.md", "docs/sharding.md")
 SLOT = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -100,10 +100,20 @@ def run_where(function: str, name: str) -> list[str]:
 
 
 def operations_table() -> str:
+    """Returns what each function computes, and where it ran."""
     rows = [f"| function | what it computes | {' | '.join(HARDWARE)} |", "|---" * 7 + "|"]
     for function, page, name, summary in operations():
+        cells = " | ".join((summary, *run_where(function, name)))
+        rows.append(f"| [`{function}`](docs/operations/{page}) | {cells} |")
+    return "\n".join([*rows, "", LEGEND])
+
+
+def hardware_table() -> str:
+    """Returns where each function ran."""
+    rows = [f"| function | {' | '.join(HARDWARE)} |", "|---" * 6 + "|"]
+    for function, page, name, _ in operations():
         cells = " | ".join(run_where(function, name))
-        rows.append(f"| [`{function}`](docs/operations/{page}) | {summary} | {cells} |")
+        rows.append(f"| [`{function}`](operations/{page}) | {cells} |")
     return "\n".join([*rows, "", LEGEND])
 
 
@@ -176,6 +186,7 @@ def render(text: str) -> str:
     """``text`` with every slot filled."""
 
     tables = {
+        "hardware": hardware_table,
         "operations": operations_table,
         "records": records_table,
         "sharding": sharding_table,

@@ -103,6 +103,11 @@ def check_eight_bit(kernel: Any, d: int, *, causal: bool, blocks: int = 1) -> No
     """Holds a call of 8-bit operands to float32 on the same values, and a second run to its bits.
 
     Probabilities may be rounded to 3 bits of mantissa. A head has a negative scale.
+
+    Hopper's tensor cores align the terms that they add to the largest and keep 14 bits of each
+    (DeepSeek-V3, arXiv 2412.19437, section 3.5.2). So each of the d terms of a logit is off by up
+    to 2^-13 of the largest partial sum, 3 sqrt(d), and their sum by about 3 d 2^-13, times the
+    scale of about 2.25 / sqrt(d): 0.013 at d = 256, 2^-9 of an lse of 7 or more.
     """
     keys = jax.random.split(jax.random.key(d), 5)
     shapes = (2, 1037, 4, d), (2, 777, 2, d), (2, 777, 2, d)
@@ -124,7 +129,7 @@ def check_eight_bit(kernel: Any, d: int, *, causal: bool, blocks: int = 1) -> No
     first, second = run(arrays, scales), run(arrays, scales)
     assert first[0].dtype == jnp.bfloat16
     assert relative(first[0], o) <= 3e-2
-    assert relative(first[1], lse) <= 1e-5
+    assert relative(first[1], lse) <= 2**-9
     assert jnp.array_equal(first[0], second[0])
 
 

@@ -37,11 +37,16 @@ def prepare_environment(dump: Path | None = None) -> None:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_{flag}" for flag in flags)
 
 
-def device(chip: str) -> Any:
+def devices(chip: str) -> Any:
+    """The TPUs of the smallest machine with this chip."""
     from jax.experimental import topologies
 
     name = TOPOLOGIES[chip]
-    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
+    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+
+
+def device(chip: str) -> Any:
+    return devices(chip)[0]
 
 
 def targeting(device: Any) -> Any:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from ejkernel.kernels.pallas import compat
-from ejkernel.kernels.pallas.gpu.common.chip import Chip
+from ejkernel.kernels.pallas.gpu.common.chip import SHARED, Chip
 from ejkernel.ops import ConfigError
 from ejkernel.types import MaskInfo
 
@@ -35,6 +38,8 @@ from ejkernel.kernels.pallas.gpu.flash_attention import (
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import flash_kernel
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import RANGE
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
+    DIMS,
+    EIGHT_BIT_DIMS,
     flash_attention,
     scaled_dot_product_attention,
 )
@@ -119,6 +124,56 @@ def test_lowers_for_a_hopper_gpu(name):
     assert "mosaic_gpu" in text
 
 
+def shared_bytes(scratch):
+    """Shared memory of scratch types: an array begins at a multiple of 1024 bytes."""
+    total = 0
+    for x in scratch.values() if isinstance(scratch, dict) else scratch:
+        if hasattr(x, "num_barriers"):
+            total += 8 * int(np.prod(x.num_barriers))
+        else:
+            total += -(-math.prod(x.shape) * jnp.dtype(x.dtype).itemsize // 1024) * 1024
+    return total
+
+
+def by_pattern(q, k, v):
+    pattern = np.ones((1, 1, -(-q.shape[1] // 128), -(-k.shape[1] // 128)), bool)
+    return blocksparse_attention(q, k, v, block_mask=pattern, causal=True)
+
+
+MASKED = {
+    "full": flash_attention,
+    "causal": CAUSAL,
+    "window": functools.partial(flash_attention, sliding_window=(200, 0)),
+    "cap": functools.partial(flash_attention, logits_soft_cap=30.0),
+    "large cap": functools.partial(flash_attention, logits_soft_cap=99.0),
+    "packed": lambda q, k, v: packed(q, k, v, jnp.array([0, 100, q.shape[1]])),
+    "pattern": by_pattern,
+}
+
+
+@pytest.mark.parametrize("mask", MASKED)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_shared_memory_suffices(monkeypatch, mask, dtype):
+    """Of both passes, for all head dims, by what the kernels ask for."""
+    asked = []
+
+    def kernel(body, *, out_type, kernel_name, scratch_types=(), **_):
+        asked.append((kernel_name, shared_bytes(scratch_types)))
+        return lambda *_: tuple(jnp.zeros(x.shape, x.dtype) for x in out_type)
+
+    monkeypatch.setattr(plgpu, "kernel", kernel)
+    options = {"out_dtype": jnp.bfloat16} if dtype == "float8_e4m3fn" else {}
+    f = functools.partial(MASKED[mask], **options) if options else MASKED[mask]
+    dims = [(d, d) for d in EIGHT_BIT_DIMS] if options else DIMS
+    refused = options and mask in ("cap", "large cap", "packed", "pattern")
+    for (d, dv), length in itertools.product(() if refused else dims, (384, 2560)):
+        shapes = [struct(1, length, 2, n, dtype=jnp.dtype(dtype)) for n in (d, d, dv)]
+        with on(H200):
+            jax.eval_shape(f if options else gradient(f), *shapes)
+    assert [x for x in asked if x[1] > SHARED] == []
+    assert refused or any("forward" in name for name, _ in asked)
+
+
 def test_named_residuals_keep_the_forward_kernel_from_running_twice():
     policies = jax.checkpoint_policies
 
@@ -177,7 +232,9 @@ def test_sums_stay_exact_where_maxima_cross(monkeypatch, unit, dtype, slack):
     state, acc = forward_softmax.start(kernel.form), 0.0
     for n in range(0, x.shape[1], block):
         s = jnp.asarray(x[:, n : n + block])
-        p, state, alpha = forward_softmax.softmax(kernel, None, s, None, None, (), state)
+        p, state, alpha = forward_softmax.softmax_step(
+            kernel, None, s, None, None, (), state, hides=False
+        )
         acc = acc * np.asarray(alpha, np.float64) + np.asarray(p, np.float64) @ v[n : n + block]
     m, total, e = (np.asarray(a, np.float64) for a in (*state, 0.0)[:3])
     logits = x.astype(np.float64) * unit
@@ -203,7 +260,9 @@ def test_a_step_without_maxima_is_right_or_seen_to_be_wrong(monkeypatch, unit, i
     total = forward_softmax.start(kernel.form)
     for n in range(0, 64, 16):
         s = jnp.asarray(x[:, n : n + 16])
-        _, total, factor = forward_softmax.softmax(kernel, None, s, None, None, (), total)
+        _, total, factor = forward_softmax.softmax_step(
+            kernel, None, s, None, None, (), total, hides=False
+        )
         assert factor is None
     total = np.asarray(total[0], np.float64)
     inside = (total >= RANGE[0]) & (total <= RANGE[1])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from ejkernel.kernels.pallas.gpu.common import schedule
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
@@ -22,7 +24,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     visit_tables,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import flash_kernel
-from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import known_order
+from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import MARK_WORDS, known_order
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import forward_tiles
 from ejkernel.types import combine_masks
 from ejkernel.types.attention.problem import Problem
@@ -46,6 +48,43 @@ def test_every_tile_is_computed_once(rows, blocks, group, programs, causal):
     ended = np.cumsum(table < 0, axis=1) > 0
     assert (table[ended] == -1).all()
     assert sorted(table[table >= 0]) == list(range(rows * blocks))
+
+
+@pytest.mark.parametrize("columns", [2, 17, 129, 300])
+def test_marked_tiles_are_computed_again_and_no_others(columns):
+    """Marks of two consumers; with more tiles than bits those of a mark are taken together."""
+    rng = np.random.default_rng(columns)
+    problem = Problem(1, 256, 256, 1, 1, 128, 128, "bfloat16", 1.0)
+    kernel = flash_kernel(problem, forward_tiles(problem, Rules(), Chip()), (), 132)
+    each = -(-columns // (MARK_WORDS * 32))
+    order = np.full((1, columns), -1, np.int32)
+    order[0, :-1] = rng.permutation(columns - 1)
+    wrong = rng.random((2, columns - 1)) < 0.2
+    wrong[0, -1] = True
+    marks = np.zeros((2, MARK_WORDS * 32), bool)
+    for consumer, tile in np.argwhere(wrong):
+        marks[consumer, tile // each] = True
+    words = np.packbits(marks, axis=1, bitorder="little").view(np.int32)
+    r = SimpleNamespace(order=jnp.asarray(order), marks=jnp.asarray(words))
+    number = lambda i: kernel.scheduler.of_marked.number(r, i)  # noqa: E731
+    program = jax.vmap(lambda _: lax.map(number, jnp.arange(columns)), axis_name="program")
+    found = np.asarray(program(jnp.zeros(1)))[0]
+    taken = np.repeat(marks.any(0), each)[: columns - 1]
+    np.testing.assert_array_equal(found[: taken.sum()], order[0, :-1][taken])
+    assert (found[taken.sum() :] == -1).all()
+    assert kernel.scheduler.of_marked.is_any_marked(r)
+    nothing = SimpleNamespace(order=r.order, marks=jnp.zeros_like(r.marks))
+    assert not kernel.scheduler.of_marked.is_any_marked(nothing)
+
+
+def test_few_heads_of_long_tiles_are_worked_on_together():
+    """Eight heads of 256 end together, which one after the other would not."""
+    problem = Problem(2, 8192, 8192, 8, 8, 256, 256, "bfloat16", 1.0, rules=Rules(Band(None, 0)))
+    kernel = flash_kernel(problem, forward_tiles(problem, problem.rules, Chip()), (), 132)
+    costs = schedule.band_costs(8192, 8192, problem.rules.band, 128, 64)
+    costs = np.append(np.tile(costs, 16) + schedule.TILE_COST, 0.0)
+    loads = costs[np.asarray(kernel.scheduler.order({}))].sum(axis=1)
+    assert loads.max() <= 1.01 * loads.mean()
 
 
 # one tile, a tile a program, groups dealt in several parts, one group larger than a part

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.machinery
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import pytest
 
 from ejkernel.modules import get_default_executor, supports
 from ejkernel.modules._table import operation_class
+from ejkernel.modules.bench import peers
 from ejkernel.modules.bench.case import Case, case_of, forward_and_backward
 from ejkernel.modules.bench.limits import Limits
 from ejkernel.modules.bench.runner import run_case
@@ -120,12 +124,37 @@ def test_peers_agree_with_the_operation():
     }.items():
         case = case_of(find.from_words(operation, [*words, "dtype=float32"]))
         inputs = case.inputs()
-        ours, *peers = (fn(*inputs) for fn in case.contenders.values() if callable(fn))
-        assert peers
-        for peer in peers:
+        ours, *others = (fn(*inputs) for fn in case.contenders.values() if callable(fn))
+        assert others
+        for peer in others:
             np.testing.assert_allclose(
                 np.asarray(peer).reshape(ours.shape), ours, rtol=2e-4, atol=2e-4
             )
+
+
+def test_flash_attention_3_takes_part_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    sizes = ["s=32", "h=2", "hk=1", "d=16"]
+    assert "fa3" not in peers.peers_of(find.from_words("flash_attention", sizes))
+    installed = types.ModuleType("dew_flash_attn")
+    installed.__spec__ = importlib.machinery.ModuleSpec("dew_flash_attn", None)
+    calls = []
+    installed.flash_mha = lambda q, k, v, **options: calls.append((q.shape, k.shape, options)) or q
+    monkeypatch.setitem(sys.modules, "dew_flash_attn", installed)
+    for words, options in (
+        (["causal=true"], {"is_causal": True}),
+        (["causal=false", "window=8"], {"is_causal": False, "window_size": (8, 8)}),
+    ):
+        call = find.from_words("flash_attention", [*sizes, *words])
+        q, k, v = (call.make()[name] for name in ("query", "key", "value"))
+        assert peers.peers_of(call)["fa3"](q, k, v) is q
+        assert calls[-1] == (q.shape, k.shape, options)
+    for words, reason in (
+        (["dtype=float32"], "16 bits"),
+        (["soft_cap=5.0"], "no such option"),
+        (["kv_len=64"], "last key"),
+    ):
+        assert reason in peers.peers_of(find.from_words("flash_attention", [*sizes, *words]))["fa3"]
 
 
 def test_a_row_says_what_ran_and_a_failing_contender_is_not_fatal():

@@ -25,6 +25,7 @@ from ejkernel.ops import (
     invocations_in_lowered,
     load_invocations,
     save_invocations,
+    tune,
 )
 from ejkernel.ops.core.keys import is_array
 from ejkernel.ops.core.route import Route
@@ -249,3 +250,42 @@ def test_calls_over_a_mesh_keep_their_keys(executor, tmp_path, monkeypatch, axis
     assert [i.args[0].shape for i in loaded] == [(4, 8), (2, 8), (2, 8)]  # of one shard
     results = autotune_recorded(loaded, executor=executor, num_warmup=0, num_iters=1)
     assert len(results) == 3
+
+
+def test_a_functions_calls_are_tuned_together_and_used_afterwards(executor, monkeypatch):
+    tiles = []
+
+    class Seen(Op):
+        def run(self, x, *, cfg):
+            tiles.append(cfg.tile)
+            return jnp.sin(x)
+
+        def heuristic_cfg(self, inv):
+            return Config(7)
+
+        def config_space(self, inv):
+            return [Config(7), Config(2)]
+
+    @jax.jit
+    def layer(x, _):
+        return executor(Seen(), x), None
+
+    def loss(x):
+        x, _ = jax.lax.scan(layer, x, length=3)
+        return executor(Op(), x[:2]).sum()
+
+    step = jax.jit(jax.grad(loss))
+    step(X)  # compiled before with the heuristic config
+    assert set(tiles) == {7}
+    results = tune(step, X, executor=executor, num_warmup=0, num_iters=1)
+    assert [type(r.kernel) for r in results] == [Seen, Op]
+    assert executor.explanation(Seen(), X).tier == "memory"
+    (seen, _) = results
+    tiles.clear()
+    step(X)
+    assert set(tiles) == {seen.best.tile}
+
+
+def test_a_function_without_calls_is_refused(executor):
+    with pytest.raises(ValueError, match="cos makes no call"):
+        tune(jnp.cos, X, executor=executor)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import itertools
 import math
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -336,31 +338,51 @@ def measurements(args: argparse.Namespace, sizes: Sizes) -> Iterator[Measurement
                 )
 
 
+class Compiler:
+    """Compiles the programs of a few measurements at a time; what several compare with, once."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, MOST_COMPILERS)))
+        self.evens: dict[Any, Any] = {}
+
+    def programs(self, m: Measurement) -> Callable[[], tuple[Program, Program]]:
+        """Lowers two programs and begins to compile them; returns a function that waits."""
+        run, lowered = m.lower()
+        compiled, same = self.pool.submit(lowered.compile), (m.case.even(m.n)[1], m.mode)
+        if same not in self.evens:
+            even, lowered = m.lower_even()
+            self.evens[same] = even, self.pool.submit(lowered.compile)
+        even, compiled_even = self.evens[same]
+        return lambda: (run.program(compiled.result()), even.program(compiled_even.result()))
+
+
 def rows_of(args: argparse.Namespace, sizes: Sizes) -> Iterator[Row]:
-    """Compiles every program, several at a time, then times one after the other."""
-    planned = list(measurements(args, sizes))
-    with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, MOST_COMPILERS))) as pool:
-        compiling = {}
-        evens: dict[Any, Any] = {}
-        for m in planned:
-            same = (m.case.even(m.n)[1], m.mode)
-            try:
-                run, lowered = m.lower()
-                if same not in evens:
-                    even, lowered_even = m.lower_even()
-                    evens[same] = even, pool.submit(lowered_even.compile)
-                compiling[m] = run, pool.submit(lowered.compile), *evens[same]
-            except Exception as error:  # sizes that devices do not divide, a kernel that declines
-                compiling[m] = error
-        for m, several in compiling.items():
-            try:
-                if isinstance(several, Exception):
-                    raise several
-                run, compiled, even, compiled_even = several
-                programs = run.program(compiled.result()), even.program(compiled_even.result())
-                yield m.row(*programs, args)
-            except Exception as error:
-                yield m.failed(f"not run: {type(error).__name__}: {first_line(str(error))[:120]}")
+    """Yields the rows of one case, pass and kind after the other, whose programs compile together.
+
+    One that fails says why: sizes that devices do not divide, too little memory.
+    """
+    compiler = Compiler()
+
+    def attempt(m: Measurement, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            return m.failed(f"not run: {type(error).__name__}: {first_line(str(error))[:120]}")
+
+    for _, group in itertools.groupby(measurements(args, sizes), lambda m: (m.case.name, m.kind)):
+        started, pending = time.monotonic(), []
+        for m in group:
+            pending.append((m, attempt(m, compiler.programs, m)))
+        for m, programs in pending:
+            if not isinstance(programs, Row):
+                programs = attempt(m, programs)
+            if isinstance(programs, Row):
+                yield programs
+                continue
+            if started:
+                print(f"{time.monotonic() - started:.1f} s until the first program", flush=True)
+                started = 0.0
+            yield attempt(m, m.row, *programs, args)
 
 
 def main(args: argparse.Namespace, sizes: Sizes = Sizes()) -> int:

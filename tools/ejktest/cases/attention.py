@@ -47,6 +47,7 @@ _DENSE = (
     # logits beyond what exponentials without a shift hold: tiles are computed twice
     _case("large logits", 1037, causal=True, scale=8.0),
     _case("large logits d64", 1000, 777, hk=2, d=64, scale=-10.0),
+    _case("large logits d256", 700, hk=2, d=256, causal=True, scale=8.0),
     _case("odd causal d256", 1037, hk=2, d=256, causal=True),
     _case("odd full d64", 1000, 777, hk=2, d=64, b=3),
     _case("offset q<k", 300, 1100, d=64, causal=True, causal_offset=800),

@@ -110,12 +110,14 @@ def to_8_bit(k: Any, names: Any, x: Any) -> Any:
 
 
 @standin("lane_softmax.mark_if_any")
-def mark_if_any(k: Any, names: Any, words: Any, index: Any, rows: Any) -> None:
-    def mark(host: Any, words: Any, index: Any, rows: Any) -> None:
+def mark_if_any(k: Any, names: Any, marks: Any, line: Any, bit: Any, rows: Any) -> None:
+    def mark(host: Any, marks: Any, line: Any, bit: Any, rows: Any) -> None:
         if np.any(np.asarray(rows) != 0):
-            host.put(words, np.int32(1), (int(index),))
+            at = int(line), int(bit) // 32
+            mask = np.uint32(1 << int(bit) % 32).view(np.int32)
+            host.put(marks, host.get(marks, at) | mask, at)
 
-    k.on_host(mark, (), words, index, rows)
+    k.on_host(mark, (), marks, line, bit, rows)
 
 
 # ---- memory ------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from ejkernel.ops.execution.tuning import (
     autotune,
     autotune_recorded,
     benchmark,
+    tune,
 )
 from ejkernel.ops.implementation import Implementation, KernelSpec, Resolved
 from ejkernel.ops.interpret import interpret_mode
@@ -133,5 +134,6 @@ __all__ = [
     "stable_json",
     "target_device",
     "to_json",
+    "tune",
     "vmap_with_config",
 ]

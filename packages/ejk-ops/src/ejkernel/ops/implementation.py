@@ -125,7 +125,7 @@ class Implementation:
         """The implementation. A lazy one is imported, and its signature checked, on first use.
 
         Raises:
-            LazyLoadError: its module cannot be imported.
+            ImportError: its module cannot be imported.
             ValueError: its signature differs from the other implementations'.
         """
         if not isinstance(self.function, LazyFunction):

@@ -178,7 +178,7 @@ class Registrations(Copyable):
 
     @property
     def version(self) -> int:
-        """Counts registrations: equal versions hold the same implementations."""
+        """Counter of registrations; equal versions hold the same implementations."""
         return self._count
 
     @property

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from ejkernel.ops.core.invocation import AnyKernel, Invocation
 
 _recorded: dict[str, Invocation] = {}
 _lock = threading.Lock()
 _generation = 0
+_collected: ContextVar[dict[str, Invocation] | None] = ContextVar("collected", default=None)
 
 
 def record_invocation(kernel: AnyKernel, inv: Invocation) -> None:
@@ -35,12 +39,39 @@ def get_invocations() -> list[Invocation]:
 
 def clear_invocations() -> None:
     """Forget all recorded calls."""
-    global _generation
     with _lock:
         _recorded.clear()
-        _generation += 1
+    _advance_generation()
 
 
 def generation() -> int:
-    """Changes whenever the record is cleared."""
+    """Changes whenever the record is cleared, and where a collection begins and ends."""
     return _generation
+
+
+def _advance_generation() -> None:
+    global _generation
+    with _lock:
+        _generation += 1
+
+
+@contextmanager
+def collect_invocations() -> Generator[dict[str, Invocation]]:
+    """Collects the calls of this thread by key while it is active; executors tune none of them.
+
+    Yields:
+        The calls, by key in the order of their first appearance, filled as they are made.
+    """
+    calls: dict[str, Invocation] = {}
+    _advance_generation()  # executors decide again about calls that they remember
+    token = _collected.set(calls)
+    try:
+        yield calls
+    finally:
+        _collected.reset(token)
+        _advance_generation()
+
+
+def collected() -> dict[str, Invocation] | None:
+    """Returns the calls of the collection that is active in this thread; None outside of one."""
+    return _collected.get()

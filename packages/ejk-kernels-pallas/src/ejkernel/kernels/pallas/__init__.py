@@ -54,7 +54,7 @@ PACKAGE = KernelPackage(
     "pallas",
     (
         _hopper("flash_attention", *_HOPPER, "context_parallel"),
-        _tpu("flash_attention", *_TPU_FLASH),
+        _tpu("flash_attention", *_TPU_FLASH, "context_parallel"),
         _hopper("blocksparse_attention", *_HOPPER),
         _hopper("scaled_dot_product_attention", module="flash_attention.implementation"),
         _hopper(
@@ -73,7 +73,8 @@ PACKAGE = KernelPackage(
         _hopper("ragged_page_attention_v3", *_RAGGED, module="serving.implementation"),
         _hopper("mla_decode", module="serving.implementation"),
         _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
-        _tpu("mla_attention", *_TPU_FLASH, folder="flash_attention"),
+        _tpu("mla_attention", *_TPU_FLASH, "context_parallel", folder="flash_attention"),
+        _tpu("ring_attention", *_TPU_FLASH, "context_parallel", folder="flash_attention"),
         _tpu("blocksparse_attention", *_TPU_FLASH),
         _tpu("native_sparse_attention"),
         _tpu("grouped_matmul", "block_m", "block_n", "block_k"),

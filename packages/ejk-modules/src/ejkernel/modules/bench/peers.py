@@ -5,6 +5,8 @@ Each is a function of the call's arrays, in their order, or the reason why it ca
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from ejkernel.modules.workloads.families import AttentionShape, DecodeShape, Del
 Peer = Callable[..., Any] | str
 LOGITS_LIMIT = 2**30  # elements that a peer which holds every logit may need
 STEPS_LIMIT = 8192
+FA3_MODULES = ("dew_flash_attn", "flash_attn3_jax")  # builds of FlashAttention-3 for JAX
 
 
 def peers_of(call: Call) -> dict[str, Peer]:
@@ -31,6 +34,9 @@ def _attention(call: Call) -> dict[str, Peer]:
     peers: dict[str, Peer] = {}
     if jax.default_backend() == "gpu":
         peers["cudnn"] = _jax_nn(shape, "cudnn")
+        module = next((m for m in FA3_MODULES if importlib.util.find_spec(m)), None)
+        if module is not None:
+            peers["fa3"] = _flash_attention_3(shape, module)
     if shape.batch * shape.heads * shape.q_len * shape.keys <= LOGITS_LIMIT:
         peers["jax-xla"] = _jax_nn(shape, "xla")
     return peers
@@ -49,6 +55,25 @@ def _jax_nn(shape: AttentionShape, implementation: Any) -> Peer:
             query, key, value, *bias,
             is_causal=shape.causal, local_window_size=window, implementation=implementation,
         )  # fmt: skip
+
+    return attend
+
+
+def _flash_attention_3(shape: AttentionShape, module: str) -> Peer:
+    """Returns FlashAttention-3 of an installed module; its backward may not repeat its bits."""
+    unsupported = (shape.soft_cap, shape.sinks or None, shape.dropout or None, shape.bias or None)
+    if any(x is not None for x in unsupported) or shape.documents > 1:
+        return "flash_mha has no such option"
+    if shape.dtype not in ("bfloat16", "float16") or max(shape.head_dim, shape.value_dim) > 256:
+        return "flash_mha wants 16 bits and head dims up to 256"
+    if shape.causal and shape.keys != shape.q_len:
+        return "flash_mha aligns causal masks to the last key"
+    options: dict[str, Any] = {"is_causal": shape.causal}
+    if shape.window is not None:
+        options["window_size"] = (shape.window, 0 if shape.causal else shape.window)
+
+    def attend(query, key, value):
+        return importlib.import_module(module).flash_mha(query, key, value, **options)
 
     return attend
 

@@ -50,7 +50,7 @@ class ConfigCache(Copyable, process_local={"_latches": dict, "_serial": _serials
 
     @property
     def version(self) -> int:
-        """Counts changes: equal versions of one cache have equal content."""
+        """Counter of changes; equal versions of one cache have equal content."""
         return self._version
 
     @property

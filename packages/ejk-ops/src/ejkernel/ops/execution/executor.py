@@ -237,7 +237,14 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         inv = _invocation(kernel, args, kwargs, route)
         if env.ops_record():
             _record(kernel, inv)
-        return _Decision(inv.bound, self._choice("decide", inv.bound, kernel, cfg))
+        calls = registry.collected()
+        if calls is None:
+            return _Decision(inv.bound, self._choice("decide", inv.bound, kernel, cfg))
+        calls.setdefault(inv.key, inv.abstract())
+        choice = self._choice("preview", inv.bound, kernel, cfg)
+        if choice.error is not None:
+            raise choice.error
+        return _Decision(inv.bound, choice)
 
     def _choice(self, ask: str, call: BoundCall, kernel: AnyKernel, cfg: Any) -> Choice:
         """Returns the selector's answer to ``ask``; a selector may have ``choose`` alone."""

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+
+from ejkernel.ops import registry
 from ejkernel.ops.config.choice import AutotunePolicy, Choice
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation, call_invocation
@@ -27,6 +30,7 @@ __all__ = [
     "autotune",
     "autotune_recorded",
     "benchmark",
+    "tune",
 ]
 
 
@@ -162,6 +166,57 @@ def autotune_recorded(
             if on_result is not None:
                 on_result(result)
     return results
+
+
+def tune(
+    function: Callable[..., Any],
+    *args: Any,
+    executor: Executor | None = None,
+    total_s: float | None = None,
+    on_trial: OnTrial | None = None,
+    on_result: Callable[[AutotuneResult], None] | None = None,
+    **options: Any,
+) -> list[AutotuneResult]:
+    """Tunes every call that ``function(*args)`` makes, and stores the winners.
+
+    The function is traced, not run: its calls are found in the functions that it calls, in
+    gradients, in bodies of ``scan`` and in functions under ``jax.jit``. As functions that JAX has
+    traced before would hide their calls, and hold configs from before afterwards, JAX's caches of
+    traced and compiled functions are cleared (``jax.clear_caches``) before and after. A call that
+    is tuned already is tuned again.
+
+    Args:
+        function: a training step, say; also one under ``jax.jit``.
+        *args: its arguments: pytrees of arrays or ShapeDtypeStructs.
+        executor: whose tiers to fill; None = the default executor.
+        total_s: seconds for all calls; those not begun by then are left out. None = no bound.
+        on_trial, on_result: as in :func:`autotune_recorded`.
+        **options: as in :func:`autotune_recorded`.
+
+    Returns:
+        One result per call with tunables, in the order of the trace.
+
+    Raises:
+        ValueError: the function makes no call.
+        TuningInterrupted: Ctrl-C; what was finished is stored and in ``results``.
+    """
+    jax.clear_caches()
+    try:
+        with registry.collect_invocations() as calls:
+            jax.eval_shape(function, *args)
+        if not calls:
+            name = getattr(function, "__name__", repr(function))
+            raise ValueError(f"function: {name} makes no call of a kernel, nothing can be tuned")
+        return autotune_recorded(
+            calls.values(),
+            executor=executor,
+            total_s=total_s,
+            on_trial=on_trial,
+            on_result=on_result,
+            **options,
+        )
+    finally:
+        jax.clear_caches()
 
 
 def _tune_recorded(

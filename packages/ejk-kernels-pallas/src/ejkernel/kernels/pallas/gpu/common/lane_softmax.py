@@ -139,17 +139,23 @@ def to_16_bit(x: jax.Array, dtype: Any) -> jax.Array:
     return apply(x)
 
 
-def mark_if_any(words: Any, index: jax.Array, rows: jax.Array) -> None:
-    """Sets an int32 of ``words``, in shared memory, to 1 where a row of this warp is not 0."""
+def mark_if_any(marks: Any, line: jax.Array, bit: jax.Array, rows: jax.Array) -> None:
+    """Sets a bit of a line of ``marks``, int32 words in shared memory, if a row of this warp is
+    not 0.
+    """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, ROW))
-    def apply(_: Any, words: Any, index: Any, rows: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, ROW))
+    def apply(_: Any, marks: Any, line: Any, bit: Any, rows: Any) -> None:
         values = [element(r, 0) for r in rows.registers.flat]
         tests = [arith.cmpf(arith.CmpFPredicate.UNE, x, constant(0.0)) for x in values]
         is_any = arith.extui(i32(), any_in_warp(tests))
-        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.u32 [$0], 1; }"
-        start = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(words))
-        word = arith.addi(start, arith.muli(index.registers.item(), constant(4)))
-        asm(text, "r,r", None, word, is_any)
+        line, bit = line.registers.item(), bit.registers.item()
+        (_, words) = ir.MemRefType(marks.type).shape
+        word = arith.addi(arith.muli(line, constant(words)), arith.shrui(bit, constant(5)))
+        start = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(marks))
+        address = arith.addi(start, arith.shli(word, constant(2)))
+        mask = arith.shli(constant(1), arith.andi(bit, constant(31)))
+        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p red.shared.or.b32 [$0], $2; }"
+        asm(text, "r,r,r", None, address, is_any, mask)
 
-    apply(words, index, rows)
+    apply(marks, line, bit, rows)

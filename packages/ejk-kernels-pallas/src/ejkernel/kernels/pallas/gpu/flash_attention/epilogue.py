@@ -77,16 +77,16 @@ class Epilogue:
         for c in range(0, p.value_dim, t.o_columns):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if c == 0 and self.keeps_lse:
-                r.lse_smem[rows] = lse
-                r.base_smem[rows] = base
+                r.rows_smem[0, rows] = lse
+                r.rows_smem[1, rows] = base
             width = min(t.o_columns, p.value_dim - c)
             part = o[:, c : c + width]  # scaled part by part: o is still needed
             part = part * lax.broadcast_in_dim(row_scale, part.shape, [0])
             self.store(r, tile, part.astype(p.output_dtype), c)
             if c == 0 and self.keeps_lse:
                 out = (tile.batch, tile.head, out_rows)
-                plgpu.copy_smem_to_gmem(r.lse_smem.at[rows], r.lse.at[out])
-                plgpu.copy_smem_to_gmem(r.base_smem.at[rows], r.base.at[out])
+                plgpu.copy_smem_to_gmem(r.rows_smem.at[0, rows], r.lse.at[out])
+                plgpu.copy_smem_to_gmem(r.rows_smem.at[1, rows], r.base.at[out])
         return wrong
 
     def store(self, r: Any, tile: Any, part: jax.Array, column: int) -> None:
@@ -103,5 +103,5 @@ class Epilogue:
     def scratch(self) -> dict[str, Any]:
         if not self.keeps_lse:
             return {}
-        rows = plgpu.SMEM((self.form.tiles.block_q,), F32)
-        return {"lse_smem": rows, "base_smem": rows}
+        # lse and base in one: every array of shared memory begins at a multiple of 1024 bytes
+        return {"rows_smem": plgpu.SMEM((2, self.form.tiles.block_q), F32)}

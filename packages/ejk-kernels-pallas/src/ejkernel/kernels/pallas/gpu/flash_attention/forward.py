@@ -35,7 +35,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order, to_8_bit
-from ejkernel.kernels.pallas.gpu.common.lane_softmax import mark_if_any
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
 from ejkernel.kernels.pallas.gpu.common.tma import pad_rows, padded_rows, tiled
@@ -119,11 +118,10 @@ class ForwardKernel:
 
     # ---- consumers --------------------------------------------------------------------------
 
-    def run_tiles(self, r: Any, start_at: Counts = FROM_START) -> tuple[Counts, Any]:
+    def run_tiles(self, r: Any, start_at: Counts = FROM_START) -> Counts:
         """Computes all tiles of this program, 64 rows in this warpgroup.
 
-        ``start_at`` tells what the program has loaded before. Returns the same at the end, and
-        rows that are not 0 where an ``unshifted`` form has to be computed again.
+        ``start_at`` tells what the program has loaded before; returns the same at the end.
         """
         form, scheduler = self.form, self.scheduler
         t, p = form.tiles, form.problem
@@ -152,8 +150,14 @@ class ForwardKernel:
         def narrowed(p_now):
             return to_8_bit(p_now) if form.eight_bit else p_now.astype(p.dtype)
 
+        def finish_tile(tile, i, o, state):
+            """Stores tile i; marks it where it has to be computed again."""
+            wrong_rows = self.epilogue.finish(r, tile, o, state)
+            if wrong_rows is not None:
+                scheduler.mark(r, i, wrong_rows)
+
         def mainloop_step(carry, o_acc):
-            i, ahead, tile, j, n, q_regs, p_now, state, wrong = carry
+            i, ahead, tile, j, n, q_regs, p_now, state = carry
             slot, next_slot = lax.rem(n, t.stages), lax.rem(n + 1, t.stages)
             new = j == tile.start  # the next block is the next tile's first
             i2 = i + new.astype(jnp.int32)
@@ -199,21 +203,19 @@ class ForwardKernel:
                 plgpu.barrier_arrive(r.v_free.at[slot])
 
                 def finish():
-                    wrong_rows = self.epilogue.finish(r, tile, o, state)
-                    return jnp.zeros_like(o), wrong if wrong is None else jnp.maximum(
-                        wrong, wrong_rows
-                    )
+                    finish_tile(tile, i, o, state)
+                    return jnp.zeros_like(o)
 
                 def rescale():
                     if alpha is None:
-                        return o, wrong
+                        return o
                     if t.slack:
-                        return scale_rows(o, alpha), wrong
-                    return o * lax.broadcast_in_dim(alpha, o.shape, [0]), wrong
+                        return scale_rows(o, alpha)
+                    return o * lax.broadcast_in_dim(alpha, o.shape, [0])
 
-                o_acc[...], wrong2 = lax.cond(new, finish, rescale)
+                o_acc[...] = lax.cond(new, finish, rescale)
                 self.loader.prepare_values(r, tile2, j2, next_slot)
-                return ahead3, narrowed(p2), state2, wrong2
+                return ahead3, narrowed(p2), state2
 
             ahead3, *softmax_state = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
             return i2, ahead3, tile2, j2, n + 1, q_regs2, *softmax_state
@@ -245,50 +247,52 @@ class ForwardKernel:
             else:
                 ahead = scheduler.ahead(r, second)
             p_now = narrowed(p_now)
-            wrong: Any = start(form)[0] if form.unshifted else None
-            carry = (i, ahead, tile, j, n, q_regs, p_now, state, wrong)
+            carry = (i, ahead, tile, j, n, q_regs, p_now, state)
 
             def has_work(carry):
                 _, (number, *_), tile, j, *_ = carry
                 return (number >= 0) | (j > tile.start)
 
             carry = lax.while_loop(has_work, lambda carry: mainloop_step(carry, o_acc), carry)
-            i, _, tile, _, n, _, p_now, state, wrong = carry
+            i, _, tile, _, n, _, p_now, state = carry
             slot = lax.rem(n, t.stages)
             plgpu.wgmma(o_acc, p_now, values(slot))
-            wrong_rows = self.epilogue.finish(r, tile, o_acc[...], state)
+            finish_tile(tile, i, o_acc[...], state)
             plgpu.wait_smem_to_gmem(0)
-            if wrong_rows is not None:  # the buffer is used again if the tiles are
+            if form.unshifted:  # the buffer is used again if a tile is
                 plgpu.barrier_arrive(r.v_free.at[slot])
-                wrong = jnp.maximum(wrong, wrong_rows)
             if t.cluster > 1:  # no program exits while another may still signal to it
                 plgpu.barrier_arrive(r.done.at[0])
                 plgpu.barrier_wait(r.done.at[0])
 
-            return Counts(i + 1, n + 1), wrong
+            return Counts(i + 1, n + 1)
 
         return pl.run_scoped(mainloop, plgpu.ACC((ROWS, p.value_dim), F32))
 
     def run_tiles_twice(self, r: Any) -> None:
-        """Computes the tiles of this program without maxima, then with them where need be."""
-        counts, wrong = self.unshifted.run_tiles(r)
-        mark_if_any(r.wrong, lax.axis_index("wg"), wrong)
+        """Computes the tiles of this program without maxima, then some with them where need be."""
+        self.scheduler.clear_marks(r)
+        counts = self.unshifted.run_tiles(r)
         plgpu.commit_smem()
         plgpu.barrier_arrive(r.judged.at[0])
         plgpu.barrier_wait(r.judged.at[0])
-        pl.when(self.is_wrong(r))(lambda: _discard(self.run_tiles(r, counts)))
+        again = self.of_marked
+        pl.when(again.scheduler.is_any_marked(r))(lambda: _discard(again.run_tiles(r, counts)))
 
     def load_tiles_twice(self, r: Any) -> None:
         """Copies the operands of ``run_tiles_twice``."""
-        for consumer in range(self.form.tiles.consumers):
-            r.wrong[consumer] = 0
         counts = self.loader.produce(self, r)
         plgpu.barrier_wait(r.judged.at[0])
-        pl.when(self.is_wrong(r))(lambda: _discard(self.loader.produce(self, r, counts)))
+        again = self.of_marked
 
-    def is_wrong(self, r: Any) -> jax.Array:
-        """Returns whether a consumer of this program found rows to compute again."""
-        return sum(r.wrong[consumer] for consumer in range(self.form.tiles.consumers)) != 0
+        @pl.when(again.scheduler.is_any_marked(r))
+        def load_marked():
+            self.loader.produce(again, r, counts)
+
+    @property
+    def of_marked(self) -> ForwardKernel:
+        """The kernel of the tiles that consumers of this program found wrong."""
+        return replace(self, scheduler=self.scheduler.of_marked)
 
     @property
     def unshifted(self) -> ForwardKernel:
@@ -343,7 +347,6 @@ class ForwardKernel:
             "v_free": free_everywhere(t.stages),
         } | self.epilogue.scratch()
         if self.form.tiles.unshifted_first:
-            scratch["wrong"] = plgpu.SMEM((t.consumers,), jnp.int32)
             scratch["judged"] = free(1)
         if t.cluster > 1:
             scratch["done"] = free_everywhere(1)

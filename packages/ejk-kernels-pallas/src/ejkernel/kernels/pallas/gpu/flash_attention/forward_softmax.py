@@ -82,11 +82,11 @@ def one_id(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
 def _hide(
     kernel: Any, r: Any, x: jax.Array, tile: Tile, j: Any, one_id: tuple, fill: float
 ) -> jax.Array:
-    """Returns ``x`` with ``fill`` where this warpgroup's rows do not see keys of block j."""
+    """Returns ``x`` with ``fill`` where this warpgroup's rows do not see keys of block j, which
+    ``_hides``."""
     form, scheduler = kernel.form, kernel.scheduler
     if form.listed:
-        listed = lambda x: _hide_listed(kernel, r, x, tile, j, fill)  # noqa: E731
-        return lax.cond(tile.masked(j), listed, lambda x: x, x)
+        return _hide_listed(kernel, r, x, tile, j, fill)
     p, t, band = form.problem, form.tiles, form.rules.band
     wg = lax.axis_index("wg") * ROWS
     first_row, position = scheduler.first_row(tile) + wg, scheduler.position(tile) + wg
@@ -102,18 +102,15 @@ def _hide(
         return lax.cond(test, lambda: change(x), lambda: x)
 
     if form.rules.arrays:
-
-        def both(x):
-            x = hide(x, band, end)
-            if "q_ids" not in form.operands:
-                return x
-            segments = functools.partial(_hide_segments, form, r, tile, first_row, first_key, fill)
-            return lax.cond(one_id[0] == one_id[1], lambda: x, lambda: segments(x))
-
-        return when(tile.masked(j), both)
+        x = hide(x, band, end)
+        if "q_ids" not in form.operands:
+            return x
+        segments = functools.partial(_hide_segments, form, r, tile, first_row, first_key, fill)
+        return lax.cond(one_id[0] == one_id[1], lambda: x, lambda: segments(x))
+    if band.lo is None:
+        return hide(x, Band(hi=band.hi), end)
     # each edge separately: few blocks meet both
-    if band.lo is not None:
-        x = when(j < tile.full_start, lambda x: hide(x, Band(lo=band.lo), None))
+    x = when(j < tile.full_start, lambda x: hide(x, Band(lo=band.lo), None))
     if band.hi is not None or end is not None:
         x = when(j >= tile.full_stop, lambda x: hide(x, Band(hi=band.hi), end))
     return x
@@ -140,8 +137,35 @@ def _hide_listed(kernel: Any, r: Any, x, tile: Tile, position: Any, fill: float)
     return x
 
 
-def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tuple):
+def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tuple) -> tuple:
     """Runs one step of the online softmax: (p, state, factor of the old accumulators).
+
+    A step with a mask and one without are branches, and so basic blocks of their own. There the
+    compiler lets multiplications and additions fill the time of exponentials. Around a branch that
+    only masks it puts all multiplications in front of them, and additions behind.
+    """
+    form = kernel.form
+
+    def step(hides: bool) -> tuple:
+        x, new, alpha = softmax_step(kernel, r, s, tile, j, one_id, state, hides)
+        return x, tuple(new), alpha
+
+    if not form.masks:
+        return step(False)
+    return lax.cond(_hides(form, tile, j), lambda: step(True), lambda: step(False))
+
+
+def _hides(form: Form, tile: Any, j: Any) -> jax.Array:
+    """Returns whether rows of a tile may not see keys of block j."""
+    if form.read or form.rules.band.lo is not None:
+        return tile.masked(j)
+    return j >= tile.full_stop
+
+
+def softmax_step(
+    kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tuple, hides: bool
+) -> tuple:
+    """Returns (p, state, factor of the old accumulators); ``hides``: block j may need a mask.
 
     state is (m, total, e). m, the shift of the accumulators, follows a row's maximum no closer
     than ``slack``.
@@ -159,8 +183,12 @@ def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tu
         s = jnp.tanh(s * (p.scale / p.soft_cap))
     elif sign(p) < 0.0:
         s = -s
+
+    def hide(x: jax.Array, fill: float) -> jax.Array:
+        return _hide(kernel, r, x, tile, j, one_id, fill) if hides else x
+
     if form.unshifted:
-        x = _hide(kernel, r, jnp.exp2(s * c), tile, j, one_id, 0.0)
+        x = hide(jnp.exp2(s * c), 0.0)
         return x, (lane_sums(x, state[0], None, keep_here=True),), None
     m, total, *e = state
     slack, large, power = form.tiles.slack / c, form.large, form.power
@@ -168,9 +196,9 @@ def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tu
         c, large, power, slack, negative = one_id
         s = lax.cond(negative > 0.0, lambda: -s, lambda: s)
     if form.shift is not None:
-        x = _hide(kernel, r, jnp.exp2(s * c - form.shift), tile, j, one_id, 0.0)
+        x = hide(jnp.exp2(s * c - form.shift), 0.0)
         return x, (m, total + jnp.sum(x, axis=1)), None
-    s = _hide(kernel, r, s, tile, j, one_id, -jnp.inf)
+    s = hide(s, -jnp.inf)
     if form.tiles.lane_maxima:
         top = raise_maxima(m, s, slack)
     else:

@@ -14,6 +14,7 @@ from ejkernel.types.masks.structure import Rules
 
 REGISTERS = 65536  # of a multiprocessor
 ROWS = 64  # of one warpgroup's matmul
+ARRAY = 1024  # bytes: where an array of shared memory begins is a multiple
 # Tiles that are no powers of two: three warpgroups, and 160 keys for pairs of programs
 UNEVEN = ((192, 64), (192, 128), (128, 160))
 OF_8_BITS = {64: (192, 128), 128: (128, 192)}  # by head dim, of operands of 8 bits
@@ -82,8 +83,9 @@ class ForwardTiles:
         d, dv, size = problem.dim, problem.value_dim, problem.itemsize
         q = self.q_stages * self.block_q * d * size
         kv = self.stages * self.block_kv * (d + dv) * size
-        o = self.block_q * (self.o_columns * max(size, 2) + 2 * 4)  # and lse, base
-        return q + kv + o + BARRIERS
+        o = self.block_q * self.o_columns * max(size, 2)
+        rows, marks = self.block_q * 2 * 4, ARRAY  # lse and base; tiles to compute again
+        return sum(-(-x // ARRAY) * ARRAY for x in (q, kv, o, rows, marks)) + BARRIERS
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,7 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         tiles = full_o if full_o.shared(problem) <= chip.shared else tiles
     if problem.itemsize > 1:
         tiles = replace(tiles, lane_maxima=True)
-    # wide heads under a mask have no registers for what two mainloops keep
-    tiles = replace(tiles, unshifted_first=unshifted and (widest <= 128 or is_dense))
+    tiles = replace(tiles, unshifted_first=unshifted)
     return replace(tiles, head_group=_head_group(problem, is_dense, chip))
 
 
@@ -181,8 +182,8 @@ def computes_unshifted(problem: Problem, rules: Rules) -> bool:
 
     exp2 of a logit in [-100, 100] is accurate as it is, in float32 and in bfloat16, and most logits
     are there. Without maxima a step has a seventh fewer instructions, and waits for no exchange of
-    a row. A program in which a row's sum is out of ``RANGE``, or an output not finite, computes its
-    tiles again with maxima. Calls in which a row may see nothing, whose sum is 0, always shift, and
+    a row. A tile in which a row's sum is out of ``RANGE``, or an output not finite, is computed
+    again with maxima. Calls in which a row may see nothing, whose sum is 0, always shift, and
     windows too, whose tiles are short.
     """
     p, band = problem, rules.band

@@ -28,7 +28,12 @@ from ejkernel.kernels.pallas.gpu.common.rows import (
 )
 from ejkernel.kernels.pallas.gpu.common.tickets import word
 from ejkernel.kernels.pallas.gpu.common.warps import in_warps
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS, softmax, start
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
+    F32,
+    ROWS,
+    softmax_step,
+    start,
+)
 from ejkernel.types.masks.structure import Band, Rules
 from ejkernel.types.serving.schedule import DecodeRow, columns_of
 
@@ -215,7 +220,9 @@ class RowDecoder:
                         return hide_outside(s, Band(), 0, columns_left=left)
 
                     s = lax.cond(left < keys, hide, lambda: s)
-                    x, state, alpha = softmax(unmasked, r, s, tile, j, (), tuple(state))
+                    x, state, alpha = softmax_step(
+                        unmasked, r, s, tile, j, (), tuple(state), hides=False
+                    )
                     plgpu.barrier_wait(r.vs_ready.at[at])
                     loader.clear(v, left)
                     o_acc[...] = scale_rows(o_acc[...], alpha)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.tpu.common.masks import (
@@ -30,9 +31,11 @@ from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
+from ejkernel.types.attention.context.kernel import ContextParallel
 from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
+from ejkernel.types.calls.shared_sequence import ShardedCall
 from ejkernel.types.masks.hidden import cleared, seen_keys
 
 DTYPES = ("bfloat16", "float32")
@@ -72,6 +75,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         if not problem.precision:
             return NO_LEVEL
         return None
+
+    def row_unit(self, problem: Problem) -> float:
+        return unit(problem)
 
     def neighbours(
         self, problem: Problem, target: Chip, chosen: FlashTiles
@@ -175,4 +181,22 @@ class FlashMLA(FromLatent, FlashAttention):
 
 
 flash_attention = FlashAttention()
+
+
+class RingAttention(ContextParallel, PallasKernel):
+    """Flash attention over a sequence that is sharded along a mesh axis, on TPUs.
+
+    Call it inside ``shard_map``. Dtypes, head dims, masks and ``cfg`` are as in
+    ``flash_attention``, which computes every piece of the visiting keys.
+    """
+
+    call = calls.RingAttention
+    reads = arguments.RING | {"precision"}
+    chip = staticmethod(current_chip)
+    flash = flash_attention
+
+
 mla_attention = FlashMLA()
+ring_attention = RingAttention()
+for kernel in (flash_attention, mla_attention):
+    kernel.context, kernel.sharded_call = ring_attention, ShardedCall

@@ -1,0 +1,34 @@
+"""Transfers of a compiled program that are under way while a kernel runs."""
+
+from tpu.sharing import Transfer, transfers
+
+PROGRAM = """HloModule jit_ring, is_scheduled=true
+
+%body (p: (bf16[8])) -> (bf16[8]) {
+  %p = bf16[8]{0} parameter(0)
+  %permute-start.1 = (bf16[8]{0}, bf16[8]{0}, u32[]) collective-permute-start(%p), channel_id=1
+  %permute-start.2 = (bf16[8]{0}, bf16[8]{0}, u32[]) collective-permute-start(%p), channel_id=2
+  %branch = bf16[8]{0} conditional(%p, %p), branch_computations={%one, %two}
+  %permute-done.2 = bf16[8]{0} collective-permute-done(%permute-start.2)
+  ROOT %permute-done.1 = bf16[8]{0} collective-permute-done((bf16[8]{0}) %permute-start.1)
+}
+
+ENTRY %main (q: bf16[8]) -> bf16[8] {
+  %q = bf16[8]{0} parameter(0)
+  %sum = bf16[8]{0} all-reduce(%q), channel_id=3
+  %permute-start.3 = (bf16[8]{0}, bf16[8]{0}, u32[]) collective-permute-start(%sum), channel_id=4
+  %add = bf16[8]{0} add(%q, %q)
+  %permute-done.3 = bf16[8]{0} collective-permute-done(%permute-start.3)
+  ROOT %out = bf16[8]{0} custom-call(%permute-done.3), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_a_transfer_is_hidden_where_a_kernel_runs_before_it_is_awaited():
+    permute = "collective-permute"
+    assert list(transfers(PROGRAM)) == [
+        Transfer(permute, "%body", 1),
+        Transfer(permute, "%body", 1),
+        Transfer("all-reduce", "%main", 0),
+        Transfer(permute, "%main", 0),
+    ]

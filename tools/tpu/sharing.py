@@ -1,0 +1,119 @@
+"""Compile attention over a sequence on four TPUs, and see which communication kernels hide.
+
+python tools/tpu/sharing.py --chips v5e v6e        # needs libtpu, no TPU
+
+The compiler starts a transfer and waits for it at two places of a program. A transfer is hidden
+where a kernel, or a loop or branch that holds one, runs between the two. Exit status 1 if the keys
+of a ring travel while nothing is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from tools.tpu import chips  # noqa: E402
+
+FORMS = (
+    ("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("ulysses", "contiguous"),
+)  # fmt: skip
+DEVICES = 4
+COLLECTIVES = "collective-permute|all-gather|all-to-all|reduce-scatter|all-reduce"
+NAME = re.compile(r"%[\w.-]+")
+INSTRUCTION = re.compile(r"^ +(?:ROOT )?(%[\w.-]+) = .*? ([\w-]+)\((.*)$")
+
+
+class Transfer(NamedTuple):
+    """One collective of a program; ``kernels``: instructions that compute while it is under way."""
+
+    kind: str
+    computation: str
+    kernels: int
+
+
+def transfers(program: str) -> Iterator[Transfer]:
+    """Yields the collectives of a compiled program, whose instructions are in order of execution.
+
+    One that the compiler has not split hides nothing.
+    """
+    under_way: dict[str, list[Any]] = {}
+    computation = ""
+    for line in program.splitlines():
+        instruction = INSTRUCTION.match(line)
+        if instruction is None:
+            computation = line.split(" ")[1 if line.startswith("ENTRY") else 0]
+            continue
+        name, kind, operands = instruction.groups()
+        start = re.fullmatch(f"({COLLECTIVES})-start", kind)
+        if start is not None:
+            under_way[name] = [start[1], 0]
+        elif re.fullmatch(f"({COLLECTIVES})-done", kind):
+            begun, kernels = under_way.pop(NAME.findall(operands)[0])
+            yield Transfer(begun, computation, kernels)
+        elif re.fullmatch(COLLECTIVES, kind):
+            yield Transfer(kind, computation, 0)
+        elif kind in ("while", "conditional") or "tpu_custom_call" in operands:
+            for transfer in under_way.values():
+                transfer[1] += 1
+
+
+def compile_on(devices: Any, form: tuple[str, str], *, backward: bool, tokens: int = 16384) -> str:
+    """Returns the compiled program of one form of ring attention, causal, on some TPUs."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from ejkernel.kernels.pallas.tpu.flash_attention.implementation import ring_attention
+
+    strategy, layout = form
+    mesh, spec = Mesh(np.array(devices), ("sp",)), P(None, "sp")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        options = {"layout": layout, "cfg": {"context_parallel": strategy}}
+        return ring_attention(q, k, v, axis_name="sp", causal=True, **options)
+
+    shared = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+
+    def both(*arrays: Any) -> Any:
+        out, pull = jax.vjp(shared, *arrays)
+        return out, pull(out)
+
+    x = jax.ShapeDtypeStruct((1, tokens, 8, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    with chips.targeting(devices[0]):
+        traced = jax.jit(both if backward else shared).trace(x, x, x)
+        return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--chips", nargs="+", default=["v5e", "v6e"], choices=chips.TOPOLOGIES)
+    p.add_argument("--tokens", type=int, default=16384)
+    args = p.parse_args(argv)
+    chips.prepare_environment()
+    exposed = 0
+    for chip in args.chips:
+        devices = chips.devices(chip)[:DEVICES]
+        for form in FORMS:
+            for backward in (False, True):
+                program = compile_on(devices, form, backward=backward, tokens=args.tokens)
+                sent = list(transfers(program))
+                hidden = sum(transfer.kernels > 0 for transfer in sent)
+                label = f"{chip:<6} {' '.join(form):<20} {'both' if backward else 'forward':<8}"
+                print(f"{label} {len(sent)} transfers, a kernel runs during {hidden}", flush=True)
+                # at the end the gradients of two arrays go home, with nothing left to compute
+                last = 2 if backward else 0
+                exposed += form[0] == "ring" and len(sent) - hidden > last
+    return 1 if exposed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
