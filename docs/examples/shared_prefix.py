@@ -22,25 +22,31 @@ import numpy as np
 
 from ejkernel.modules import flash_attention, merge_attention, page_attention
 
-PART = 512  # keys of a part of the prefix: 16 parts of 8192 keys and 8 heads fill a GPU
+PART = 1024  # keys of a part of the prefix: 8 parts of 8192 keys and 8 kv heads fill a GPU
 
 
 def attend_prefix(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
     """Returns attention of rows ``[n, h, d]`` to a prefix ``[keys, hk, d]``, and its log-sum-exp.
 
-    A batch row of the call is a part of the prefix, so that a few query rows fill a GPU too.
+    A batch row of the call is a part of the prefix, so that a few query rows fill a GPU too. The
+    query heads of a kv head are rows of one matmul, as its keys are the same for all of them.
     """
+    n, heads, dim = query.shape
+    kv_heads = key.shape[1]
+    rows = query.reshape(n, kv_heads, -1, dim).swapaxes(1, 2).reshape(1, -1, kv_heads, dim)
     parts = max(1, key.shape[0] // PART)
     whole = key.shape[0] // parts * parts
     key_parts, value_parts = (x[:whole].reshape(parts, -1, *x.shape[1:]) for x in (key, value))
-    queries = jnp.broadcast_to(query, (parts, *query.shape))
+    queries = jnp.broadcast_to(rows, (parts, *rows.shape[1:]))
     outs, lses = flash_attention(queries, key_parts, value_parts, return_lse=True)
     attended = [(outs[i], lses[i]) for i in range(parts)]
     if whole < key.shape[0]:
         rest = (x[whole:][None] for x in (key, value))
-        out, lse = flash_attention(query[None], *rest, return_lse=True)
+        out, lse = flash_attention(rows, *rest, return_lse=True)
         attended.append((out[0], lse[0]))
-    return merge_attention(*zip(*attended, strict=True))
+    out, lse = merge_attention(*zip(*attended, strict=True))
+    out, lse = (x.reshape(n, -1, kv_heads, *x.shape[2:]).swapaxes(1, 2) for x in (out, lse))
+    return out.reshape(n, heads, -1), lse.reshape(n, heads)
 
 
 @jax.jit

@@ -88,6 +88,7 @@ REQUIRED = {operation: _required(operation) for operation in _SIZES} | {
 }
 """The required arguments of every operation."""
 
+_LATENT_TREE = {"query": bf16(2, 4, 64, 576), "tree_mask": boolean(2, 4, 4)}
 _PATTERN = {"block_mask": boolean(1, 1, 2, 2)}
 _DROPOUT = {"dropout_prob": 0.3, "dropout_seed": i32()}
 _RANDOM = {"dropout_prob": 0.3, "dropout_rng": Struct((2,), jnp.uint32), "deterministic": False}
@@ -151,6 +152,8 @@ def _of_every_operation() -> dict[str, list[Case]]:
     caches = alone(k_scale=f32(), v_scale=f32(), q_scale=f32(), num_splits=3, latent_dim=500)
     rows = _SERVER["tokens"]
     caches |= alone(plan=make_plan(np.array([300, rows]), np.array([0, 1, rows]), 2, rows))
+    tree = {"tree_mask": boolean(rows, 8)}
+    caches |= alone(**tree) | {"positions": [Case(i32(rows), {"sliding_window": (4, 4), **tree})]}
     recurrences = alone(
         g=f32(1, 128, 2, 16),
         g_gamma=f32(2),
@@ -201,6 +204,8 @@ _OF_OPERATION: dict[tuple[str, str], list[Case]] = {
         ("flash_attention", name): [Case(f32(1, heads), _EIGHT_BIT)]
         for name, heads in (("q_scale", 2), ("k_scale", 2), ("v_scale", 2))
     },
+    ("mla_decode", "tree_mask"): [Case(boolean(2, 4, 4), {"query": bf16(2, 4, 64, 576)})],
+    ("mla_decode", "positions"): [Case(i32(2, 4), {"sliding_window": (4, 4), **_LATENT_TREE})],
     ("mla_attention", "b_q"): [
         Case(bf16(1, TOKENS, 2 * 16), {"query": bf16(1, TOKENS, 2, 32)}),
     ],

@@ -7,9 +7,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
+
 from ejkernel.kernels import pallas
 from ejktest.abstract import BF16
-from ejktest.cases import attention, delta, grouped, latent, linear, paged, pooling, ragged, sparse
+from ejktest.cases import (
+    attention,
+    convolution,
+    delta,
+    grouped,
+    latent,
+    linear,
+    paged,
+    pooling,
+    ragged,
+    sparse,
+)
 from ejktest.cases.attention import flash
 
 LANES = 128
@@ -30,6 +43,7 @@ class Cost:
             past alone, one pass.
         depth: contracted length of its matmuls, at most that of a matrix unit.
         function: a call that runs it, for arrays of these ``shapes``.
+        call: what ``function`` runs; None for JAX's own. backward: whether with its gradients.
     """
 
     who: str
@@ -40,6 +54,8 @@ class Cost:
     depth: int
     function: Callable[..., Any]
     shapes: tuple[Any, ...]
+    call: Any = None
+    backward: bool = False
 
 
 KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # matmuls of a tile
@@ -63,7 +79,8 @@ def ours(dim: int) -> Iterator[Cost]:
         function = forward if kernel == "fwd" else backward
         name = f"ejkernel_flash_{kernel}"
         work = t.block_q * t.block_kv * matmuls * dim
-        yield Cost("ejkernel", kernel, name, text, work, dim, function, call.shapes())
+        is_backward, shapes = kernel != "fwd", call.shapes()
+        yield Cost("ejkernel", kernel, name, text, work, dim, function, shapes, call, is_backward)
 
 
 def jax_flash(dim: int, block: int) -> Iterator[Cost]:
@@ -137,7 +154,8 @@ def our_grouped() -> Iterator[Cost]:
         name = "ejkernel_" + row.replace("grouped", "grouped_matmul").replace(" ", "_")
         text = f"{call_tiles.rows}x{call_tiles.columns}x{call_tiles.inner}"
         work = call_tiles.rows * call_tiles.columns * depth
-        yield Cost("ejkernel", row, name, text, work, LANES, function, operands)
+        backward = row != "grouped"
+        yield Cost("ejkernel", row, name, text, work, LANES, function, operands, GROUPED, backward)
 
 
 def jax_grouped(tile: tuple[int, int, int]) -> Iterator[Cost]:
@@ -176,10 +194,8 @@ def our_decode() -> Iterator[Cost]:
     t = tiles.choose(p, current_chip())
     work = t.block * p.heads * 2 * p.dim
     text = f"{t.pages} pages"
-    operands = DECODE.shapes()
-    yield Cost(
-        "ejkernel", "paged", "ejkernel_decode", text, work, LANES, DECODE.forward(pallas), operands
-    )
+    operands, function, kernel = DECODE.shapes(), DECODE.forward(pallas), "ejkernel_decode"
+    yield Cost("ejkernel", "paged", kernel, text, work, LANES, function, operands, DECODE)
 
 
 def jax_decode(pages: int) -> Iterator[Cost]:
@@ -218,7 +234,8 @@ def our_ragged() -> Iterator[Cost]:
         if row == "prefill":  # the code loops over kv heads
             rows, text = layout.rows, f"{layout.tiles.queries}x{layout.block}"
         work, name = rows * layout.block * 2 * p.dim, "ejkernel_ragged"
-        yield Cost("ejkernel", row, name, text, work, LANES, call.forward(pallas), call.shapes())
+        function, shapes = call.forward(pallas), call.shapes()
+        yield Cost("ejkernel", row, name, text, work, LANES, function, shapes, call)
 
 
 RAGGED = {
@@ -274,13 +291,47 @@ class Alone:
         """Yields the cost."""
         function = self.call.backward(pallas) if self.backward else self.call.forward(pallas)
         work = self.passes * LANES**3
+        shapes, row = self.call.shapes(), self.row
         yield Cost(
-            "ejkernel", self.row, self.kernel, self.tiles, work, LANES, function, self.call.shapes()
+            "ejkernel",
+            row,
+            self.kernel,
+            self.tiles,
+            work,
+            LANES,
+            function,
+            shapes,
+            self.call,
+            self.backward,
         )
 
 
+def integers(shapes: tuple[dict[str, Any], dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Returns integer arrays of a call with values that divide its rows evenly, None for others."""
+    arrays = {name: x for part in shapes for name, x in part.items()}
+    rows = next((arrays[n].shape for n in ("lhs", "query", "x") if n in arrays), (1, 1))
+    total = rows[0] if "lhs" in arrays or len(rows) == 2 else rows[0] * rows[1]
+
+    def values(name: str, struct: Any) -> Any:
+        count = struct.shape[0] if struct.shape else 0
+        if name == "group_sizes":
+            return jnp.full(count, total // count, struct.dtype)
+        if name == "cu_seqlens":
+            return jnp.arange(count, dtype=struct.dtype) * (total // (count - 1))
+        return None
+
+    first, second = ({n: values(n, x) for n, x in part.items()} for part in shapes)
+    return first, second
+
+
 _SPARSE, _LINEAR = sparse.COMPILED_TPU["sparse branches"], linear.COMPILED_TPU["linear heads"]
+_CONVOLUTION, _CHANNELS = (
+    convolution.COMPILED_TPU["convolution"],
+    delta.COMPILED_TPU["delta channels"],
+)
+_CHUNKS, _PACKED = (pooling.COMPILED_TPU[f"pooling {name}"] for name in ("chunks", "packed"))
 _DELTA, _LISTED = delta.COMPILED_TPU["delta"], attention.COMPILED_TPU["sparse"]
+_ONE_ROW, _NO_PAGES = "grouped one row each", "contiguous"
 ALONE = {
     "native sparse": (
         Alone("choice", "ejkernel_select_blocks", _SPARSE),
@@ -294,11 +345,34 @@ ALONE = {
     "delta": (
         Alone("forward", "ejkernel_gated_delta_rule", _DELTA),
         Alone("gradients", "ejkernel_gated_delta_rule_gradients", _DELTA, True),
+        Alone("channels forward", "ejkernel_gated_delta_rule", _CHANNELS),
+        Alone("channels gradients", "ejkernel_gated_delta_rule_gradients", _CHANNELS, True),
+    ),
+    "convolution": (
+        Alone("forward", "ejkernel_causal_conv1d", _CONVOLUTION),
+        Alone("gradients", "ejkernel_causal_conv1d_gradient", _CONVOLUTION, True),
+    ),
+    "512 groups": (
+        Alone("one row each", "ejkernel_grouped_matmul", grouped.COMPILED_TPU[_ONE_ROW]),
+        Alone("weights", "ejkernel_grouped_matmul_weights", grouped.COMPILED_TPU[_ONE_ROW], True),
+    ),
+    "ragged decode": (Alone("ragged decode", "ejkernel_decode", paged.COMPILED_TPU[_NO_PAGES]),),
+    "ragged write": (Alone("prefill", "ejkernel_ragged", ragged.COMPILED_TPU["ragged"]),),
+    "latent expanded": tuple(
+        Alone(
+            kernel,
+            f"ejkernel_flash_{kernel}",
+            latent.COMPILED_TPU["latent expanded"],
+            kernel != "fwd",
+        )
+        for kernel in KERNELS
     ),
     "latent": (Alone("decode", "ejkernel_decode", latent.COMPILED_TPU["latent 128 heads"]),),
     "pooling": (
-        Alone("chunks", "ejkernel_pool_chunks", pooling.COMPILED_TPU["pooling chunks"]),
-        Alone("packed", "ejkernel_pool_segments", pooling.COMPILED_TPU["pooling packed"]),
+        Alone("chunks", "ejkernel_pool_chunks", _CHUNKS),
+        Alone("chunks gradients", "ejkernel_pool_chunks_gradient", _CHUNKS, True),
+        Alone("packed", "ejkernel_pool_segments", _PACKED),
+        Alone("packed gradients", "ejkernel_pool_segments_gradient", _PACKED, True),
     ),
     "blocksparse": tuple(
         Alone(kernel, f"ejkernel_flash_{kernel}", _LISTED, kernel != "fwd") for kernel in KERNELS

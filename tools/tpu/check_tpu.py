@@ -12,7 +12,9 @@ Needs the libtpu wheel next to jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU
    kernels at their best block size. A core issues a bundle a cycle; *bundles per pass* divides by
    the useful matmuls in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs fewer,
    unless ours already need no more than the matrix units take (such cases are named).
-3. The counts are compared with ``costs.json``: exit status 1 where a kernel of the same tiles takes
+3. Vector memory, bytes that the pipeline copies over the least (``traffic.py``; not of copies by
+   hand), and what the program writes outside the kernel (``outside.py``) are listed with them.
+4. The counts are compared with ``costs.json``: exit status 1 where a kernel of the same tiles takes
    more than 5% more. ``--store`` keeps the counts of this run there; ``--ours`` leaves out JAX's
    kernels, which takes a few minutes for all chips.
 """
@@ -36,10 +38,15 @@ from tools.tpu import chips  # noqa: E402
 
 PASS = 128**3
 COMPARED = ["d64", "d128", "d256", "grouped", "decode", "ragged"]
-ALONE = ["native sparse", "linear", "delta", "latent", "pooling", "blocksparse"]
+ALONE = [
+    *("native sparse", "linear", "delta", "convolution", "512 groups", "ragged decode"),
+    *("ragged write", "latent", "latent expanded", "pooling", "blocksparse"),
+]
 PARTS = [*COMPARED, *ALONE]
 COSTS = Path(__file__).with_name("costs.json")
-ALLOWED = 1.05  # of the stored bundles of a kernel with the same tiles
+ALLOWED = 1.05  # of the stored counts of a kernel with the same tiles
+COUNTED = ("bundles", "vmem_mib", "moved", "outside_mib")
+STORED = ("tiles", *COUNTED, "opening")
 
 
 def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
@@ -105,7 +112,10 @@ def count_all(chip: str, names: list[str], *, ours: bool) -> list[dict[str, Any]
 
 def _count(device: Any, dump: Path, source: Any, name: str, chip: str) -> list[dict[str, Any]]:
     from jax.experimental.pallas import tpu as pltpu
+    from tools.tpu.calls import integers
     from tools.tpu.llo import kernel_code
+    from tools.tpu.outside import bytes_outside, with_rows_as_projected
+    from tools.tpu.traffic import count_traffic
 
     rows: list[dict[str, Any]] = []
     try:
@@ -116,6 +126,7 @@ def _count(device: Any, dump: Path, source: Any, name: str, chip: str) -> list[d
         print(f"{chip} {name}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         return rows
     compiled = failed = None
+    outside = 0
     for cost in costs:
         if cost.function == failed:
             continue
@@ -123,9 +134,19 @@ def _count(device: Any, dump: Path, source: Any, name: str, chip: str) -> list[d
             if cost.function != compiled:
                 for old in dump.iterdir():
                     old.unlink()
-                chips.compile_for(device, cost.function, *cost.shapes)
-                compiled = cost.function
+                function, shapes = cost.function, cost.shapes
+                if cost.call is not None:
+                    with chips.targeting(device):
+                        function, shapes = with_rows_as_projected(cost.call, cost.backward)
+                program = chips.compile_for(device, function, *shapes)
+                outside, compiled = bytes_outside(program.as_text()), cost.function
             code = kernel_code(dump, cost.kernel)
+            moved = None
+            if cost.call is not None:
+                with chips.targeting(device):
+                    moved = count_traffic(
+                        cost.function, cost.shapes, integers(cost.shapes), cost.kernel
+                    )
         except Exception as error:
             failed = cost.function
             print(f"{chip} {name} {cost}: {str(error)[:300]}", file=sys.stderr, flush=True)
@@ -143,6 +164,9 @@ def _count(device: Any, dump: Path, source: Any, name: str, chip: str) -> list[d
                 "spills": code.spills,
                 "vmem_mib": round(code.vmem / 2**20, 1),
                 "code": code.bundles,
+                "opening": code.opening,
+                "moved": None if moved is None else moved.ratio,
+                "outside_mib": round(outside / 2**20, 1),
             }
         )
         print(f"{chip} {rows[-1]}", file=sys.stderr, flush=True)
@@ -186,8 +210,9 @@ def report_compiled(chip: str, rows: list[dict[str, Any]], slowest: float) -> li
 def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
     print(f"\n### {chip}: one unmasked tile\n")
     columns = ("part", "kernel", "", "tile", "bundles", "per pass", "of the better", "MXU slots")
-    print("| " + " | ".join((*columns, "spills", "VMEM")) + " |")
-    print("|" + "---|" * (len(columns) + 2))
+    extra = ("spills", "VMEM", "before matmuls", "bytes over least", "outside")
+    print("| " + " | ".join((*columns, *extra)) + " |")
+    print("|" + "---|" * (len(columns) + len(extra)))
     faults, notes = [], []
     for part, kernel in dict.fromkeys((r["part"], r["kernel"]) for r in rows):
         mine = [r for r in rows if (r["part"], r["kernel"]) == (part, kernel)]
@@ -201,7 +226,8 @@ def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
             ratio = "" if least is None else f"{r['per_pass'] / least:.3f}"
             print(
                 f"| {part} | {kernel} | {who} | {r['tiles']} | {r['bundles']} | {r['per_pass']} | "
-                f"{ratio} | {r['mxu']:.0%} | {r['spills']} | {r['vmem_mib']} MiB |"
+                f"{ratio} | {r['mxu']:.0%} | {r['spills']} | {r['vmem_mib']} MiB | "
+                f"{r['opening']} | {r['moved'] or ''} | {r['outside_mib']} MiB |"
             )
         if "ejkernel" not in best:
             faults.append(f"{chip} {part} {kernel}: not counted")
@@ -230,12 +256,15 @@ def compare_costs(chip: str, rows: list[dict[str, Any]], *, store: bool) -> list
         name = f"{row['part']} {row['kernel']}"
         before = stored.get(name)
         if store:
-            stored[name] = {"bundles": row["bundles"], "tiles": row["tiles"]}
+            stored[name] = {column: row[column] for column in STORED}
         elif before is None:
             print(f"\n{chip} {name}: not in {COSTS.name}; --store adds it")
-        elif before["tiles"] == row["tiles"] and row["bundles"] > ALLOWED * before["bundles"]:
-            count = before["bundles"]
-            faults.append(f"{chip} {name}: {row['bundles']} bundles, {count} in {COSTS.name}")
+        elif before["tiles"] == row["tiles"]:
+            for column in COUNTED:
+                count, limit = row[column] or 0, ALLOWED * (before.get(column) or 0)
+                if limit and count > limit:
+                    text = f"{count} {column}, {before[column]} in {COSTS.name}"
+                    faults.append(f"{chip} {name}: {text}")
     if store:
         table["versions"] = _versions()
         COSTS.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")

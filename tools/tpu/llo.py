@@ -33,12 +33,14 @@ class KernelCode:
     """A kernel's final code. ``steady`` is the piece with the most matrix products, or the
     longest where there are none.
 
-    ``vmem``: bytes of vector memory: windows, scratch and spilled registers.
+    ``vmem``: bytes of vector memory: windows, scratch and spilled registers. ``opening``: bundles
+    before the first matrix product, each counted once; 0 where there are none.
     """
 
     bundles: int
     steady: Piece
     vmem: int
+    opening: int
 
     @property
     def spills(self) -> int:
@@ -79,6 +81,11 @@ def _pieces(path: Path) -> list[tuple[int, int, int]]:
     return pieces
 
 
+def _opening(path: Path) -> int:
+    bundles = [m for line in path.read_text().splitlines() if (m := BUNDLE.match(line))]
+    return next((n for n, m in enumerate(bundles) if "= vmatmul." in m[3]), 0)
+
+
 def kernel_code(folder: Path, name: str) -> KernelCode:
     """The code of the kernel whose name contains ``name``, from the dump in ``folder``.
 
@@ -102,7 +109,8 @@ def kernel_code(folder: Path, name: str) -> KernelCode:
     steady = Piece(
         count, dict(zip(names, sums, strict=True)), dict(zip(names, capacity, strict=True))
     )
-    return KernelCode(sum(n for _, n, _ in pieces), steady, _vmem(folder, stamp, kernel))
+    vmem = _vmem(folder, stamp, kernel)
+    return KernelCode(sum(n for _, n, _ in pieces), steady, vmem, _opening(path))
 
 
 def _vmem(folder: Path, stamp: str, kernel: str) -> int:

@@ -114,6 +114,23 @@ def test_transposed_gradients(name):
         check(call, x, *run(attend, call, x))
 
 
+def test_forward_without_maxima():
+    """One head of a group has logits that leave the range; rows that see no key, windows."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+
+    call = small(
+        "unshifted", q=200, k=270, h=3, hk=1, dtypes=BF16,
+        mask={"causal": True, "causal_offset": -20, "sliding_window": (150, 0)},
+    )  # fmt: skip
+    x = arrays(call)
+    x["q"][:, :, 1] *= 64
+    pltpu.reset_tpu_interpret_mode_state()
+    with interpreter(pltpu.InterpretParams(detect_races=True), "TPU v6 lite"):
+        check(call, x, *run(attend, call, x))
+    assert not simulator.races.races_found
+    pltpu.reset_tpu_interpret_mode_state()
+
+
 @pytest.mark.parametrize(("kind", "block_q"), [("TPU v4", 256), ("TPU v6 lite", 128)])
 def test_blocks_in_parts_and_strips(kind, block_q, monkeypatch):
     """Blocks with and without mask, cut as large blocks are, in both forms of the gradients."""

@@ -15,7 +15,6 @@ from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_ch
 from ejkernel.kernels.pallas.tpu.gated_delta_rule import problem
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.implementation import gated_delta_rule
 from ejkernel.ops import interpret_mode
-from ejkernel.types.masks.structure import Unsupported
 from ejktest.cases.delta import check_delta
 from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
@@ -55,14 +54,16 @@ def check(args, cu_seqlens=None, rounded=False, **options):
     return results
 
 
-def test_shared_keys_in_bfloat16():
-    check(make("head", **DIMS, dtype=jnp.bfloat16), softmax_scale=0.3, normalize_qk=True)
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_shared_keys_in_bfloat16(gate):
+    check(make(gate, **DIMS, dtype=jnp.bfloat16), softmax_scale=0.3, normalize_qk=True)
 
 
-def test_packed_in_reverse(monkeypatch):
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_packed_in_reverse(monkeypatch, gate):
     """Tokens that forget everything, and NaN in the rows that belong to no sequence."""
     monkeypatch.setattr(gated_delta_rule, "choose", lambda p, chip: problem.Tiles(2))
-    args = make("head", **PACKED)
+    args = make(gate, **PACKED)
     args["g"] = args["g"].at[0, 20::7].set(-50.0)
     outside = jnp.arange(PACKED["s"]) >= CU[-1]
     for name in set(args) - {"initial_state"}:
@@ -80,10 +81,20 @@ def test_equal_keys_that_reflect():
     check(args, rounded=True)
 
 
-@pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])
-def test_lowers(kind):
+def test_channels_that_forget_or_keep():
+    """Channels without decay and channels that end at once, among them minus infinity."""
+    args = make("channel", b=1, s=140, h=1, hk=1, dk=16, dv=8)
+    args["g"] = args["g"].at[..., ::3].set(0.0).at[:, 60:90, :, 1::3].set(-60.0)
+    check(args)
+    o = gated_delta_rule(**args | {"g": args["g"].at[:, 70, :, 1].set(-jnp.inf)})
+    ended = gated_delta_rule(**args | {"g": args["g"].at[:, 70, :, 1].set(-1000.0)})
+    np.testing.assert_array_equal(o, ended)
+
+
+@pytest.mark.parametrize(("kind", "channels"), [("TPU v4", ()), ("TPU7x", (128,))])
+def test_lowers(kind, channels):
     shapes = [jax.ShapeDtypeStruct((1, 512, h, 128), "bfloat16") for h in (2, 2, 4)]
-    gates = [jax.ShapeDtypeStruct((1, 512, 4), "float32")] * 2
+    gates = [jax.ShapeDtypeStruct((1, 512, 4, *more), "float32") for more in (channels, ())]
 
     def loss(q, k, v, g, beta):
         return gated_delta_rule(q, k, v, g, beta).astype(jnp.float32).sum()
@@ -99,10 +110,5 @@ def test_tiles_fit(kind):
     for dim in (64, 128, 256):
         for dtype in ("bfloat16", "float32"):
             sizes = (1, 4096, 8, 8, dim, dim, 0, 1.0, False, dtype, dtype, dtype)
-            p = problem.Problem(*sizes, gated=True, normalize=False)
+            p = problem.Problem(*sizes, gated=True, normalize=False, channels=True)
             assert problem.choose(p, chip).vmem(p, backward=True) <= chip.vmem // 4 * 3
-
-
-def test_refuses_gates_of_channels():
-    with pytest.raises(Unsupported, match="g: a decay for each key channel"):
-        gated_delta_rule(**make("channel", **DIMS))

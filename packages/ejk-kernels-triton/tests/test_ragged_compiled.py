@@ -50,6 +50,7 @@ def operands(
         "valid": array((1,), "int32"),
         "k_scale": array((1, 1), "float32"),
         "v_scale": array((1, 1), "float32"),
+        "tree": array((problem.rows, -(-p.tree_columns // 32)), "int32"),
         "keys": new,
         "values": new,
     }
@@ -90,6 +91,8 @@ def bound_source(kernel: str, problem: RaggedProblem, tiles, target):
     every = operands(problem, tiles, target)
     if problem.paged.return_lse and kernel == "merge":
         names += " lse_in"
+    if problem.paged.tree_columns and kernel in ("decode", "prefill"):
+        names += " tree"
     given = {name: every[name] for name in names.split()}
     launch = make(problem, tiles, target).with_operands(given)
     return launch_source(launch, list(given.values()), target)
@@ -120,6 +123,16 @@ def test_log_sum_exp_takes_no_spills():
     target, p = TARGETS["sm_90"], problem(return_lse=True)
     assert used("prefill", p, target)[1].spills == 0
     assert used("merge", p, target)[1].spills == 0
+
+
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+def test_trees_take_no_spills(kernel):
+    target, sizes = TARGETS["sm_90"], {"tree_columns": 64}
+    _, found = used(kernel, problem(**sizes), target)
+    assert found.spills == 0
+    _, causal = used(kernel, problem(), target)
+    rate = 65536 // (32 * found.num_warps)  # of registers of a thread, over programs
+    assert rate // found.registers >= rate // causal.registers - 1
 
 
 @pytest.mark.parametrize(

@@ -108,4 +108,9 @@ COMPILED_TPU = {
     "delta d64": COMPILED["delta d64"],
     "delta packed": COMPILED["delta packed"],
     "delta float32": COMPILED["delta float32"],
+    "delta channels": COMPILED["delta channels"],
+    "delta channels float32": _delta(kv_heads=32, channel_gates=True, dtype=F32),
+    "delta channels d256 float32": _delta(
+        heads=4, kv_heads=4, key_dim=256, channel_gates=True, dtype=F32
+    ),
 }

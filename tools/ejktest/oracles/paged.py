@@ -14,14 +14,19 @@ import numpy as np
 
 
 def attend_row(
-    q, k, v, position, *, scale, start=0, left=None, cap=None, aux=None, k_scale=None, v_scale=None
-):
-    """One row: q ``[h, d]``, k ``[t, hk, d]``, v ``[t, hk, dv]`` -> o ``[h, dv]``, lse ``[h]``."""
+    q, k, v, position, *, scale, start=0, left=None, cap=None, aux=None, k_scale=None, v_scale=None,
+    seen=None,
+):  # fmt: skip
+    """One row: q ``[h, d]``, k ``[t, hk, d]``, v ``[t, hk, dv]`` -> o ``[h, dv]``, lse ``[h]``.
+
+    ``seen``: keys that the row sees, by default those from ``start`` to ``position`` in the window.
+    """
     h = q.shape[0]
-    j = np.arange(k.shape[0])
-    seen = (j >= start) & (j <= position)
-    if left is not None:
-        seen &= j >= position - left
+    if seen is None:
+        j = np.arange(k.shape[0])
+        seen = (j >= start) & (j <= position)
+        if left is not None:
+            seen &= j >= position - left
     if position < 0 or not seen.any():
         return np.zeros((h, v.shape[2]), q.dtype), np.full((h,), -np.inf, q.dtype)
     return _attend(q, k, v, seen, scale, cap, aux, k_scale, v_scale)
@@ -59,6 +64,25 @@ def _stacked(rows, return_lse):
     return (o, lse) if return_lse else o
 
 
+def tree_row(keys, before, number, mask, positions, window):
+    """Keys ``[keys]`` that row ``number`` of the new tokens sees, which follow ``before`` others.
+
+    mask ``[new, columns]``, positions ``[new]`` or None: of one sequence, as a call gives them.
+    """
+    new = mask.shape[0]
+    seen = np.arange(keys) < before
+    marked = mask[number, : min(new, mask.shape[1])]
+    seen[before : before + len(marked)] = marked
+    seen[before + number] = True
+    if window is not None:
+        at = np.arange(keys)
+        if positions is not None:
+            at[before : before + new] = positions
+        distance = at[before + number] - at
+        seen &= (distance <= window[0]) & (distance >= -window[1])
+    return seen
+
+
 def page_attention(q, k_cache, v_cache, lens, tables, *, return_lse=False, **options):
     """q ``[b, h, d]`` -> ``[b, h, dv]``."""
     rows = []
@@ -78,8 +102,14 @@ def ragged_decode_attention(q, k, v, start, end, *, return_lse=False, **options)
     return _stacked(rows, return_lse)
 
 
-def mla_decode(q, cache, lens, tables, latent_dim, k_scale=None, **options):
-    """q ``[b, m, h, dc]`` -> o ``[b, m, h, latent_dim]`` and lse ``[b, m, h]``."""
+def mla_decode(
+    q, cache, lens, tables, latent_dim, k_scale=None, tree_mask=None, positions=None, window=None,
+    **options,
+):  # fmt: skip
+    """q ``[b, m, h, dc]`` -> o ``[b, m, h, latent_dim]`` and lse ``[b, m, h]``.
+
+    ``window``: both sides, for rows of a tree.
+    """
     factor = 1.0 if k_scale is None else k_scale
     out, lses = [], []
     for r in range(q.shape[0]):
@@ -87,6 +117,10 @@ def mla_decode(q, cache, lens, tables, latent_dim, k_scale=None, **options):
         c = gather(cache, tables[r])[:, None] * factor
         for m in range(q.shape[1]):
             position = n - q.shape[1] + m
+            if tree_mask is not None:
+                at = None if positions is None else positions[r]
+                tree = tree_mask[r], at, window
+                options["seen"] = tree_row(c.shape[0], n - q.shape[1], m, *tree)
             o, lse = attend_row(q[r, m], c, c[..., :latent_dim], position, **options)
             out.append(o)
             lses.append(lse)
@@ -94,8 +128,14 @@ def mla_decode(q, cache, lens, tables, latent_dim, k_scale=None, **options):
     return jnp.stack(out).reshape(*shape, -1), jnp.stack(lses).reshape(shape)
 
 
-def ragged_page_attention(q, pages, lens, tables, starts, count, *, return_lse=False, **options):
-    """q ``[T, h, d]``, pages ``[P, ps, 2 * hk, d]`` -> ``[T, h, d]``."""
+def ragged_page_attention(
+    q, pages, lens, tables, starts, count, *, return_lse=False, tree_mask=None, positions=None,
+    window=None, **options,
+):  # fmt: skip
+    """q ``[T, h, d]``, pages ``[P, ps, 2 * hk, d]`` -> ``[T, h, d]``.
+
+    ``window``: both sides, for rows of a tree.
+    """
     padding = np.zeros(q.shape[1:], q.dtype), np.full(q.shape[1], -np.inf, q.dtype)
     rows = [padding] * q.shape[0]
     for r in range(count):
@@ -104,6 +144,11 @@ def ragged_page_attention(q, pages, lens, tables, starts, count, *, return_lse=F
         length = int(starts[r + 1] - starts[r])
         for m in range(length):
             row = int(starts[r]) + m
+            if tree_mask is not None:
+                new = slice(int(starts[r]), int(starts[r]) + length)
+                at = None if positions is None else positions[new]
+                tree = tree_mask[new], at, window
+                options["seen"] = tree_row(both.shape[0], n - length, m, *tree)
             rows[row] = attend_row(q[row], both[:, 0::2], both[:, 1::2], n - length + m, **options)
     return _stacked(rows, return_lse)
 

@@ -11,7 +11,7 @@ from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
-from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.calls.words import Array, B, Cache, F, I
 
 
 def mla_decode(
@@ -27,6 +27,8 @@ def mla_decode(
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     k_scale: float | F[Array, ""] | None = None,
     num_splits: int | None = None,
+    tree_mask: B[Array, "batch q_len q_len"] | None = None,
+    positions: I[Array, "batch q_len"] | None = None,
     return_lse: bool = False,
     platform: str | Platform | None = None,
     cfg: MLADecodeConfig | Mapping[str, Any] | None = None,
@@ -53,6 +55,11 @@ def mla_decode(
         softmax_scale: default ``cache_dim ** -0.5``.
         logits_soft_cap, sliding_window, softmax_aux, num_splits: as in :func:`page_attention`.
         k_scale: what a stored value is multiplied with; None = 1, with a warning for an int8 cache.
+        tree_mask: ``[batch, q_len, q_len]``, where the last tokens are nodes of a tree: row m sees
+            every token before them, itself, and of them those j with ``tree_mask[r, m, j]``. None:
+            those before it.
+        positions: ``[batch, q_len]`` by which a window is measured in place of the order in the
+            sequence, at least the number of tokens before the last ones.
         return_lse: also return the natural-log sum of exponentials.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 

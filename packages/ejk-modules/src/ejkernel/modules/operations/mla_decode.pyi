@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import MLADecodeConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.calls.words import Array, B, Cache, F, I
 
 @overload
 def mla_decode(
@@ -24,6 +24,8 @@ def mla_decode(
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     k_scale: float | F[Array, ""] | None = None,
     num_splits: int | None = None,
+    tree_mask: B[Array, "batch q_len q_len"] | None = None,
+    positions: I[Array, "batch q_len"] | None = None,
     return_lse: Literal[False] = False,
     platform: str | Platform | None = None,
     cfg: MLADecodeConfig | Mapping[str, Any] | None = None,
@@ -45,6 +47,8 @@ def mla_decode(
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     k_scale: float | F[Array, ""] | None = None,
     num_splits: int | None = None,
+    tree_mask: B[Array, "batch q_len q_len"] | None = None,
+    positions: I[Array, "batch q_len"] | None = None,
     return_lse: Literal[True],
     platform: str | Platform | None = None,
     cfg: MLADecodeConfig | Mapping[str, Any] | None = None,
@@ -66,6 +70,8 @@ def mla_decode(
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     k_scale: float | F[Array, ""] | None = None,
     num_splits: int | None = None,
+    tree_mask: B[Array, "batch q_len q_len"] | None = None,
+    positions: I[Array, "batch q_len"] | None = None,
     return_lse: bool,
     platform: str | Platform | None = None,
     cfg: MLADecodeConfig | Mapping[str, Any] | None = None,

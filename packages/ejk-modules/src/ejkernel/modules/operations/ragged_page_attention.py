@@ -11,7 +11,7 @@ from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
-from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.calls.words import Array, B, Cache, F, I
 from ejkernel.types.serving.plan import AttentionPlan
 
 
@@ -29,6 +29,8 @@ def ragged_page_attention(
     sliding_window: int | tuple[int, int] | None = None,
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    tree_mask: B[Array, "tokens max_new"] | None = None,
+    positions: I[Array, " tokens"] | None = None,
     return_lse: bool = False,
     plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
@@ -55,6 +57,11 @@ def ragged_page_attention(
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
         softmax_scale: default ``head_dim ** -0.5``.
         logits_soft_cap, sliding_window, k_scale, v_scale: as in :func:`page_attention`.
+        tree_mask: ``[tokens, max_new]``, where the new tokens of a sequence are nodes of a tree: a
+            row sees every token before the new ones, itself, and of the new ones those j with
+            ``tree_mask[row, j]``. None: those before it.
+        positions: ``[tokens]`` by which a window is measured in place of the order in the sequence,
+            at least the number of tokens before the new ones. Siblings of a tree have one position.
         return_lse: also return the natural-log sum of exponentials.
         plan: what :func:`plan_ragged_attention` made of this step's starts and lengths, the same
             for all layers; it stands for context_lens, query_start_loc and num_seqs,

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import RaggedPageAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.calls.words import Array, B, Cache, F, I
 from ejkernel.types.serving.plan import AttentionPlan
 
 @overload
@@ -26,6 +26,8 @@ def ragged_page_attention(
     sliding_window: int | tuple[int, int] | None = None,
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    tree_mask: B[Array, "tokens max_new"] | None = None,
+    positions: I[Array, " tokens"] | None = None,
     return_lse: Literal[False] = False,
     plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
@@ -49,6 +51,8 @@ def ragged_page_attention(
     sliding_window: int | tuple[int, int] | None = None,
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    tree_mask: B[Array, "tokens max_new"] | None = None,
+    positions: I[Array, " tokens"] | None = None,
     return_lse: Literal[True],
     plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
@@ -72,6 +76,8 @@ def ragged_page_attention(
     sliding_window: int | tuple[int, int] | None = None,
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    tree_mask: B[Array, "tokens max_new"] | None = None,
+    positions: I[Array, " tokens"] | None = None,
     return_lse: bool,
     plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import RaggedPageAttentionv3Config
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.calls.words import Array, B, Cache, F, I
 from ejkernel.types.serving.plan import AttentionPlan
 
 @overload
@@ -30,6 +30,8 @@ def ragged_page_attention_v3(
     q_scale: float | F[Array, ""] | None = None,
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    tree_mask: B[Array, "tokens max_new"] | None = None,
+    positions: I[Array, " tokens"] | None = None,
     return_lse: Literal[False] = False,
     plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
@@ -57,6 +59,8 @@ def ragged_page_attention_v3(
     q_scale: float | F[Array, ""] | None = None,
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    tree_mask: B[Array, "tokens max_new"] | None = None,
+    positions: I[Array, " tokens"] | None = None,
     return_lse: Literal[True],
     plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,
@@ -84,6 +88,8 @@ def ragged_page_attention_v3(
     q_scale: float | F[Array, ""] | None = None,
     k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    tree_mask: B[Array, "tokens max_new"] | None = None,
+    positions: I[Array, " tokens"] | None = None,
     return_lse: bool,
     plan: AttentionPlan | None = None,
     platform: str | Platform | None = None,

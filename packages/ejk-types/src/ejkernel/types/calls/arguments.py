@@ -28,6 +28,8 @@ FLASH_MLA = (FLASH - QKV) | LATENT
 
 DECODE_OPTIONS = frozenset({"softmax_scale", "sliding_window", "logits_soft_cap", "softmax_aux"})
 CACHE_SCALES = frozenset({"k_scale", "v_scale"})
+TREE = frozenset({"tree_mask", "positions"})
+"""Which of the new tokens a row sees; kernels without these take causal rows alone."""
 PAGES = frozenset({"context_lens", "block_tables"})
 RAGGED = PAGES | {"queries", "kv_pages", "query_start_loc", "num_seqs"}
 RAGGED_UPDATE = frozenset(

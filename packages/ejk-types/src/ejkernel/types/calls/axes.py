@@ -72,7 +72,7 @@ AXES: dict[str, Axis] = {
     **_all(Kind.TOKENS, "q_len kv_len kv_total seq tokens"),
     # of packed sequences, of a cache, of a block mask
     **_all(Kind.COUNT, "sequences sequences_plus_1 states chunks"),
-    **_all(Kind.COUNT, "pages max_blocks table_entries"),
+    **_all(Kind.COUNT, "pages max_blocks table_entries max_new"),
     **_all(Kind.COUNT, "q_blocks kv_blocks"),
     # of a grouped matmul, of a mean
     **_all(Kind.ROWS, "rows"),

@@ -5,13 +5,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.types.calls import arguments
 from ejkernel.types.calls.decode import DecodeCall
 from ejkernel.types.calls.paged import PagedCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, Cache, F, I, out_of_range
+from ejkernel.types.calls.words import Array, B, Cache, F, I, invalid, out_of_range
 from ejkernel.types.serving.layout import KVLayout
-from ejkernel.types.serving.operands import broadcast_operands, in_order
+from ejkernel.types.serving.operands import broadcast_operands, in_order, tree_operands
 from ejkernel.types.serving.problem import LatentProblem
+from ejkernel.types.serving.tree import NewRows, prepare_tree
 
 
 class MLADecode(DecodeCall, PagedCall):
@@ -19,6 +21,7 @@ class MLADecode(DecodeCall, PagedCall):
 
     name = "mla_decode"
     normal_samples = True
+    untuned_arguments = DecodeCall.untuned_arguments | arguments.TREE
 
     @staticmethod
     def signature(
@@ -34,6 +37,8 @@ class MLADecode(DecodeCall, PagedCall):
         softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
         k_scale: float | F[Array, ""] | None = None,
         num_splits: int | None = None,
+        tree_mask: B[Array, "batch q_len q_len"] | None = None,
+        positions: I[Array, "batch q_len"] | None = None,
         return_lse: bool = False,
     ) -> None: ...
 
@@ -54,6 +59,34 @@ class MLADecode(DecodeCall, PagedCall):
         dim, limit = a["latent_dim"], a["latent_cache"].shape[-1]
         if not 1 <= dim <= limit:
             raise out_of_range("latent_dim", f"1 to {limit}, the last axis of latent_cache", dim)
+        cls._canonicalize_tree(a)
+
+    @classmethod
+    def _canonicalize_tree(cls, a: Arguments) -> None:
+        """Joins a window with the mask of the new tokens, by their positions."""
+        query, mask, positions = a["query"], a["tree_mask"], a["positions"]
+        tokens = 1 if query.ndim == 3 else query.shape[1]
+        for name in ("tree_mask", "positions"):
+            if a[name] is not None and a[name].shape[1] != tokens:
+                raise invalid(name, f"a row for each of {tokens} query rows", a[name])
+        if (mask is None and positions is None) or tokens < 2 or not query.shape[0]:
+            a["tree_mask"] = a["positions"] = None  # a row by itself sees all tokens
+            return
+        b, columns = query.shape[0], jnp.arange(tokens, dtype=jnp.int32)
+        capacity = cls._table_columns(a) * a["latent_cache"].shape[1]
+        before = jnp.clip(a["context_lens"], 0, capacity) - tokens
+        rows = NewRows(
+            jnp.repeat(jnp.arange(b, dtype=jnp.int32) * tokens, tokens),
+            jnp.repeat(before, tokens),
+            jnp.tile(columns, b),
+        )
+        if mask is None:
+            mask = jnp.broadcast_to(columns <= columns[:, None], (b, tokens, tokens))
+        flat = mask.reshape(-1, tokens), None if positions is None else positions.reshape(-1)
+        mask, positions = prepare_tree(*flat, a["sliding_window"], rows)
+        assert mask is not None  # one is given
+        a["tree_mask"] = mask.reshape(b, tokens, tokens)
+        a["positions"] = None if positions is None else positions.reshape(b, tokens)
 
     @classmethod
     def visible_keys(cls, a: Arguments) -> tuple[Any, Any]:
@@ -95,6 +128,7 @@ class MLADecode(DecodeCall, PagedCall):
             "k": arrays["latent_cache"],
             "lens": arrays["context_lens"],
             "tables": arrays["block_tables"],
+            **tree_operands(arrays),
         } | broadcast_operands(arrays)
         if "k_scale" in operands:  # the scale of a row, so of keys and of values
             operands["v_scale"] = operands["k_scale"]

@@ -16,6 +16,7 @@ from ejkernel.types.attention.softmax import (
     name_lse,
     name_output,
 )
+from ejkernel.types.calls import arguments
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.values import concrete_indices, concrete_value
@@ -25,6 +26,7 @@ from ejkernel.types.masks.segments import check_starts
 from ejkernel.types.serving.plan import AttentionPlan, make_plan
 from ejkernel.types.serving.problem import RaggedProblem
 from ejkernel.types.serving.sharded_pages import local_rows
+from ejkernel.types.serving.tree import new_rows, prepare_tree
 from ejkernel.types.serving.write import row_positions
 
 _FOREIGN_ORDERS = ((0, 2, 1, 3), (1, 2, 0, 3))
@@ -184,7 +186,7 @@ class RaggedCall(PagedCall):
     """
 
     merged: ClassVar[Mapping[str, str]] = {"plan": "query_start_loc"}
-    untuned_arguments: ClassVar[frozenset[str]] = Call.untuned_arguments | {"plan"}
+    untuned_arguments: ClassVar[frozenset[str]] = Call.untuned_arguments | arguments.TREE | {"plan"}
     sequence_hint: ClassVar[str] = (
         "shard heads or pages, or give each device its own rows and tables in a shard_map"
     )
@@ -216,6 +218,20 @@ class RaggedCall(PagedCall):
             )
         a[cls._lengths()], a["query_start_loc"] = plan.lens, plan.starts
         cls.count_all(a)
+
+    @classmethod
+    def canonicalize_tree(cls, a: Arguments) -> None:
+        """Joins a window with the mask of the new tokens, by their positions."""
+        tokens, n = a["queries"].shape[0], a[cls._lengths()].shape[0]
+        if (a["tree_mask"] is None and a["positions"] is None) or 0 in (tokens, n):
+            a["tree_mask"] = a["positions"] = None
+            return
+        capacity = cls._table_columns(a) * a[cls.boundary.pools[0]].shape[1]
+        lens, starts = a[cls._lengths()], a["query_start_loc"]
+        sequence, _ = row_positions(lens, starts, cls._valid_sequences(a), tokens, capacity)
+        rows = new_rows(jnp.asarray(starts), jnp.asarray(lens), sequence, capacity)
+        tree = a["tree_mask"], a["positions"], a["sliding_window"]
+        a["tree_mask"], a["positions"] = prepare_tree(*tree, rows)
 
     @classmethod
     def check_contents(cls, a: Arguments) -> None:

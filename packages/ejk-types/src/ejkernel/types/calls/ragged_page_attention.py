@@ -9,8 +9,8 @@ import numpy as np
 from ejkernel.types.calls import canonicalize, values
 from ejkernel.types.calls.paged import RaggedCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
-from ejkernel.types.serving.operands import broadcast_operands, in_order
+from ejkernel.types.calls.words import Array, B, Cache, F, I, invalid, out_of_range
+from ejkernel.types.serving.operands import broadcast_operands, in_order, tree_operands
 from ejkernel.types.serving.plan import AttentionPlan
 from ejkernel.types.serving.problem import RaggedProblem
 
@@ -37,6 +37,8 @@ class RaggedPageAttention(RaggedCall):
         sliding_window: int | tuple[int, int] | None = None,
         k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+        tree_mask: B[Array, "tokens max_new"] | None = None,
+        positions: I[Array, " tokens"] | None = None,
         return_lse: bool = False,
         plan: AttentionPlan | None = None,
     ) -> None: ...
@@ -63,6 +65,7 @@ class RaggedPageAttention(RaggedCall):
         canonicalize.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
         super().canonicalize(a)
         canonicalize.scalar_index(a, "num_seqs")
+        cls.canonicalize_tree(a)
 
     @classmethod
     def count_all(cls, a: Arguments) -> None:
@@ -89,6 +92,7 @@ class RaggedPageAttention(RaggedCall):
             "starts": arrays["query_start_loc"],
             "valid": arrays["num_seqs"].reshape(1),
             **cls.plan_operands(arrays),
+            **tree_operands(arrays),
         }
         return in_order(operands | broadcast_operands(arrays))
 

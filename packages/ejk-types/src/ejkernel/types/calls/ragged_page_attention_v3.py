@@ -10,8 +10,8 @@ from ejkernel.types.arrays import quantise
 from ejkernel.types.calls import values
 from ejkernel.types.calls.paged import RaggedCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
-from ejkernel.types.serving.operands import broadcast_operands, in_order
+from ejkernel.types.calls.words import Array, B, Cache, F, I, invalid, out_of_range
+from ejkernel.types.serving.operands import broadcast_operands, in_order, tree_operands
 from ejkernel.types.serving.plan import AttentionPlan
 from ejkernel.types.serving.problem import RaggedProblem
 from ejkernel.types.serving.write import read_rows, write_rows, write_slots
@@ -45,6 +45,8 @@ class RaggedPageAttentionv3(RaggedCall):
         q_scale: float | F[Array, ""] | None = None,
         k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
         v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+        tree_mask: B[Array, "tokens max_new"] | None = None,
+        positions: I[Array, " tokens"] | None = None,
         return_lse: bool = False,
         plan: AttentionPlan | None = None,
     ) -> None: ...
@@ -117,6 +119,7 @@ class RaggedPageAttentionv3(RaggedCall):
         table, n = a["block_tables"], a["kv_lens"].shape[0]
         if table.ndim == 1 and n and table.shape[0] % n:
             raise invalid("block_tables", f"a flat table of {n} equal rows", table)
+        cls.canonicalize_tree(a)
 
     @classmethod
     def _valid_sequences(cls, a: Arguments) -> Any:
@@ -175,6 +178,7 @@ class RaggedPageAttentionv3(RaggedCall):
             "keys": arrays["keys"],
             "values": arrays["values"],
             **cls.plan_operands(arrays),
+            **tree_operands(arrays),
         } | broadcast_operands(arrays)
         if "q_scale" in arrays:
             q, scale = operands["q"], arrays["q_scale"].astype(jnp.float32)

@@ -9,6 +9,8 @@ The stages of every backend know the arrays of a call by these names, those that
     begins          [b]: first visible keys
     starts, valid   [b + 1], [1 or 3]: rows of packed sequences, the last number of valid ones
     packed_rows     [4, T]: of every packed row its sequence (``plan.PackedRow``)
+    tree            [T, words] or [b, q, words]: which new tokens a row sees (``serving.tree``)
+    positions       [T] or [b, q]: of every row, as a window counts
     sink            [1, h, sinks]: sinks
     k_scale, v_scale  [1, 1 or hk]: scales of a cache in 8 bits
     keys, values    [T, hk, d]: new keys and values, to be written to the cache
@@ -24,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.serving.problem import PagedProblem
+from ejkernel.types.serving.tree import pack_marks
 
 NAMES = (
     "q",
@@ -35,6 +38,8 @@ NAMES = (
     "starts",
     "valid",
     "packed_rows",
+    "tree",
+    "positions",
     "sink",
     "k_scale",
     "v_scale",
@@ -62,6 +67,15 @@ def broadcast_operands(arrays: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "softmax_aux" in arrays:
         operands["sink"] = arrays["softmax_aux"][None]
+    return operands
+
+
+def tree_operands(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the mask of the new tokens, a bit each, and the positions that a call gives."""
+    names = {"tree": "tree_mask", "positions": "positions"}
+    operands = {ours: arrays[name] for ours, name in names.items() if name in arrays}
+    if "tree" in operands:
+        operands["tree"] = pack_marks(operands["tree"])
     return operands
 
 

@@ -39,6 +39,8 @@ class PagedProblem:
         num_splits: number of splits of every sequence that the call requests, or None.
         tokens: largest number of query tokens of a sequence.
         return_lse: whether the call returns the log-sum-exp of every row.
+        tree_columns: new tokens that a mask says of whether a row sees them; 0: rows are causal.
+        positioned: whether positions are given, by which the window is measured.
     """
 
     batch: int
@@ -59,6 +61,8 @@ class PagedProblem:
     num_splits: int | None = None
     tokens: int = 1
     return_lse: bool = False
+    tree_columns: int = 0
+    positioned: bool = False
 
     @classmethod
     def from_arguments(
@@ -87,6 +91,8 @@ class PagedProblem:
             "window_left": None if window is None else min(window[0], 2**30),
             "num_splits": a.get("num_splits"),
             "return_lse": a.get("return_lse", False),
+            "tree_columns": 0 if a.get("tree_mask") is None else a["tree_mask"].shape[-1],
+            "positioned": a.get("positions") is not None,
         } | sizes
         if "layout" not in fields:
             dims = (fields["kv_heads"], fields["dim"], fields["value_dim"])

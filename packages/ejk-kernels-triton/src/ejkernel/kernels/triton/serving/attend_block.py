@@ -30,6 +30,27 @@ from ejkernel.kernels.triton.serving.pages import load_cache_rows
 RUNS = tl.constexpr(_RUNS)
 
 
+class TreeRows(NamedTuple):
+    """Query rows that are nodes of a tree (``types.serving.tree``).
+
+    Attributes:
+        words, count: as in ``groups.Tree``.
+        row: row of ``words`` of each query row.
+        inside: whether there is one.
+        at: position of each query row, as a window counts.
+        before: tokens of the sequence before its new ones, which all rows see.
+        start: first key of the block.
+    """
+
+    words: Any
+    count: Any
+    row: Any
+    inside: Any
+    at: Any
+    before: Any
+    start: Any
+
+
 class Keys(NamedTuple):
     """The keys ``j`` of a block at ``cache_rows``.
 
@@ -42,6 +63,7 @@ class Keys(NamedTuple):
             after all keys.
         left: number of keys that a row sees before itself; None: all.
         partly: whether some row does not see all of this block; None: always apply the mask.
+        tree: ``TreeRows``, where rows do not see all keys up to their own; else None.
     """
 
     j: Any
@@ -51,6 +73,27 @@ class Keys(NamedTuple):
     position: Any
     left: Any
     partly: Any
+    tree: Any
+
+
+@triton.jit
+def tree_rows(tree, row, inside, position, before):
+    """Returns the ``TreeRows`` of query rows that are rows ``row`` of the call, in no block yet."""
+    at = position
+    if tree.positions is not None:
+        at = tl.load(tree.positions + row, mask=inside, other=0)
+    return TreeRows(tree.words, tree.count, row, inside, at, before, None)
+
+
+@triton.jit
+def rows_at_block(rows, start):
+    """Returns the ``TreeRows`` at a block of keys; None stays None."""
+    if rows is None:
+        return None
+    else:
+        return TreeRows(
+            rows.words, rows.count, rows.row, rows.inside, rows.at, rows.before, start
+        )  # fmt: skip
 
 
 @triton.jit
@@ -190,11 +233,49 @@ def _mask_hidden(s, keys):
     """Sets the logits of keys that a row does not see to -inf; None masks nothing."""
     if keys.loaded is not None:
         s = tl.where(keys.loaded[None, :], s, float("-inf"))
-    if keys.position is not None:
+    if keys.tree is not None:
+        s = _mask_tree(s, keys)
+    elif keys.position is not None:
         s = tl.where(keys.j[None, :] <= keys.position[:, None], s, float("-inf"))
         if keys.left is not None:
             first = keys.position[:, None] - keys.left
             s = tl.where(keys.j[None, :] >= first, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def _load_marks(tree, number):
+    """Returns 32 marks of each row, from the new token ``number`` on; there may be none."""
+    word = (number + 32) // 32 - 1  # from -1 on
+    shift = number - word * 32
+    where = tree.words + tree.row * tree.count + word
+    low = tl.load(where, mask=tree.inside & (word >= 0) & (word < tree.count), other=0)
+    high = tl.load(where + 1, mask=tree.inside & (word + 1 < tree.count), other=0)
+    both = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    return (both >> shift).to(tl.int32)
+
+
+@triton.jit
+def _mask_tree(s, keys):
+    """Sets the logits of keys that a node of a tree does not see to -inf."""
+    tree = keys.tree
+    BLOCK: tl.constexpr = keys.j.shape[0]
+    if keys.left is not None:
+        is_before = (keys.j < tree.before)[None, :]
+        first = tree.at[:, None] - keys.left
+        s = tl.where(is_before & (keys.j[None, :] < first), float("-inf"), s)
+    if tree.start + BLOCK > tree.before:
+        first = tl.maximum(tree.start - tree.before, -BLOCK)  # new token
+        number = keys.j - tree.start
+        marks = tl.zeros(s.shape, tl.int32)
+        for part in tl.static_range(0, (BLOCK + 31) // 32):
+            # tokens before the new ones have no marks, and those far before have no words
+            loaded = _load_marks(tree, tl.maximum(first + part * 32, -32))
+            marks = tl.where((number // 32 == part)[None, :], loaded[:, None], marks)
+        is_marked = ((marks >> (number % 32)[None, :]) & 1) != 0
+        seen = (keys.j < tree.before)[None, :] | (keys.j[None, :] == keys.position[:, None])
+        seen = (seen | is_marked) & (keys.position >= 0)[:, None]
+        s = tl.where(seen, s, float("-inf"))
     return s
 
 

@@ -18,7 +18,8 @@ With SPLITS > 0 every sequence has SPLITS equal ranges instead.
 
 A sequence has one query row at its end, or up to TOKENS of them (``counts``, None: all; the first
 is row ``rows``, None: TOKENS times its index): then they are rows of one matmul with their heads,
-and each sees the keys up to its position. No row sees keys before ``begins``. Keys and values may
+and each sees the keys up to its position, or as nodes of a tree the tokens before all of them and
+those that ``tree`` marks. No row sees keys before ``begins``. Keys and values may
 lie in one array, V_OFFSET elements apart; v None: the first DV columns of a key are its value, read
 once for both matmuls. With ``k_tail``, k is a descriptor of runs of rows, and this one of the
 columns that are not values; a block lies inside a page.
@@ -45,7 +46,9 @@ from ejkernel.kernels.triton.serving.attend_block import (
     attend_block,
     init_state,
     join_columns,
+    rows_at_block,
     store_rows,
+    tree_rows,
 )
 from ejkernel.kernels.triton.serving.decode_tiles import query_rows
 from ejkernel.kernels.triton.serving.groups import DecodeSizes, Partial, RowLayout, SequenceTables
@@ -82,12 +85,13 @@ MIN_LANES, MAX_ROUNDS = 32, 8
 
 @triton.jit
 def attend_tiles(
-    q, rows, inside, position, factor, cache, v, hk, table, page, tile, stop, length, begin, sizes,
-    logits, layout, dots, BLOCK: tl.constexpr, MASK_BEGIN: tl.constexpr, PTX: tl.constexpr,
+    q, rows, inside, position, tree, factor, cache, v, hk, table, page, tile, stop, length, begin,
+    sizes, logits, layout, dots, BLOCK: tl.constexpr, MASK_BEGIN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Attention of query ``rows`` to the key tiles ``tile`` .. ``stop`` of one sequence.
 
-    ``position``: of each row, None where all come after all keys. ``factor``: of the logits.
+    ``position``: of each row, None where all come after all keys. ``tree``: None, or ``TreeRows``.
+    ``factor``: of the logits.
     ``page``: pages of the first tile. MASK_BEGIN: keys before ``begin`` are not read.
 
     Returns (m, l, acc, acc_tail), m as a base-2 logit.
@@ -116,7 +120,8 @@ def attend_tiles(
             run = clamp_run(current_page, i * BLOCK, length - 1, sizes.pages, cache.PAGE, BLOCK)
         keys = Keys(
             j, cache_rows, loaded, run, position,
-            sizes.left if sizes.WINDOW and layout.TOKENS > 1 else None, None,
+            sizes.left if sizes.WINDOW and position is not None else None, None,
+            rows_at_block(tree, i * BLOCK),
         )  # fmt: skip
         m, l, _e, sums = attend_block(  # noqa: E741
             queries, m, l, None, sums, cache, v, hk, keys, logits, dots, PTX, opaque
@@ -130,8 +135,8 @@ def attend_tiles(
 
 @triton.jit
 def paged_split(
-    q, cache, sequences, k_scale, v_scale, sinks, partial, starts, o, sizes, logits, layout, dots,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, SPLITS: tl.constexpr,
+    q, cache, sequences, tree, k_scale, v_scale, sinks, partial, starts, o, sizes, logits, layout,
+    dots, BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, SPLITS: tl.constexpr,
     SETUP_TILES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes ``partial`` results and ``starts``, or with one split a sequence the output."""
@@ -193,18 +198,24 @@ def paged_split(
         if sequences.rows is not None:
             row = tl.load(sequences.rows + b).to(tl.int64) * layout.ALL
         position = None
-        if TOKENS > 1:
+        nodes = None
+        if TOKENS > 1 or tree.words is not None:
             count = TOKENS
             if sequences.counts is not None:
                 count = tl.load(sequences.counts + b)
             inside = token < count
             position = length - count + token
+            if tree.words is not None:
+                first_row = b * TOKENS
+                if sequences.rows is not None:
+                    first_row = tl.load(sequences.rows + b)
+                nodes = tree_rows(tree, first_row + token, inside, position, length - count)
         factor = None
         if k_scale.array is not None:
             at = k_scale.array + b * k_scale.row + hk * k_scale.head
             factor = tl.load(at).to(tl.float32) * logits.scale
         m, l, acc, acc_tail = attend_tiles(  # noqa: E741
-            q, row + row_of, inside, position, factor, cache, v, hk, table, page, tile0,
+            q, row + row_of, inside, position, nodes, factor, cache, v, hk, table, page, tile0,
             first_tile + stop - before - SETUP_TILES, length, begin, sizes, logits, layout, dots,
             BLOCK, sizes.WINDOW or sequences.begins is not None, PTX,
         )  # fmt: skip
@@ -245,7 +256,9 @@ class PagedSplit(PagedLaunch):
     """
 
     kernel = paged_split
-    batching: ClassVar = sequential("q k v lens tables begins rows counts k_scale v_scale sink")
+    batching: ClassVar = sequential(
+        "q k v lens tables begins rows counts tree positions k_scale v_scale sink"
+    )
 
     def outputs(self):
         p = self.problem
@@ -293,6 +306,7 @@ class PagedSplit(PagedLaunch):
         return {
             "cache": cache_group(p, *self.cache_operands(), convert_once=t.convert_once),
             "sequences": SequenceTables(*map(self.operand, names)),
+            "tree": self.tree(),
             "k_scale": self.scale("k_scale"),
             "v_scale": self.scale("v_scale"),
             "sinks": self.sinks(),

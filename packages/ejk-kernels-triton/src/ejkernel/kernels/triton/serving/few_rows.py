@@ -29,7 +29,7 @@ from typing import ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import power_of_two, struct
-from ejkernel.kernels.triton.serving.attend_block import store_rows
+from ejkernel.kernels.triton.serving.attend_block import store_rows, tree_rows
 from ejkernel.kernels.triton.serving.decode import attend_tiles
 from ejkernel.kernels.triton.serving.decode_tiles import query_rows
 from ejkernel.kernels.triton.serving.groups import Partial, RowLayout
@@ -111,7 +111,7 @@ def _clear_rows(o, lse, lane, is_seen, first, step, rows, member, inside, layout
 
 @triton.jit
 def few_rows_attention(
-    q, cache, tables, packed, k_scale, v_scale, sinks, counters_in, partial, o, lse, counters,
+    q, cache, tables, packed, tree, k_scale, v_scale, sinks, counters_in, partial, o, lse, counters,
     cache_out, sizes, logits, layout, dots, BLOCK: tl.constexpr, tile, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes all rows of ``o [T, h, d]`` and of ``lse [T, h]``, if the call returns it.
@@ -136,11 +136,16 @@ def few_rows_attention(
     token_of = lane - row_of.first
     is_chunk = (row_of.last > 0) & (token_of % TOKENS == 0)
     counts = tl.minimum(row_of.last - lane, TOKENS)
-    # keys that the last row of a chunk sees
+    # the keys that the rows of a chunk see end here
     stops = row_of.length - row_of.last + lane + counts
+    # keys before the new ones of a tree, or before the first row of a chunk
+    before = stops - counts
+    if tree.words is not None:
+        stops = row_of.length
+        before = row_of.length - (row_of.last - row_of.first)
     begins = stops * 0
     if sizes.WINDOW:
-        begins = tl.maximum(stops - counts - sizes.left, 0)
+        begins = tl.maximum(before - sizes.left, 0)
     tiles = tl.where(is_chunk & (stops > 0), tl.cdiv(stops, BLOCK) - begins // BLOCK, 0)
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
@@ -179,13 +184,18 @@ def few_rows_attention(
             factor = tl.load(k_scale.array + hk * k_scale.head).to(tl.float32) * logits.scale
         inside = is_head
         position = None
+        nodes = None
         if TOKENS > 1:
             inside = token < count
             position = length - count + token
+        if tree.words is not None:
+            keys_before = _at(lane, before, b)
+            position = keys_before + b - _at(lane, row_of.first, b) + token
+            nodes = tree_rows(tree, b + token, inside, position, keys_before)
         row_number = token * layout.ALL + member
         q_row = b.to(tl.int64) * layout.ALL + row_number
         m, l, acc, acc_tail = attend_tiles(  # noqa: E741
-            q, q_row, inside, position, factor, cache, v, hk, table, page, first_tile,
+            q, q_row, inside, position, nodes, factor, cache, v, hk, table, page, first_tile,
             first_tile + stop - t, length, begin, sizes, logits, layout, dots, BLOCK,
             sizes.WINDOW, PTX,
         )  # fmt: skip
@@ -260,7 +270,7 @@ class FewRowsAttention(RaggedLaunch):
 
     kernel = few_rows_attention
     batching: ClassVar = sequential(
-        "q k tables starts lens valid packed_rows k_scale v_scale sink counters_in"
+        "q k tables starts lens valid packed_rows tree positions k_scale v_scale sink counters_in"
     )
 
     @property
@@ -309,6 +319,7 @@ class FewRowsAttention(RaggedLaunch):
             # once: XLA copies an operand that it sees read next to the result in its memory
             "cache": cache_group(p, cache, None, None),
             "packed": packed_sequences(self),
+            "tree": self.tree(),
             "k_scale": self.scale("k_scale"),
             "v_scale": self.scale("v_scale"),
             "sinks": self.sinks(),

@@ -80,6 +80,20 @@ class Sinks(NamedTuple):
     PADDED: int
 
 
+class Tree(NamedTuple):
+    """Marks of the new tokens that a row sees, as nodes of a tree.
+
+    Attributes:
+        words: of each row int32 whose bits are marks of the new tokens; None: rows are causal.
+        positions: of each row, as a window counts; None: those in its sequence.
+        count: words of a row.
+    """
+
+    words: Operand
+    positions: Operand
+    count: int
+
+
 class DecodeSizes(NamedTuple):
     """Sizes of a launch; ``left``: keys seen before a row, with WINDOW."""
 

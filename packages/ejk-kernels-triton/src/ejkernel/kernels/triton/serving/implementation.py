@@ -148,6 +148,7 @@ class MLADecode(DecodeKernel):
     reads = (
         arguments.PAGES
         | arguments.DECODE_OPTIONS
+        | arguments.TREE
         | {"query", "latent_cache", "latent_dim", "k_scale", "num_splits", "return_lse"}
     )
     choose = staticmethod(mla_decode_tiles.choose)
@@ -217,7 +218,13 @@ class RaggedPageAttention(RaggedKernel):
     """
 
     call = calls.RaggedPageAttention
-    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"return_lse"}
+    reads = (
+        arguments.RAGGED
+        | arguments.DECODE_OPTIONS
+        | arguments.CACHE_SCALES
+        | arguments.TREE
+        | {"return_lse"}
+    )
     cache = "kv_pages"
     stages: ClassVar[Mapping[str, Stage]] = {
         "schedule": stages.build_schedule,
@@ -241,6 +248,7 @@ class RaggedPageAttentionv3(RaggedKernel):
         arguments.RAGGED_UPDATE
         | arguments.DECODE_OPTIONS
         | arguments.CACHE_SCALES
+        | arguments.TREE
         | {"q_scale", "return_lse"}
     )
     cache = "kv_cache"

@@ -21,6 +21,7 @@ from ejkernel.kernels.triton.serving.groups import (
     Scale,
     Sinks,
     TileLayout,
+    Tree,
 )
 from ejkernel.kernels.triton.serving.params import (
     column_parts,
@@ -52,6 +53,11 @@ class CacheLaunch(Launch):
         """Returns the sinks ``[1 or batch, heads, n]``."""
         rows, heads, n = self.shape("sink") or (1, 1, 1)
         return Sinks(self.operand("sink"), heads * n if rows > 1 else 0, n, power_of_two(n))
+
+    def tree(self) -> Tree:
+        """Returns which new tokens the rows of a call see, where a mask says so."""
+        count = (self.shape("tree") or (0,))[-1]
+        return Tree(self.operand("tree"), self.operand("positions"), count)
 
     def interpreter_arguments(self, target: Target) -> dict[str, Any]:
         return {"PTX": 0} if "PTX" in self.kernel.arg_names else {}

@@ -36,7 +36,9 @@ from ejkernel.kernels.triton.serving.attend_block import (
     attend_block,
     init_state,
     join_columns,
+    rows_at_block,
     store_rows,
+    tree_rows,
 )
 from ejkernel.kernels.triton.serving.groups import Partial, PrefillSizes
 from ejkernel.kernels.triton.serving.launch import (
@@ -109,7 +111,7 @@ def _clear_rows(
 
 @triton.jit
 def ragged_prefill(
-    q, cache, tables, first_rows, sequences, header, k_scale, v_scale, sinks, o_in, o, lse,
+    q, cache, tables, first_rows, sequences, header, tree, k_scale, v_scale, sinks, o_in, o, lse,
     partial, sizes, logits, layout, dots, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
@@ -170,9 +172,20 @@ def ragged_prefill(
                 position = length - count + token
                 i0 = length - count + tile * TILE
                 i1 = length - count + tl.minimum(tile * TILE + TILE, count) - 1
-                start, full_start, full_stop, stop = band_blocks(
-                    i0, i1, length, -left if WINDOW else None, 0, BLOCK
-                )
+                nodes = None
+                if tree.words is None:
+                    start, full_start, full_stop, stop = band_blocks(
+                        i0, i1, length, -left if WINDOW else None, 0, BLOCK
+                    )
+                else:
+                    # any row may see any new token, and the window of a branch begins with it
+                    i0 = length - count
+                    i1 = length - 1
+                    nodes = tree_rows(tree, first + token, inside, position, i0)
+                    start = tl.maximum(i0 - left, 0) // BLOCK if WINDOW else i0 * 0
+                    stop = tl.cdiv(length, BLOCK)
+                    full_start = stop if WINDOW else start
+                    full_stop = tl.maximum(i0, 0) // BLOCK
                 if splits > 1:
                     blocks = (stop - start).to(tl.int64)
                     stop = start + (blocks * (split + 1) // splits).to(tl.int32)
@@ -209,7 +222,14 @@ def ragged_prefill(
                     j = block * BLOCK + tl.arange(0, BLOCK)
                     partly = (block < full_start) | (block >= full_stop)
                     keys = Keys(
-                        j, cache_rows, None, run, position, left if WINDOW else None, partly
+                        j,
+                        cache_rows,
+                        None,
+                        run,
+                        position,
+                        left if WINDOW else None,
+                        partly,
+                        rows_at_block(nodes, block * BLOCK),
                     )
                     m, l, e, sums = attend_block(  # noqa: E741
                         queries, m, l, e, sums, cache, cache.k + cache.V_OFFSET if v is None else v,
@@ -255,7 +275,7 @@ class RaggedPrefill(RaggedLaunch):
 
     kernel = ragged_prefill
     batching: ClassVar = sequential(
-        "q k tables first_rows sequences header k_scale v_scale sink o_in"
+        "q k tables first_rows sequences header tree positions k_scale v_scale sink o_in"
     )
 
     def outputs(self):
@@ -298,6 +318,7 @@ class RaggedPrefill(RaggedLaunch):
         fused = compute_dtype(p, p.value_dtype) != "float16" and p.dim <= 128
         return {
             "cache": cache_group(p, keys, None, values),
+            "tree": self.tree(),
             "k_scale": self.scale("k_scale"),
             "v_scale": self.scale("v_scale"),
             "sinks": self.sinks(),

@@ -97,7 +97,7 @@ def decode_rows(work: Work, arrays: Arrays) -> Arrays:
         return _attend_few_rows(work, arrays)
     partial = call(
         decode_launch(p, t, work.target),
-        **select_arrays(arrays, "q", "k", "tables", "k_scale"),
+        **select_arrays(arrays, "q", "k", "tables", "tree", "positions", "k_scale"),
         lens=arrays["d_lens"],
         begins=arrays["d_begins"],
         rows=arrays["d_rows"],
@@ -114,7 +114,8 @@ def _attend_few_rows(work: Work, arrays: Arrays) -> Arrays:
     counters = arrays.get("counters")
     if counters is None:
         counters = jnp.zeros(count_counters(p, t), jnp.int32)
-    names = ("q", "k", "tables", *packed_operands(p), "k_scale", "v_scale", "sink")
+    names = ("q", "k", "tables", *packed_operands(p), "tree", "positions")
+    names += ("k_scale", "v_scale", "sink")
     results = call(
         FewRowsAttention(p, t, work.target),
         **select_arrays(arrays, *names),
@@ -147,7 +148,8 @@ def prefill_rows(work: Work, arrays: Arrays) -> Arrays:
         return {}
     from ejkernel.kernels.triton.serving.prefill import RaggedPrefill
 
-    names = ("q", "k", "tables", "sequences", "header", "k_scale", "v_scale", "sink")
+    names = ("q", "k", "tables", "sequences", "header", "tree", "positions")
+    names += ("k_scale", "v_scale", "sink")
     results = call(
         RaggedPrefill(work.problem, work.tiles, work.target),
         **select_arrays(arrays, *names),

@@ -5,7 +5,8 @@ one loop over the cache, which covers only the blocks that a tile of the group c
 follows the lengths, not the size of the table::
 
     x[i, j] = scale[head] * dot(q[i], k[j]);  x = cap * tanh(x / cap)
-    visible: start <= j < stop, j <= position[i], position[i] - left <= j
+    visible: start <= j < stop, j <= position[i], position[i] - left <= j; with a tree, of the new
+             tokens in place of the last two the marked ones and the row's own
     lse[i]  = log(sum_j exp(x[i, j]) + sum_s exp(sink[s]));  o[i] = sum_j exp(x - lse) v[j]
 
 Online softmax: Milakov and Gimelshein 2018 (arXiv 1805.02867), Algorithm 3. The backward pass
@@ -43,6 +44,15 @@ class Spec:
     operation: str = field(default_factory=operation)
 
 
+class Tree(NamedTuple):
+    """New tokens that rows see: ``mask [n, rows, columns]``, the first of them ``first [n]``, and
+    of every row the position that the window counts, ``position [n, rows]``."""
+
+    mask: jax.Array
+    first: jax.Array
+    position: jax.Array
+
+
 class Tiles(NamedTuple):
     """Rows and keys of each tile: ``sequence [n]``, ``position [n, rows]`` (-1 for padding),
     ``start``/``stop [n]``, the range of its sequence's keys."""
@@ -51,14 +61,22 @@ class Tiles(NamedTuple):
     position: jax.Array
     start: jax.Array
     stop: jax.Array
+    tree: Tree | None = None
 
 
 def _visible(spec: Spec, tiles: Tiles, position: jax.Array) -> jax.Array:
     """Boolean ``[n, rows, tokens]``."""
     i, j = tiles.position[:, :, None], position[None, None, :]
-    seen = (j >= tiles.start[:, None, None]) & (j < tiles.stop[:, None, None]) & (j <= i)
-    if spec.left is not None:
-        seen &= j >= i - spec.left
+    at = i if tiles.tree is None else tiles.tree.position[:, :, None]
+    seen = j <= i if spec.left is None else (j <= i) & (j >= at - spec.left)
+    if tiles.tree is not None:
+        mask, first, _ = tiles.tree
+        column = j - first[:, None, None]
+        inside = (column >= 0) & (column < mask.shape[2])
+        columns = jnp.broadcast_to(column, (*mask.shape[:2], position.shape[0]))
+        marked = jnp.take_along_axis(mask, jnp.clip(columns, 0, mask.shape[2] - 1), axis=2)
+        seen = jnp.where(column < 0, seen, (inside & marked) | (j == i))
+    seen &= (j >= tiles.start[:, None, None]) & (j < tiles.stop[:, None, None])
     return seen & (i >= 0) & (j >= 0)
 
 
@@ -67,7 +85,11 @@ def _block_range(spec: Spec, tiles: Tiles, capacity: int):
     row = tiles.position >= 0
     last = jnp.max(jnp.where(row, tiles.position, -1), axis=1) + 1
     first = jnp.min(jnp.where(row, tiles.position, capacity), axis=1)
-    stop = jnp.minimum(tiles.stop, last)
+    stop = jnp.where(last > 0, tiles.stop, 0)
+    if tiles.tree is None:
+        stop = jnp.minimum(stop, last)
+    else:  # no position of a tree is before its first token
+        first = jnp.minimum(first, tiles.tree.first)
     start = tiles.start if spec.left is None else jnp.maximum(tiles.start, first - spec.left)
     has_keys = stop > start
     lo = jnp.min(jnp.where(has_keys, start, capacity)) // spec.tokens

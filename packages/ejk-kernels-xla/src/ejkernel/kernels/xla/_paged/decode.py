@@ -62,8 +62,9 @@ def split_tiles(tiles: Tiles, splits: int) -> Tiles:
         return jnp.broadcast_to(x, (splits, *x.shape)).reshape(-1, *x.shape[1:])
 
     return Tiles(
-        repeat(tiles.sequence), repeat(tiles.position), start.reshape(-1), stop.reshape(-1)
-    )
+        repeat(tiles.sequence), repeat(tiles.position), start.reshape(-1), stop.reshape(-1),
+        jax.tree.map(repeat, tiles.tree),
+    )  # fmt: skip
 
 
 def merge_splits(o: jax.Array, log_sum: jax.Array, row_max: jax.Array, sinks, splits: int):
@@ -101,7 +102,7 @@ def attend_rows(
     """
     n = q.shape[0]
     # where JAX's default integer is 64 bits wide, some were made of that and some were not
-    tiles = Tiles(*(x.astype(jnp.int32) for x in tiles))
+    tiles = Tiles(*(x.astype(jnp.int32) for x in tiles[:-1]), tiles.tree)
     if q.size == 0 or layout.capacity == 0:
         lse = jnp.full(q.shape[:-1], NEG_INF, spec.accumulate)
         return jnp.zeros((*q.shape[:-1], layout.value_dim(arrays)), spec.accumulate), lse
@@ -117,6 +118,7 @@ def attend_rows(
     tiles = Tiles(
         padded(tiles.sequence, 0), padded(tiles.position, -1),
         padded(tiles.start, 0), padded(tiles.stop, 0),
+        jax.tree.map(lambda x: padded(x, 0), tiles.tree),
     )  # fmt: skip
     inside = None if splits > 1 else sinks
     parts = attend(spec, layout, padded(q, 0), arrays, scale, inside, tiles)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
-from ejkernel.kernels.xla._paged.core import NEG_INF, Tiles
+from ejkernel.kernels.xla._paged.core import NEG_INF, Tiles, Tree
 from ejkernel.kernels.xla._paged.decode import attend_call, step_tokens
 from ejkernel.kernels.xla._paged.kernel import Groups
 from ejkernel.kernels.xla._paged.layouts import CombinedPages, Tables
@@ -48,7 +48,10 @@ def choose_shape(tokens: int, sequences: int, rows: int | None = None) -> Shape:
     return Shape(tokens, sequences, rows, group)
 
 
-def tile_queries(shape: Shape, query_start_loc, context_lens, num_seqs, capacity: int):
+def tile_queries(
+    shape: Shape, query_start_loc, context_lens, num_seqs, capacity: int, tree_mask=None,
+    positions=None,
+):  # fmt: skip
     """``Tiles`` and, per tile row, its index in the packed queries (``tokens`` = none).
 
     Row m of sequence r stands at ``context_lens[r] - q_len[r] + m``. Sequences past
@@ -70,12 +73,18 @@ def tile_queries(shape: Shape, query_start_loc, context_lens, num_seqs, capacity
     position = (context - lens)[sequence][:, None] + m
     row = jnp.where(is_valid, starts[sequence][:, None] + m, t)
     stop = context[sequence]
-    return Tiles(sequence, jnp.where(is_valid, position, -1), jnp.zeros_like(stop), stop), row
+    tree = None
+    if tree_mask is not None:
+        marked = jnp.take(tree_mask, row, axis=0, mode="fill", fill_value=False)
+        at = position if positions is None else jnp.take(positions, row, mode="clip")
+        tree = Tree(marked, (context - lens)[sequence], at)
+    return Tiles(sequence, jnp.where(is_valid, position, -1), jnp.zeros_like(stop), stop, tree), row
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Keys of packed queries: combined pages and the sequences that own them."""
+    """Keys of packed queries: combined pages and the sequences that own them, and which new tokens
+    rows see (``types.serving.tree``)."""
 
     pages: jax.Array
     lens: jax.Array
@@ -83,6 +92,8 @@ class Sequences:
     starts: jax.Array
     count: jax.Array
     kv_heads: int
+    tree_mask: jax.Array | None = None
+    positions: jax.Array | None = None
 
 
 def attend_ragged(
@@ -109,8 +120,9 @@ def attend_ragged(
         lse = jnp.full((t, h), NEG_INF, accumulation_dtype(queries, pages))
         return jnp.zeros(queries.shape, queries.dtype), lse
     tiles, row = tile_queries(
-        shape, sequences.starts, sequences.lens, sequences.count, table.capacity
-    )
+        shape, sequences.starts, sequences.lens, sequences.count, table.capacity,
+        sequences.tree_mask, sequences.positions,
+    )  # fmt: skip
     q = queries.reshape(t, kv_heads, h // max(kv_heads, 1), d)
     o, lse = attend_call(
         problem,

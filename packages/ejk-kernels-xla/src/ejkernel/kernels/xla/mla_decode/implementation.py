@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._paged.core import Tiles
+from ejkernel.kernels.xla._paged.core import Tiles, Tree
 from ejkernel.kernels.xla._paged.decode import attend_call, step_tokens
 from ejkernel.kernels.xla._paged.kernel import SplitKernel, split_count
 from ejkernel.kernels.xla._paged.layouts import LatentPages, Tables
@@ -30,6 +30,7 @@ class MLADecode(SplitKernel):
     reads = (
         arguments.PAGES
         | arguments.DECODE_OPTIONS
+        | arguments.TREE
         | {"query", "latent_cache", "latent_dim", "k_scale", "num_splits", "return_lse"}
     )
 
@@ -44,7 +45,11 @@ class MLADecode(SplitKernel):
         splits = split_count(table, p.num_splits, work.tiles.num_splits)
         lens = jnp.clip(arrays["context_lens"], 0, table.capacity)
         position = jnp.maximum(lens[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)[None], -1)
-        tiles = Tiles(jnp.arange(b, dtype=jnp.int32), position, jnp.zeros_like(lens), lens)
+        tree = None
+        if "tree_mask" in arrays:
+            at = arrays.get("positions", position)
+            tree = Tree(arrays["tree_mask"], lens - rows, at)
+        tiles = Tiles(jnp.arange(b, dtype=jnp.int32), position, jnp.zeros_like(lens), lens, tree)
         k_scale = arrays.get("k_scale")
         o, lse = attend_call(
             p,

@@ -25,11 +25,18 @@ class RaggedPageAttention(GroupKernel):
     """
 
     call = calls.RaggedPageAttention
-    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"return_lse"}
+    reads = (
+        arguments.RAGGED
+        | arguments.DECODE_OPTIONS
+        | arguments.CACHE_SCALES
+        | arguments.TREE
+        | {"return_lse"}
+    )
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem
-        sequences = Sequences(*(arrays[name] for name in PAGES), p.kv_pages.shape[2] // 2)
+        tree = (arrays.get(name) for name in ("tree_mask", "positions"))
+        sequences = Sequences(*(arrays[name] for name in PAGES), p.kv_pages.shape[2] // 2, *tree)
         outputs = attend_ragged(
             p,
             work.tiles,

@@ -26,6 +26,7 @@ class RaggedPageAttentionv3(GroupKernel):
         arguments.RAGGED_UPDATE
         | arguments.DECODE_OPTIONS
         | arguments.CACHE_SCALES
+        | arguments.TREE
         | {"q_scale", "return_lse"}
     )
 
@@ -47,11 +48,12 @@ class RaggedPageAttentionv3(GroupKernel):
         if q_scale is not None:
             # rounded to the cache's dtype, kept in the query's: dot products are exact either way
             q = quantise(q, q_scale, cache.dtype).astype(q.dtype)
+        tree = (arrays.get(name) for name in ("tree_mask", "positions"))
         out, lse = attend_ragged(
             work.problem,
             work.tiles,
             q,
-            Sequences(cache, lens, tables, starts, count, keys.shape[1]),
+            Sequences(cache, lens, tables, starts, count, keys.shape[1], *tree),
             sinks=arrays.get("softmax_aux"),
             logit_scales=(work.problem.softmax_scale, q_scale, k_scale),
             v_scale=v_scale,

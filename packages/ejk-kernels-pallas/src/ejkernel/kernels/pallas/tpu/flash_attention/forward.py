@@ -18,6 +18,7 @@ Sources: Milakov and Gimelshein 2018 (online softmax); Dao 2023, FlashAttention-
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step
 from ejkernel.types.attention.problem import LOG2E
 
 
-def _softmax_strip(
+def add_strip(
     layout: Layout,
     scores: jax.Array,
     mask: jax.Array | None,
@@ -69,6 +70,38 @@ def _softmax_strip(
     acc_ref[strip] = acc_ref[strip] * fit(alpha, acc_ref.shape[1]) + layout.dot(p, v, (1, 0))
 
 
+def begin_rows(layout: Layout, m_ref: Any, l_ref: Any, acc_ref: Any) -> None:
+    """Stores the running maximum, sum and output of rows that have seen no key."""
+    m_ref[...] = jnp.full(m_ref.shape, layout.floor, jnp.float32)
+    l_ref[...] = jnp.zeros_like(l_ref)
+    acc_ref[...] = jnp.zeros_like(acc_ref)
+
+
+def finish_rows(
+    layout: Layout, sink: Any, rows: Sequence[Any], outputs: tuple[Any, Any, Any]
+) -> None:
+    """Stores output, lse and lse as ``Layout.raw_logits`` from maximum, sum and output of rows."""
+    (m_ref, l_ref, acc_ref), (o_ref, lse_ref, base_ref) = rows, outputs
+    m = m_ref[:, :1]
+    total = jnp.sum(l_ref[...], axis=1, keepdims=True)
+    seen = total > 0.0
+    worth = unit(layout.problem)
+    top, shrink, above = jnp.where(seen, m, 0.0) * worth, 1.0, 0.0
+    if sink is not None:
+        both = jnp.maximum(top, sink)
+        above = both - top
+        shrink = jnp.exp2(-above * LOG2E)
+        total = total * shrink + jnp.exp2((sink - both) * LOG2E)
+        top = both
+    total = jnp.where(seen, total, 1.0)
+    o_ref[0, 0] = (acc_ref[...] * (shrink / total)).astype(o_ref.dtype)
+    log = jnp.log2(total) * (1.0 / LOG2E)
+    lse = jnp.where(seen, top + log, -jnp.inf)
+    base = jnp.where(seen, m + (log + above) * (1.0 / worth), -layout.floor)
+    for ref, row in ((lse_ref, lse), (base_ref, base)):
+        ref[0, 0] = jnp.broadcast_to(row, (layout.tiles.block_q, LANES)).T[:1]
+
+
 def _kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) -> None:
     sink = all_refs[0] if with_sink else None
     refs = list(all_refs[1:] if with_sink else all_refs)
@@ -82,9 +115,7 @@ def _kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) -> None
 
     @pl.when(t == 0)
     def _begin() -> None:
-        m_ref[...] = jnp.full(m_ref.shape, layout.floor, jnp.float32)
-        l_ref[...] = jnp.zeros_like(l_ref)
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+        begin_rows(layout, m_ref, l_ref, acc_ref)
         for row, spread in zip(q_rows, columns, strict=True):
             spread[...] = column(row[0])
 
@@ -94,7 +125,7 @@ def _kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) -> None
 
     def add(position: TilePosition, tile_scores: jax.Array, mask: jax.Array | None = None) -> None:
         queries, keys = position
-        _softmax_strip(layout, tile_scores, mask, v_ref[0, 0, keys], queries, m_ref, l_ref, acc_ref)
+        add_strip(layout, tile_scores, mask, v_ref[0, 0, keys], queries, m_ref, l_ref, acc_ref)
 
     def masked(position: TilePosition, tile_scores: jax.Array) -> None:
         queries, keys = position
@@ -105,24 +136,8 @@ def _kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) -> None
 
     @pl.when(t == layout.steps - 1)
     def _end() -> None:
-        m = m_ref[:, :1]
-        total = jnp.sum(l_ref[...], axis=1, keepdims=True)
-        seen = total > 0.0
-        worth = unit(layout.problem)
-        top, shrink, above = jnp.where(seen, m, 0.0) * worth, 1.0, 0.0
-        if sink is not None:
-            both = jnp.maximum(top, sink[0, h])
-            above = both - top
-            shrink = jnp.exp2(-above * LOG2E)
-            total = total * shrink + jnp.exp2((sink[0, h] - both) * LOG2E)
-            top = both
-        total = jnp.where(seen, total, 1.0)
-        o_ref[0, 0] = (acc_ref[...] * (shrink / total)).astype(o_ref.dtype)
-        log = jnp.log2(total) * (1.0 / LOG2E)
-        lse = jnp.where(seen, top + log, -jnp.inf)
-        base = jnp.where(seen, m + (log + above) * (1.0 / worth), -layout.floor)
-        for ref, row in ((lse_ref, lse), (base_ref, base)):
-            ref[0, 0] = jnp.broadcast_to(row, (layout.tiles.block_q, LANES)).T[:1]
+        added = None if sink is None else sink[0, h]
+        finish_rows(layout, added, [m_ref, l_ref, acc_ref], (o_ref, lse_ref, base_ref))
 
 
 def forward(

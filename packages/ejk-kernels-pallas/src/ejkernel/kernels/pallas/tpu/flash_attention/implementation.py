@@ -28,6 +28,10 @@ from ejkernel.kernels.pallas.tpu.flash_attention.dq import query_gradient
 from ejkernel.kernels.pallas.tpu.flash_attention.forward import forward
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, padded
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles
+from ejkernel.kernels.pallas.tpu.flash_attention.unshifted import (
+    forward_unshifted,
+    unshifted_layout,
+)
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
@@ -89,8 +93,12 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem
         layout, table, pairs = _prepare(work, "fwd", arrays)
-        operands = _operands(layout, _clear_hidden(p, arrays))
-        o, lse, base = forward(layout, table, operands, arrays.get("sink"), pairs)
+        operands, sink = _operands(layout, _clear_hidden(p, arrays)), arrays.get("sink")
+        unshifted = None if sink is not None else unshifted_layout(layout)
+        if unshifted is not None:
+            o, lse, base = forward_unshifted(unshifted, table, operands)
+        else:
+            o, lse, base = forward(layout, table, operands, sink, pairs)
         lse, base = (x[:, :, 0, : p.q_len] for x in (lse, base))
         return (_natural(o, p.q_len, p.value_dim), lse), base
 

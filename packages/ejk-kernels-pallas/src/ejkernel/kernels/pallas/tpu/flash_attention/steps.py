@@ -93,13 +93,13 @@ class Step:
 
             @pl.when((inner < self.stop) & ~full)
             def _masked_tile() -> None:
-                self._parts(
+                self.visit_parts(
                     lambda i, j: overlapped(
                         self.positions(i, j, tiles.edge_q, tiles.edge_kv), scores, masked
                     )
                 )
 
-    def _parts(self, do_part: Callable[[Any, Any], None]) -> None:
+    def visit_parts(self, do_part: Callable[[Any, Any], None]) -> None:
         """Runs ``do_part(i, j)`` on the parts of the block that meet the band and the lengths;
         each has ``edge_q`` by ``edge_kv`` pairs and starts at (i, j) in the block."""
         layout, tiles = self.layout, self.layout.tiles

@@ -1,21 +1,24 @@
-"""The delta rule inside a chunk: triangular inverse, scores, and factors of the rows.
+"""The delta rule inside a chunk: the triangular inverse, and what both forms of gates share.
 
-With k of unit length where keys are normalized, D_t the decay from the chunk start to row t and
-d(t, s) that from row s to row t,
+With k of unit length where keys are normalized, d(t, s) the decay from row s to row t and D_t that
+from the chunk start to row t, each one number or one for each key channel c,
 
-    inverse = (I + [s before t: beta_t d(t, s) k_t k_s])^-1
-    scores  = [s up to t: scale d(t, s) q_t k_s]
-    u       = inverse (beta (v - D k S))          the updates, S the state before the chunk
+    gram    = [s before t: sum of k_tc k_sc d_c(t, s)]
+    scores  = [s up to t: scale * sum of q_tc k_sc d_c(t, s)]
+    inverse = (I + beta gram)^-1
+    u       = inverse (beta (v - (D k) S))        the updates, S the state before the chunk
 
 The inverse of a block of 2 m rows has the inverses x of its halves on the diagonal, and -x n x
 below. Seven doublings make that of 128 rows, each two matmuls of whole matrices in float32. Powers
 of the system are never formed: where keys repeat they overflow.
 
-Lengths of queries and keys are factors of accumulators: a bfloat16 key keeps its exact length.
+Lengths of queries and keys are factors of accumulators: a bfloat16 key keeps its exact length
+where no channel has a decay of its own.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,37 +27,54 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem
-from ejkernel.kernels.pallas.tpu.linear_attention.chunk import Decay, Order, dot, times
+from ejkernel.kernels.pallas.tpu.linear_attention.chunk import Order, dot
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK
 
 NORM_EPSILON = 1e-6
 
 
-def _rows_and_columns() -> tuple[jax.Array, jax.Array]:
-    row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
+def rows_and_columns(size: int = CHUNK) -> tuple[jax.Array, jax.Array]:
+    """Returns the indices of the rows and of the columns of a square matrix."""
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     return row, column
 
 
 def as_row(x: jax.Array) -> jax.Array:
-    """Returns a column ``[CHUNK, 1]`` as ``[1, CHUNK]``."""
-    row, column = _rows_and_columns()
+    """Returns a column ``[n, 1]`` as ``[1, n]``."""
+    row, column = rows_and_columns(x.shape[0])
     return jnp.sum(jnp.where(row == column, x, 0.0), axis=0, keepdims=True)
 
 
 def as_column(x: jax.Array) -> jax.Array:
-    """Returns a row ``[1, CHUNK]`` as ``[CHUNK, 1]``."""
-    row, column = _rows_and_columns()
+    """Returns a row ``[1, n]`` as ``[n, 1]``."""
+    row, column = rows_and_columns(x.shape[1])
     return jnp.sum(jnp.where(row == column, x, 0.0), axis=1, keepdims=True)
+
+
+def along(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the dots of the rows ``[CHUNK, 1]``."""
+    return jnp.sum(x * y, axis=1, keepdims=True)
+
+
+def is_pair(level: int, reverse: bool) -> jax.Array:
+    """Returns which row is in the later and which column in the earlier half of a block.
+
+    Halves have ``2 ** level`` rows. Every pair of different rows belongs to one level.
+    """
+    row, column = (x >> level for x in rows_and_columns())
+    later, earlier = (column, row) if reverse else (row, column)
+    return (earlier % 2 == 0) & (later == earlier + 1)
+
+
+LEVELS = range(CHUNK.bit_length() - 1)
 
 
 def invert(system: jax.Array, reverse: bool) -> jax.Array:
     """Returns the inverse of ``I + system``; only pairs of a row and an earlier one are read."""
-    row, column = _rows_and_columns()
+    row, column = rows_and_columns()
     inverse = jnp.where(row == column, 1.0, 0.0)
-    for level in range(CHUNK.bit_length() - 1):
-        of_row, of_column = row >> level, column >> level
-        later, earlier = (of_column, of_row) if reverse else (of_row, of_column)
-        below = jnp.where((earlier % 2 == 0) & (later == earlier + 1), system, 0.0)
+    for level in LEVELS:
+        below = jnp.where(is_pair(level, reverse), system, 0.0)
         if level:
             below = _dot_float32(_dot_float32(inverse, below), inverse)
         inverse = inverse - below
@@ -74,66 +94,131 @@ def reciprocal_length(p: Problem, x: jax.Array) -> Any:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Matrices and factors of a chunk.
+class Rows:
+    """Queries and keys of a chunk.
 
     Attributes:
-        unit_pairs: dots of unit queries and keys, and of unit keys, ``[t, s]``, not decayed.
-        scores, gram: decayed; the gram matrix only where the column is earlier.
-        inverse: of the triangular system.
-        q_since, k_since, k_until: factors ``[CHUNK, 1]`` of the rows of q and k.
-        q_factor, k_factor: reciprocal lengths ``[CHUNK, 1]``, or 1.
-        beta: ``[CHUNK, 1]``.
+        q, k: as the call gives them.
+        q_factor, k_factor: their reciprocal lengths ``[CHUNK, 1]``, or 1.
     """
 
-    unit_pairs: tuple[jax.Array, jax.Array]
-    scores: jax.Array
-    gram: jax.Array
-    inverse: jax.Array
-    q_since: Any
-    k_since: Any
-    k_until: Any
+    q: jax.Array
+    k: jax.Array
     q_factor: Any
     k_factor: Any
+
+    @property
+    def unit_q(self) -> jax.Array:
+        """Returns queries of unit length in float32."""
+        return self.q.astype(jnp.float32) * self.q_factor
+
+    @property
+    def unit_k(self) -> jax.Array:
+        """Returns keys of unit length in float32."""
+        return self.k.astype(jnp.float32) * self.k_factor
+
+    def lengthen(self, p: Problem, qk: jax.Array, kk: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns dots of unit rows from the dots of the rows."""
+        if not p.normalize:
+            return qk, kk
+        of_columns = as_row(self.k_factor)
+        return qk * self.q_factor * of_columns, kk * self.k_factor * of_columns
+
+
+def rows_of(p: Problem, q: jax.Array, k: jax.Array) -> Rows:
+    """Returns queries and keys with their lengths."""
+    return Rows(q, k, reciprocal_length(p, q), reciprocal_length(p, k))
+
+
+@dataclass(frozen=True)
+class PairGradients:
+    """Gradients of a chunk that its form of gates returns: unit queries and keys, log decays."""
+
+    dq: jax.Array
+    dk: jax.Array
+    dgate: Any
+
+
+@dataclass(frozen=True)
+class Gates(ABC):
+    """Everything in a chunk that decays.
+
+    Attributes:
+        p, order: of the call. rows: queries and keys.
+        scores, gram: matrices ``[t, s]`` of the chunk.
+    """
+
+    p: Problem
+    order: Order
+    rows: Rows
+    scores: jax.Array
+    gram: jax.Array
+
+    @abstractmethod
+    def read_queries(self, state: jax.Array) -> jax.Array:
+        """Returns scale (D q) S ``[CHUNK, dv]``."""
+
+    @abstractmethod
+    def read_keys(self, state: jax.Array) -> jax.Array:
+        """Returns (D k) S ``[CHUNK, dv]``."""
+
+    @abstractmethod
+    def next_state(self, update: jax.Array, state: jax.Array) -> jax.Array:
+        """Returns the state after the chunk."""
+
+    @abstractmethod
+    def update_gradient(self, dstate: jax.Array) -> jax.Array:
+        """Returns the gradient of the updates through the state after the chunk."""
+
+    @abstractmethod
+    def state_gradient(self, do: jax.Array, dv: jax.Array, dstate: jax.Array) -> jax.Array:
+        """Returns the gradient of the state before the chunk, from that of the state after."""
+
+    @abstractmethod
+    def gradients(
+        self,
+        do: jax.Array,
+        dv: jax.Array,
+        update: jax.Array,
+        state: jax.Array,
+        dstate: jax.Array,
+    ) -> PairGradients:
+        """Returns the gradients of queries, keys and log decays."""
+
+
+@dataclass(frozen=True)
+class System:
+    """The triangular system of a chunk.
+
+    Attributes:
+        inverse: its inverse. beta: ``[CHUNK, 1]``.
+    """
+
+    inverse: jax.Array
     beta: jax.Array
 
 
-def terms_of(
-    p: Problem, order: Order, decay: Decay, q: jax.Array, k: jax.Array, beta: jax.Array
-) -> Terms:
-    """Returns the terms of a chunk by its rows; ``beta`` is ``[1, CHUNK]``."""
-    q_factor, k_factor = reciprocal_length(p, q), reciprocal_length(p, k)
-    qk, kk = dot(p, q, k, (1, 1)), dot(p, k, k, (1, 1))
-    if p.normalize:
-        of_columns = as_row(k_factor)
-        qk, kk = qk * q_factor * of_columns, kk * k_factor * of_columns
-    scores = qk * decay.pairs * p.scale
-    gram = jnp.where(order.before, kk * decay.pairs, 0.0)
+def system_of(p: Problem, gates: Gates, beta: jax.Array) -> System:
+    """Returns the system of a chunk; ``beta`` is ``[1, CHUNK]``."""
     beta = as_column(beta)
-    return Terms(
-        (qk, kk),
-        scores,
-        gram,
-        invert(beta * gram, p.reverse),
-        times(q_factor * p.scale, decay.since),
-        times(k_factor, decay.since),
-        times(k_factor, decay.until),
-        q_factor,
-        k_factor,
-        beta,
-    )
+    return System(invert(beta * gates.gram, p.reverse), beta)
 
 
 def updates_of(
-    p: Problem, terms: Terms, k: jax.Array, v: jax.Array, state: jax.Array
+    p: Problem, gates: Gates, system: System, v: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the updates, and the values less what the state before the chunk returns."""
-    error = v.astype(jnp.float32) - terms.k_since * dot(p, k, state)
-    return dot(p, terms.inverse, terms.beta * error), error
+    error = v.astype(jnp.float32) - gates.read_keys(state)
+    return dot(p, system.inverse, system.beta * error), error
 
 
-def next_state(
-    p: Problem, terms: Terms, decay: Decay, k: jax.Array, update: jax.Array, state: jax.Array
-) -> jax.Array:
-    """Returns the state after the chunk."""
-    return times(state, decay.total) + dot(p, k, terms.k_until * update, (0, 0))
+def shorten(p: Problem, rows: Rows, dq: jax.Array, dk: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns gradients of queries and keys from the gradients of unit rows.
+
+    What lies along them is lost where they are normalized.
+    """
+    if not p.normalize:
+        return dq, dk
+    unit_q, unit_k = rows.unit_q, rows.unit_k
+    dq = (dq - unit_q * along(dq, unit_q)) * rows.q_factor
+    return dq, (dk - unit_k * along(dk, unit_k)) * rows.k_factor

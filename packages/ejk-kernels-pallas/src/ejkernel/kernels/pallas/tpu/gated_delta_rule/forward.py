@@ -1,13 +1,14 @@
 """The gated delta rule forward on a TPU, chunk after chunk.
 
-    o = scale D q S + scores u        S' = decay of the chunk S + (k decayed to its end)^T u
+    o = scale (D q) S + scores u        S' = decay of the chunk S + (k decayed to its end)^T u
 
-with the names of ``chunk``. Grid, blocks and visits as in linear attention: the state of a value
-head stays in vector memory while its sequences are visited.
+with the names of ``chunk``; ``head_gates`` and ``channel_gates`` know how these decay. Grid,
+blocks and visits as in linear attention: the state of a value head stays in
+vector memory while its sequences are visited.
 
 Bound: 2 s (4 C (dk + dv) / 2 + 3 dk dv) FLOPs a head besides the inverse, whose fourteen float32
 matmuls of C^3 a chunk are the most: at dims and chunks of 128 five sixths of all passes of the
-matrix unit.
+matrix unit. Gates of channels add seven times two matmuls of pairs and three for their factors.
 
 Sources: Yang et al. 2024 (arXiv 2406.06484), section 3; Yang et al. 2024 (arXiv 2412.06464).
 """
@@ -25,12 +26,17 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.segments import Visits
-from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import next_state, terms_of, updates_of
+from ejkernel.kernels.pallas.tpu.gated_delta_rule.channel_gates import channel_gates
+from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import (
+    Gates,
+    System,
+    system_of,
+    updates_of,
+)
+from ejkernel.kernels.pallas.tpu.gated_delta_rule.head_gates import head_gates
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem
 from ejkernel.kernels.pallas.tpu.linear_attention.chunk import (
-    Decay,
     Order,
-    decay_of,
     dot,
     masked_rows,
     order_of_rows,
@@ -38,8 +44,10 @@ from ejkernel.kernels.pallas.tpu.linear_attention.chunk import (
 )
 from ejkernel.kernels.pallas.tpu.linear_attention.forward import (
     Position,
+    Specs,
     chunk_order,
     compiler_params,
+    entry,
     position_of,
     row_shape,
     specs_of,
@@ -49,15 +57,40 @@ from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK, Tiles
 
 
 def load_chunk(
-    at: Position, order: Order, chunk: int, beta_ref: Any, gate_ref: Any, *refs: Any
-) -> tuple[Decay, jax.Array, list[jax.Array]]:
-    """Returns the decays, beta ``[1, CHUNK]`` and the rows of a chunk; other rows are 0."""
+    p: Problem, at: Position, order: Order, chunk: int, beta_ref: Any, gate_ref: Any, *refs: Any
+) -> tuple[Gates, System, list[jax.Array]]:
+    """Returns the gates and the system of a chunk, and its rows; other rows are 0.
+
+    ``refs``: of queries, keys and further arrays.
+    """
     rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
     inside = rows_of_chunk(first, 0, at.start, at.stop)
     within = rows_of_chunk(first, 1, at.start, at.stop)
-    gate = None if gate_ref is None else jnp.where(within, gate_ref[0, :, rows], 0.0)
+    q, k, *others = (masked_rows(ref[0, rows], inside) for ref in refs)
+    gates: Gates
+    if p.channels:
+        gates = channel_gates(p, order, masked_rows(gate_ref[0, rows], inside), q, k)
+    else:
+        gate = None if gate_ref is None else jnp.where(within, gate_ref[0, :, rows], 0.0)
+        gates = head_gates(p, order, gate, q, k)
     beta = jnp.where(within, beta_ref[0, :, rows], 0.0)
-    return decay_of(order, gate), beta, [masked_rows(ref[0, rows], inside) for ref in refs]
+    return gates, system_of(p, gates, beta), others
+
+
+def gate_spec(p: Problem, specs: Specs) -> list[pl.BlockSpec]:
+    """Returns the blocks of the log decays, if there are any."""
+    if not p.gated:
+        return []
+    return [specs.rows(p.dim) if p.channels else specs.gates]
+
+
+def states_spec(p: Problem, t: Tiles, backwards: bool) -> pl.BlockSpec:
+    """Returns the blocks of the states before the chunks of a visit."""
+
+    def of_visit(h: Any, i: Any, *tables: Any) -> Any:
+        return h, entry(i, tables[3], backwards), 0, 0
+
+    return pl.BlockSpec((1, t.chunks, p.dim, p.value_dim), of_visit)
 
 
 def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
@@ -73,21 +106,19 @@ def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
     def _open() -> None:
         state_ref[...] = initial_ref[0, 0]
 
-    if before_ref is not None:
-        before_ref[0, 0] = state_ref[...]
-
     state = state_ref[...]
     for chunk in chunk_order(t, p.reverse):
-        decay, beta, (q, k, v) = load_chunk(
-            at, order, chunk, beta_ref, gate_ref, q_ref, k_ref, v_ref
+        if before_ref is not None:
+            before_ref[0, chunk] = state
+        gates, system, (v,) = load_chunk(
+            p, at, order, chunk, beta_ref, gate_ref, q_ref, k_ref, v_ref
         )
-        terms = terms_of(p, order, decay, q, k, beta)
-        update, _ = updates_of(p, terms, k, v, state)
-        o = terms.q_since * dot(p, q, state) + dot(p, terms.scores, update)
+        update, _ = updates_of(p, gates, system, v, state)
+        o = gates.read_queries(state) + dot(p, gates.scores, update)
         first = at.first + chunk * CHUNK
         inside = rows_of_chunk(first, 0, at.start, at.end)
         store_rows(o_ref, pl.ds(chunk * CHUNK, CHUNK), o, inside)
-        state = next_state(p, terms, decay, k, update, state)
+        state = gates.next_state(update, state)
     state_ref[...] = state
 
     @pl.when(at.closes & (at.sequence < p.states))
@@ -106,9 +137,10 @@ def forward(
     keep: bool,
 ) -> list[jax.Array]:
     """Returns o in ``row_shape``, final states ``[states, heads, dk, dv]``, and with ``keep``
-    the states ``[heads, visits, dk, dv]`` before the visits.
+    the states ``[heads, chunks, dk, dv]`` before the chunks of all visits.
 
-    ``arrays``: q, k, v in ``row_shape``, beta and log decays ``[heads, 1, rows]``.
+    ``arrays``: q, k, v in ``row_shape``, beta ``[heads, 1, rows]``, and log decays in the shape of
+    beta, or of channels in ``row_shape``.
     """
     specs = specs_of(p, t, p.reverse)
     tables = (*schedule.tables, schedule.count[None])
@@ -118,8 +150,8 @@ def forward(
         (specs.states, (p.states, p.heads, *state), "float32"),
     ]
     if keep:
-        visits = schedule.segment.shape[0]
-        outputs.append((specs.visits, (p.heads, visits, *state), "float32"))
+        chunks = schedule.segment.shape[0] * t.chunks
+        outputs.append((states_spec(p, t, p.reverse), (p.heads, chunks, *state), "float32"))
     inside = 2 * CHUNK * (p.dim + p.value_dim) + 14 * CHUNK * CHUNK
     return pl.pallas_call(
         functools.partial(_kernel, p, t, keep),
@@ -131,7 +163,7 @@ def forward(
                 specs.rows(p.dim, True),
                 specs.rows(p.value_dim),
                 specs.gates,
-                *([specs.gates] if p.gated else []),
+                *gate_spec(p, specs),
                 specs.states,
             ],
             out_specs=[spec for spec, _, _ in outputs],

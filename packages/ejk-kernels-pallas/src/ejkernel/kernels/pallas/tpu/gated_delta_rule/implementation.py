@@ -24,11 +24,11 @@ from ejkernel.types.calls import arguments
 
 
 class GatedDeltaRule(PallasKernel):
-    """The gated delta rule with one gate per head, on a TPU.
+    """The gated delta rule, gates per head or per key channel, on a TPU.
 
-    bfloat16 and float32, accumulated in float32, head dims up to 256, 16 rows and more; decays of
-    channels are not supported. Two calls give the same bits. Differentiable once, in memory
-    ``s + (s / 512) dk dv`` a head. No config names tiles.
+    bfloat16 and float32, accumulated in float32, head dims up to 256, 16 rows and more. Two calls
+    give the same bits. Differentiable once, in memory ``s + (s / 512) dk dv`` a head. No config
+    names tiles.
     """
 
     call = calls.GatedDeltaRule
@@ -73,21 +73,33 @@ class GatedDeltaRule(PallasKernel):
             shape = (*dk.shape[:2], p.kv_heads, p.group, -1)
             dq, dk = (jnp.sum(x.reshape(shape), axis=3) for x in (dq, dk))
         gradients = {"query": dq, "key": dk, "value": dv, "initial_state": dinitial}
-        for name, x in (("beta", dbeta), *(("g", x) for x in dgate)):
-            gradients[name] = jnp.moveaxis(x.reshape(p.heads, p.batch, p.rows), 0, 2)
+        gradients["beta"] = _batched_factors(p, dbeta)
+        if dgate:
+            (x,) = dgate
+            gradients["g"] = batched(p, x, p.heads) if p.channels else _batched_factors(p, x)
         return {name: x for name, x in gradients.items() if name in arrays}
 
 
 def _operands(p: Problem, arrays: Arrays, *names: str) -> tuple[jax.Array, ...]:
-    """Returns rows by head, then beta and log decays, float32 ``[heads, 1, rows]``."""
+    """Returns rows by head, then in float32 beta ``[heads, 1, rows]`` and the log decays."""
     operands = [by_head(arrays[name].astype(p.dtype)) for name in names]
     beta = arrays.get("beta")
-    factors = [jnp.ones((p.batch, p.rows, p.heads)) if beta is None else beta]
-    factors += [arrays["g"]] if p.gated else []
-    for x in factors:
-        x = jnp.moveaxis(x.astype(jnp.float32), 2, 0)
-        operands.append(x.reshape(p.heads, 1, p.total))
+    if beta is None:
+        beta = jnp.ones((p.batch, p.rows, p.heads))
+    operands.append(_factors_by_head(p, beta))
+    if p.channels:
+        operands.append(by_head(arrays["g"].astype(jnp.float32)))
+    elif p.gated:
+        operands.append(_factors_by_head(p, arrays["g"]))
     return tuple(operands)
+
+
+def _factors_by_head(p: Problem, x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x.astype(jnp.float32), 2, 0).reshape(p.heads, 1, p.total)
+
+
+def _batched_factors(p: Problem, x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x.reshape(p.heads, p.batch, p.rows), 0, 2)
 
 
 gated_delta_rule = GatedDeltaRule()

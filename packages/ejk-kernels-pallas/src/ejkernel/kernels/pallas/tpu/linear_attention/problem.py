@@ -80,8 +80,8 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
     return Problem.from_call(a, gated=gated, unsupported=unsupported(a))
 
 
-def unsupported(a: Mapping[str, Any]) -> str:
-    """Returns the reason why no kernel here takes the call, or ""."""
+def unsupported(a: Mapping[str, Any], *, channels: bool = False) -> str:
+    """Returns the reason why no kernel takes the call, or ""; ``channels`` of keys may decay."""
     q, v = a["query"], a["value"]
     for name in ("query", "key", "value"):
         dtype = a[name].dtype.name
@@ -93,18 +93,18 @@ def unsupported(a: Mapping[str, Any]) -> str:
     if q.shape[1] < MIN_ROWS:
         return f"query: fewer than {MIN_ROWS} rows are not supported"
     gate = a.get("g")
-    if gate is not None and gate.ndim == 4:
+    if gate is not None and gate.ndim == 4 and not channels:
         return "g: a decay for each key channel is not supported, only one for each head"
     return ""
 
 
-def choose(p: Problem, chip: Chip, tiles: type[Tiles] = Tiles) -> Tiles:
-    """Returns as many chunks as fill a sequence, at most ``MAX_CHUNKS``.
+def choose(p: Problem, chip: Chip, tiles: type[Tiles] = Tiles, most: int = MAX_CHUNKS) -> Tiles:
+    """Returns as many chunks as fill a sequence, at most ``most``.
 
     A block with the border of a sequence is visited twice, so short sequences get short blocks.
     """
     length = p.total // max(p.total_states, 1)
-    chunks = MAX_CHUNKS
+    chunks = most
     while chunks > 1 and chunks * CHUNK > length:
         chunks //= 2
     while chunks > 1 and tiles(chunks).vmem(p, backward=True) > chip.vmem // 4 * 3:

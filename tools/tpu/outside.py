@@ -1,0 +1,74 @@
+"""Bytes that a compiled program writes outside its kernels."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+
+from ejkernel.kernels import pallas
+
+SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "custom-call")
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?\S+ = (.*?) ([a-z][a-z0-9-]*)\(")
+ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")
+ROWS = ("query", "key", "value", "g", "do")  # a projection leaves heads of a row next to each other
+
+
+def with_rows_as_projected(call: Any, backward: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a call of rows ``[b, s, h * d]`` instead of ``[b, s, h, d]``, and its shapes.
+
+    Splitting the last axis changes the layout of an array in memory, which a program whose
+    parameters are split would do by copies that no model has. With ``backward`` the gradient of
+    the result is an argument too.
+    """
+    smooth, fixed = call.shapes()
+    rows = call.structs()["query"].shape[:2] if "query" in call.structs() else None
+    forward = call.forward(pallas)
+    parts: list[Any] = [smooth, fixed]
+    if backward:
+        parts.append({"do": jax.eval_shape(forward, smooth, fixed)})
+
+    def is_split(name: str, x: Any) -> bool:
+        return name in ROWS and len(x.shape) == 4 and x.shape[:2] == rows
+
+    def merged(name: str, x: Any) -> Any:
+        if not is_split(name, x):
+            return x
+        return jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * x.shape[3]), x.dtype)
+
+    def merge(x: Any) -> Any:
+        return x.reshape(*x.shape[:2], -1) if x.ndim == 4 and x.shape[:2] == rows else x
+
+    def run(*arrays: Any) -> Any:
+        split = [
+            {n: x.reshape(part[n].shape) for n, x in operands.items()}
+            for part, operands in zip(parts, arrays, strict=True)
+        ]
+        if not backward:
+            return jax.tree.map(merge, forward(*split))
+        _, back = jax.vjp(lambda smooth: forward(smooth, split[1]), split[0])
+        return jax.tree.map(merge, back(split[2]["do"]))
+
+    return run, tuple({n: merged(n, x) for n, x in part.items()} for part in parts)
+
+
+def bytes_outside(program: str) -> int:
+    """Returns the bytes that instructions of the entry computation write, kernels left out."""
+    entry = program[program.index("ENTRY ") :]
+    total = 0
+    for line in entry.splitlines():
+        match = INSTRUCTION.match(line)
+        if match and not match[2].startswith(FREE) and not match[2].endswith("-start"):
+            total += sum(
+                SIZES.get(dtype, 4) * _elements(sizes) for dtype, sizes in ARRAY.findall(match[1])
+            )
+    return total
+
+
+def _elements(sizes: str) -> int:
+    count = 1
+    for size in sizes.split(","):
+        count *= int(size) if size else 1
+    return count
