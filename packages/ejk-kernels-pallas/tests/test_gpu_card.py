@@ -188,7 +188,7 @@ def test_rows_that_no_list_shows_a_key() -> None:
 
 
 LATENT = [
-    "128 heads", "float16, rows", "long single", "e4m3", "int8, float16, 128 heads",
+    "128 heads", "float16, rows", "long single", "short single", "e4m3", "int8, float16, 128 heads",
     "e4m3, float16, rows", "e5m2, page 8", "scaled, 64 heads",
 ]  # fmt: skip
 

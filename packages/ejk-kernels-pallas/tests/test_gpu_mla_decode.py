@@ -115,7 +115,7 @@ class TestCalls:
         with pytest.raises(Unsupported, match=reason):
             self.decode(*self.shapes(**shapes), **options)
 
-    @pytest.mark.parametrize(("batch", "capacity", "ahead"), [(4, 2048, False), (1, 2**14, True)])
+    @pytest.mark.parametrize(("batch", "capacity", "ahead"), [(2, 1024, False), (1, 2**12, True)])
     def test_leads_where_there_is_enough_to_read(self, batch, capacity, ahead, monkeypatch) -> None:
         problem = SimpleNamespace(batch=batch, capacity=capacity)
         monkeypatch.setattr(mla_decode, "problem_of", lambda call: problem)

@@ -12,6 +12,7 @@ from ejkernel.types.serving.split import (
     SEQUENCE_OVERHEAD,
     partial_number,
     split_schedule,
+    unit_of_one,
 )
 from ejktest.split_units import LENGTHS, partial_of, unit_steps
 
@@ -38,6 +39,17 @@ def test_every_step_has_one_unit_and_partial_results_follow_each_other(name, uni
             assert max(partials[sequence]) < 2 * units
         else:
             assert partials[sequence] == [2 * units + sequence] * int(length > 0)
+
+
+@pytest.mark.parametrize("units", [1, 3, 66])
+def test_a_unit_of_one_sequence(units):
+    for length in (0, 1, 64, 65, 128, 129, 700, 8192, 40_000, 131_072):
+        for number, expected in enumerate(split_schedule(np.array([length]), units, STEP)):
+            unit = unit_of_one(np.int32(length), np.int32(number), units=units, step=STEP)
+            assert [int(x) for x in unit[1:3]] == list(expected[1:3])
+            assert int(unit.cut.partials) == expected.cut.partials
+            if expected.cut.partials:
+                assert tuple(map(int, unit.cut)) == expected.cut
 
 
 @pytest.mark.parametrize("units", [5, 66])

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "page 3, 40 heads": (Shape(UNEVEN[4:], ps=3, h=40), dict(softmax_scale=-0.05)),
     "float16, rows": (Shape(ps=16, rows=3, q=HALF, kv=HALF), dict(softmax_scale=-0.05)),
     "long single": (Shape((100001,)), {}),
+    "short single": (Shape((1001,)), {}),
     "no context": (Shape((0, 0, 0), h=16), {}),
     "many": (Shape(tuple(i % 97 for i in range(1500)), h=8, latent=64, rope=16, ps=16), {}),
     "one split, sinks": (Shape(h=16, ps=16), dict(num_splits=1, sinks=2)),

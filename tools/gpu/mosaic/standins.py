@@ -164,9 +164,14 @@ def load_rows(k: Any, names: Any, ref: Any) -> Any:
 
 
 @standin("vector_rows.store_rows")
-def store_rows(k: Any, names: Any, ref: Any, x: Any, *factors: Any) -> None:
+def store_rows(k: Any, names: Any, ref: Any, x: Any, *others: Any) -> None:
+    choice, factors = others[: len(names.types)], others[len(names.types) :]
     x = x * factors[0][:, None] if factors else x
-    k.on_host(lambda host, ref, x: host.put(ref, x), (), ref, x)
+
+    def put(host: Any, ref: Any, x: Any, *choice: Any) -> None:
+        host.put(ref if not choice or choice[1] else choice[0], x)
+
+    k.on_host(put, (), ref, x, *choice)
 
 
 @standin("convert.convert_rows")

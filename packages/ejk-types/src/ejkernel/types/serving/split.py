@@ -8,7 +8,8 @@ first sequence and of its last, numbered ``2 * unit`` and ``2 * unit + 1``. Sequ
 one unit are complete, and come after all partial results: ``2 * units + sequence``.
 
 Every program finds its own range, so there is no table and no launch before the kernel.
-``split_schedule`` is the reference in NumPy.
+``split_schedule`` is the reference in NumPy; ``unit_of_one`` finds a unit of a single sequence by
+arithmetic on its length.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 MIN_STEPS = 2  # steps of a unit: fewer cost more to merge than they save
 SEQUENCE_OVERHEAD = 4  # steps that another sequence of a unit costs besides its own, in time
@@ -63,6 +65,20 @@ def partial_number(first: Any, i: Any) -> Any:
     Only the first may be the last of its unit; the others are the first of theirs.
     """
     return jnp.where(i == 0, first, (first // 2 + i) * 2)
+
+
+def unit_of_one(length: Any, unit: Any, *, units: int, step: int) -> SplitUnit:
+    """Returns the work range of a unit over one sequence, as ``split_schedule`` has it."""
+    steps = lax.div(jnp.maximum(length, 0) + (step - 1), step)
+    overhead = jnp.minimum(lax.div(steps, OVERHEAD_SHARE * units), SEQUENCE_OVERHEAD)
+    cost = jnp.where(steps > 0, steps + overhead, 0)
+    even = jnp.maximum(lax.div(cost + (units - 1), units), MIN_STEPS)
+    # the overhead comes before the first step, and is shorter than a unit
+    first, end = (jnp.clip(u * even - overhead, 0, steps) for u in (unit, unit + 1))
+    last = lax.div(jnp.maximum(cost - 1, 0), even)  # the unit of the last step
+    partials = jnp.where(unit < last, last + 1, 0)
+    zero = unit * 0
+    return SplitUnit(zero, first, end - first, CutSequence(zero, zero, partials, unit))
 
 
 def split_schedule(lengths: np.ndarray, units: int, step: int) -> list[SplitUnit]:

@@ -6,13 +6,14 @@ may write the cache, decodes, prefills and merges.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import call
-from ejkernel.kernels.triton.serving.decode_tiles import count_work_ranges
+from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles, count_work_ranges
 from ejkernel.kernels.triton.serving.ragged_tiles import (
     RaggedTiles,
     count_counters,
@@ -22,7 +23,7 @@ from ejkernel.kernels.triton.serving.ragged_tiles import (
 )
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.types.serving.problem import RaggedProblem
+from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 
 if TYPE_CHECKING:
     from ejkernel.kernels.triton.serving.decode import PagedSplit
@@ -34,7 +35,7 @@ def decode_sequences(work: Work, arrays: Arrays) -> Arrays:
     """Returns partial results of every split, or the output where each sequence has one split."""
     from ejkernel.kernels.triton.serving.decode import PagedSplit
 
-    launch = PagedSplit(work.problem, work.tiles, _count_ranges(work))
+    launch = PagedSplit(*_work_ranges(work))
     if launch.direct:
         return call(launch, **arrays)
     return call(launch, **{name: x for name, x in arrays.items() if name not in ONLY_MERGED})
@@ -46,14 +47,17 @@ def merge_sequences(work: Work, arrays: Arrays) -> Arrays:
 
     if "o" in arrays:
         return {}
-    launch = PagedMerge(work.problem, work.tiles, _count_ranges(work))
+    launch = PagedMerge(*_work_ranges(work))
     merged = call(launch, **select_arrays(arrays, *launch.batching))
     return {"o": merged["o"], **({"lse": merged["lse_out"]} if "lse_out" in merged else {})}
 
 
-def _count_ranges(work: Work) -> int:
+def _work_ranges(work: Work) -> tuple[PagedProblem, DecodeTiles, int]:
+    """Returns the problem, the tiles and the number of work ranges of both launches."""
     p, t = work.problem, work.tiles
-    return t.splits * p.batch if t.splits else count_work_ranges(p, t, work.target)
+    ranges = t.splits * p.batch if t.splits else count_work_ranges(p, t, work.target)
+    # ranges of one sequence are its splits, which programs find without looking for the sequence
+    return p, replace(t, splits=ranges) if p.batch == 1 else t, ranges
 
 
 def build_schedule(work: Work, arrays: Arrays) -> Arrays:

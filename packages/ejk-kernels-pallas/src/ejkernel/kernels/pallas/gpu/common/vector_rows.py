@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from ejkernel.kernels.pallas.gpu.common.registers import (
     LAYOUT,
     ROW,
+    SCALAR,
     address,
     arith,
     asm,
@@ -85,14 +86,22 @@ def load_rows(ref: Any) -> jax.Array:
     return apply(ref)
 
 
-def store_rows(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None:
-    """Stores ``x``, 64 rows in the layout of matmuls, times ``factors`` of its rows, to ``ref``."""
+def store_rows(
+    ref: Any, x: jax.Array, factors: jax.Array | None = None, *, other: Any = None, use: Any = True
+) -> None:
+    """Stores ``x``, 64 rows in the layout of matmuls, times ``factors`` of its rows, to ``ref``.
+
+    Where ``use`` is false it goes to ``other``, which has the dtype and the row length of ``ref``.
+    """
     dtype = jnp.dtype(ref.dtype)
     is_32_bit = dtype.itemsize == 4
     rows = () if factors is None else (factors,)
+    choice = () if other is None else (other, use)
+    types = (plgpu.RefType(), SCALAR) if choice else ()
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, *(ROW,) * len(rows)))
-    def apply(_: Any, ref: Any, x: Any, *rows: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, *types, *(ROW,) * len(rows)))
+    def apply(_: Any, ref: Any, x: Any, *others: Any) -> None:
+        choice, rows = others[: len(types)], others[len(types) :]
         odd, upper = _bit(1), _bit(2)
         row, column = thread_place()  # two columns of a lane
         if is_32_bit:  # the odd lanes have the next eight columns
@@ -101,6 +110,9 @@ def store_rows(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None
         else:
             column = arith.muli(column, constant(4))
         start, pitch = address(ref, row, column)
+        if choice:
+            elsewhere, _ = address(choice[0], row, column)
+            start = arith.select(choice[1].registers.item(), start, elsewhere)
         by = {}
         for at, pair in np.ndenumerate(x.registers):
             values = [element(pair, 0), element(pair, 1)]
@@ -122,4 +134,4 @@ def store_rows(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None
                 text = f"st.global.v4.b32 [$0+{half * 8 * pitch + group * 8 * dtype.itemsize}], "
                 asm(text + "{$1, $2, $3, $4};", "l,r,r,r,r", None, start, *words)
 
-    apply(ref, x, *rows)
+    apply(ref, x, *choice, *rows)

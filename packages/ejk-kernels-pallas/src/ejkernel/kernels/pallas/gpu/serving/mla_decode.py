@@ -87,7 +87,7 @@ from ejkernel.kernels.pallas.gpu.serving.mla_split import find_unit
 from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.masks.structure import Band
 from ejkernel.types.serving.problem import LatentProblem
-from ejkernel.types.serving.split import CutSequence
+from ejkernel.types.serving.split import CutSequence, unit_of_one
 
 F32 = jnp.float32
 LATENT, ROPE = 512, 64
@@ -361,14 +361,10 @@ class MLADecodeKernel:
             share = share if scale is None else share * scale
             for i, x in enumerate(values):
                 columns = pl.ds(half * HALF + i * COLUMNS, COLUMNS)
-
-                @pl.when(complete)
-                def store_output(x: Any = x, columns: Any = columns) -> None:
-                    store_rows(r.o.at[sequence, rows, columns], x, share)
-
-                @pl.when(jnp.logical_not(complete))
-                def store_partial(x: Any = x, columns: Any = columns) -> None:
-                    store_rows(r.partial_o.at[partial, rows, columns], x)
+                # neither index is behind its array where the other one counts
+                output = r.o.at[sequence, rows, columns]
+                inside = r.partial_o.at[jnp.where(complete, 0, partial), rows, columns]
+                store_rows(output, x, share, other=inside, use=complete)
 
             plgpu.commit_smem()  # all warps have read what is overwritten from here on
 
@@ -422,16 +418,18 @@ class MLADecodeKernel:
     def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the results by name.
 
-        o has the outputs of complete sequences; the others are unset. Partial results are float32:
-        partial_o ``[partials, rows, 512]``, m and total ``[partials + b, rows]``. Those that no
-        program has are unset. cut_sequences ``[units, 4]`` are the ``CutSequence`` of every unit.
+        o has the outputs of complete sequences; the others are unset. Partial results are outputs
+        of some of the keys, partial_o ``[partials, rows, 512]``, and in float32 m and total
+        ``[partials + b, rows]``. Those that no program has are unset. cut_sequences ``[units, 4]``
+        are the ``CutSequence`` of every unit.
         """
         batch, partials = self.problem.batch, 2 * self.units
         sums = jax.ShapeDtypeStruct((partials + batch, self.rows), F32)
         cut_sequences = (self.units, len(CutSequence._fields))
         return {
             "o": jax.ShapeDtypeStruct((batch, self.rows, LATENT), self.dtype),
-            "partial_o": jax.ShapeDtypeStruct((partials, self.rows, LATENT), F32),
+            # in float32 17 MB of one sequence that fills the chip: as many us as several steps
+            "partial_o": jax.ShapeDtypeStruct((partials, self.rows, LATENT), self.dtype),
             "m": sums,
             "total": sums,
             "cut_sequences": jax.ShapeDtypeStruct(cut_sequences, jnp.int32),
@@ -455,7 +453,10 @@ class MLADecodeKernel:
             named = {"k_scale": None} | dict(zip((*inputs, *outputs), refs, strict=True))
             r = SimpleNamespace(**named, **self.loader.named(scratch))
             unit, capacity = self.program_position()[0], self.problem.capacity
-            r.unit = find_unit(r.lengths, unit, units=self.units, step=STEP, capacity=capacity)
+            if self.problem.batch == 1:
+                r.unit = unit_of_one(self.length(r, 0), unit, units=self.units, step=STEP)
+            else:
+                r.unit = find_unit(r.lengths, unit, units=self.units, step=STEP, capacity=capacity)
             wg = lax.axis_index("wg")
             pl.when(wg == SCORES)(lambda: self.compute_scores(r))
             pl.when(wg < HALVES)(lambda: self.accumulate_values(r))

@@ -1,6 +1,6 @@
 """Merge of latent decoding on Hopper: one output from the partial results of a sequence.
 
-    m = max_i m_i,  w_i = exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i l_i
+    m = max_i m_i,  w_i = l_i exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i
 
 Work split: all units but the last that a sequence is cut into share its rows, and add the partial
 results of a row in their order. A load takes as long as hundreds of additions, so several are in
@@ -83,9 +83,9 @@ def merge(
                 alpha = jnp.exp2((before - shift) * factor)
                 norm, acc = norm * alpha, acc * alpha
                 for (high, share, x), inside in zip(loaded, exists, strict=True):
-                    weight = jnp.where(inside, jnp.exp2((high - shift) * factor), 0.0)
-                    norm += weight * share
-                    acc += weight * x
+                    weight = jnp.where(inside, share * jnp.exp2((high - shift) * factor), 0.0)
+                    norm += weight
+                    acc += weight * x.astype(F32)
                 return top, norm, acc
 
             zeros = plgpu.layout_cast(jnp.zeros((d,), F32), layout)
@@ -93,7 +93,7 @@ def merge(
             rounds = lax.div(cut.partials + (together - 1), together)
             carry = lax.fori_loop(0, rounds, add_some, carry)
             for row, (_, norm, acc) in zip(rows, carry, strict=True):
-                acc = acc * ((1.0 if scale is None else scale) / jnp.where(norm == 0.0, 1.0, norm))
+                acc = acc / jnp.where(norm == 0.0, 1.0, norm)
                 out[cut.sequence, row, :] = acc.astype(out.dtype)
 
         def add_rows(together: int, row_count: int) -> None:
