@@ -223,7 +223,6 @@ def test_sums_stay_exact_where_maxima_cross(monkeypatch, unit, dtype, slack):
             return jnp.asarray((x * factors + terms).astype(np.float32))
 
     monkeypatch.setattr(forward_softmax, "multiply_add", multiply_add)
-    monkeypatch.setattr(forward_softmax, "_hide", lambda kernel, r, x, *_: x)
     monkeypatch.setattr(forward_softmax.plgpu, "layout_cast", lambda x, _: x)
     x, block = large_logits.wandering_maxima(unit, blocks=5), 16
     problem = Problem(1, 64, x.shape[1], 1, 1, 64, 64, dtype, unit)
@@ -232,9 +231,8 @@ def test_sums_stay_exact_where_maxima_cross(monkeypatch, unit, dtype, slack):
     state, acc = forward_softmax.start(kernel.form), 0.0
     for n in range(0, x.shape[1], block):
         s = jnp.asarray(x[:, n : n + block])
-        p, state, alpha = forward_softmax.softmax_step(
-            kernel, None, s, None, None, (), state, hides=False
-        )
+        step = forward_softmax.softmax_step
+        p, state, alpha = step(kernel.form, s, (), state, forward_softmax.hide_nothing)
         acc = acc * np.asarray(alpha, np.float64) + np.asarray(p, np.float64) @ v[n : n + block]
     m, total, e = (np.asarray(a, np.float64) for a in (*state, 0.0)[:3])
     logits = x.astype(np.float64) * unit
@@ -251,7 +249,6 @@ def test_a_step_without_maxima_is_right_or_seen_to_be_wrong(monkeypatch, unit, i
     """Sums of logits of 60 and -60 are in range; those of 600 are seen not to be."""
     lane_sums = lambda x, rows, factors, **_: rows + jnp.sum(x, axis=1)  # noqa: E731
     monkeypatch.setattr(forward_softmax, "lane_sums", lane_sums)
-    monkeypatch.setattr(forward_softmax, "_hide", lambda kernel, r, x, *_: x)
     monkeypatch.setattr(forward_softmax.plgpu, "layout_cast", lambda x, _: x)
     problem = Problem(1, 64, 64, 1, 1, 64, 64, "bfloat16", unit)
     kernel = flash_kernel(problem, tiles.ForwardTiles(unshifted_first=True), (), 132).unshifted
@@ -260,9 +257,8 @@ def test_a_step_without_maxima_is_right_or_seen_to_be_wrong(monkeypatch, unit, i
     total = forward_softmax.start(kernel.form)
     for n in range(0, 64, 16):
         s = jnp.asarray(x[:, n : n + 16])
-        _, total, factor = forward_softmax.softmax_step(
-            kernel, None, s, None, None, (), total, hides=False
-        )
+        step = forward_softmax.softmax_step
+        _, total, factor = step(kernel.form, s, (), total, forward_softmax.hide_nothing)
         assert factor is None
     total = np.asarray(total[0], np.float64)
     inside = (total >= RANGE[0]) & (total <= RANGE[1])

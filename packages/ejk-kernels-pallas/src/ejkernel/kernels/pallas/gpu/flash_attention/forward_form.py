@@ -27,7 +27,7 @@ class Form:
             int32 [#b, padded length], ``sink`` float32 [#b, h], ``order`` as ``known_order`` makes
             it.
         unshifted: exponentials are of logits as they are. Where a sum is outside of ``RANGE``,
-            that was not exact, and the program computes its tiles again, shifted.
+            that was not exact, and the tile is computed again, shifted.
     """
 
     problem: Problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from ejkernel.types.masks.structure import Band
 ROWS = 64  # query rows of one warpgroup
 F32 = jnp.float32
 EXPONENT = 0x7F800000
+Hide = Callable[[jax.Array, float], jax.Array]
 FACTORS = ("log2_scale", "large", "power", "slack", "negative", "unit", "value")
 """What the kernel reads of the scales of a head, see ``Form``: the columns of ``factors``."""
 
@@ -80,13 +82,17 @@ def one_id(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
 
 
 def _hide(
-    kernel: Any, r: Any, x: jax.Array, tile: Tile, j: Any, one_id: tuple, fill: float
-) -> jax.Array:
-    """Returns ``x`` with ``fill`` where this warpgroup's rows do not see keys of block j, which
-    ``_hides``."""
+    kernel: Any, r: Any, x: jax.Array, tile: Tile, j: Any, one_id: tuple, fill: float,
+    is_partial: bool,
+) -> jax.Array:  # fmt: skip
+    """Returns ``x`` with ``fill`` where this warpgroup's rows do not see keys of block j.
+
+    ``is_partial``: the block is known to need a mask; else that is tested.
+    """
     form, scheduler = kernel.form, kernel.scheduler
     if form.listed:
-        return _hide_listed(kernel, r, x, tile, j, fill)
+        listed = lambda x: _hide_listed(kernel, r, x, tile, j, fill)  # noqa: E731
+        return lax.cond(tile.masked(j), listed, lambda x: x, x)
     p, t, band = form.problem, form.tiles, form.rules.band
     wg = lax.axis_index("wg") * ROWS
     first_row, position = scheduler.first_row(tile) + wg, scheduler.position(tile) + wg
@@ -99,18 +105,23 @@ def _hide(
         return hide_outside(x, band, first_key - position, columns_left=end, fill=fill)
 
     def when(test, change):
+        if is_partial:
+            return change(x)
         return lax.cond(test, lambda: change(x), lambda: x)
 
     if form.rules.arrays:
-        x = hide(x, band, end)
-        if "q_ids" not in form.operands:
-            return x
-        segments = functools.partial(_hide_segments, form, r, tile, first_row, first_key, fill)
-        return lax.cond(one_id[0] == one_id[1], lambda: x, lambda: segments(x))
-    if band.lo is None:
-        return hide(x, Band(hi=band.hi), end)
+
+        def both(x):
+            x = hide(x, band, end)
+            if "q_ids" not in form.operands:
+                return x
+            segments = functools.partial(_hide_segments, form, r, tile, first_row, first_key, fill)
+            return lax.cond(one_id[0] == one_id[1], lambda: x, lambda: segments(x))
+
+        return when(tile.masked(j), both)
     # each edge separately: few blocks meet both
-    x = when(j < tile.full_start, lambda x: hide(x, Band(lo=band.lo), None))
+    if band.lo is not None:
+        x = when(j < tile.full_start, lambda x: hide(x, Band(lo=band.lo), None))
     if band.hi is not None or end is not None:
         x = when(j >= tile.full_stop, lambda x: hide(x, Band(hi=band.hi), end))
     return x
@@ -140,32 +151,32 @@ def _hide_listed(kernel: Any, r: Any, x, tile: Tile, position: Any, fill: float)
 def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tuple) -> tuple:
     """Runs one step of the online softmax: (p, state, factor of the old accumulators).
 
-    A step with a mask and one without are branches, and so basic blocks of their own. There the
-    compiler lets multiplications and additions fill the time of exponentials. Around a branch that
-    only masks it puts all multiplications in front of them, and additions behind.
+    Without maxima a step with a mask and one without are branches, and so basic blocks of their
+    own. There the compiler lets multiplications and additions fill the time of exponentials. Around
+    a branch that only masks it puts all multiplications in front of them, and additions behind.
     """
     form = kernel.form
 
-    def step(hides: bool) -> tuple:
-        x, new, alpha = softmax_step(kernel, r, s, tile, j, one_id, state, hides)
+    def hide(x: jax.Array, fill: float, is_partial: bool = False) -> jax.Array:
+        return _hide(kernel, r, x, tile, j, one_id, fill, is_partial)
+
+    def step(hide: Hide) -> tuple:
+        x, new, alpha = softmax_step(form, s, one_id, state, hide)
         return x, tuple(new), alpha
 
-    if not form.masks:
-        return step(False)
-    return lax.cond(_hides(form, tile, j), lambda: step(True), lambda: step(False))
+    if not (form.unshifted and form.masks):
+        return step(hide)
+    partial_step = functools.partial(step, functools.partial(hide, is_partial=True))
+    return lax.cond(j >= tile.full_stop, partial_step, lambda: step(hide_nothing))
 
 
-def _hides(form: Form, tile: Any, j: Any) -> jax.Array:
-    """Returns whether rows of a tile may not see keys of block j."""
-    if form.read or form.rules.band.lo is not None:
-        return tile.masked(j)
-    return j >= tile.full_stop
+def hide_nothing(x: jax.Array, fill: float) -> jax.Array:
+    """Returns ``x``: every row sees every key."""
+    return x
 
 
-def softmax_step(
-    kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tuple, hides: bool
-) -> tuple:
-    """Returns (p, state, factor of the old accumulators); ``hides``: block j may need a mask.
+def softmax_step(form: Form, s: jax.Array, one_id: tuple, state: tuple, hide: Hide) -> tuple:
+    """Returns (p, state, factor of the old accumulators); ``hide(x, fill)`` fills hidden pairs.
 
     state is (m, total, e). m, the shift of the accumulators, follows a row's maximum no closer
     than ``slack``.
@@ -177,16 +188,11 @@ def softmax_step(
     (in base 2), and a power of two for c keeps e at 0 and differences large. float16 lacks the
     range for exp2(e): there m is subtracted first, one more instruction, and state is (m, total).
     """
-    form = kernel.form
     p, c = form.problem, form.log2_scale
     if p.soft_cap is not None:
         s = jnp.tanh(s * (p.scale / p.soft_cap))
     elif sign(p) < 0.0:
         s = -s
-
-    def hide(x: jax.Array, fill: float) -> jax.Array:
-        return _hide(kernel, r, x, tile, j, one_id, fill) if hides else x
-
     if form.unshifted:
         x = hide(jnp.exp2(s * c), 0.0)
         return x, (lane_sums(x, state[0], None, keep_here=True),), None

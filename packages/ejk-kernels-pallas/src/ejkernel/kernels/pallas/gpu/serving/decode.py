@@ -31,6 +31,7 @@ from ejkernel.kernels.pallas.gpu.common.warps import in_warps
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
     F32,
     ROWS,
+    hide_nothing,
     softmax_step,
     start,
 )
@@ -178,7 +179,7 @@ class RowDecoder:
         form, loader, keys = kernel.form, kernel.loader, _step_keys(kernel)
         t, p = form.tiles, form.problem
         wg = lax.axis_index("wg")
-        unmasked = replace(kernel, form=replace(form, problem=replace(p, rules=Rules())))
+        unmasked = replace(form, problem=replace(p, rules=Rules()))
         used = HEADS * p.group
 
         # matmuls of zeros take the least power: rows of no query are 0 in either buffer of queries,
@@ -191,7 +192,7 @@ class RowDecoder:
             plgpu.barrier_wait(r.cleared)
 
         def begin() -> tuple:
-            top, *others = start(unmasked.form)
+            top, *others = start(unmasked)
             return only_first(top, used, HIGH), *others
 
         def item(carry: Any, row: Any, head: Any, tile: Any) -> Any:
@@ -220,9 +221,7 @@ class RowDecoder:
                         return hide_outside(s, Band(), 0, columns_left=left)
 
                     s = lax.cond(left < keys, hide, lambda: s)
-                    x, state, alpha = softmax_step(
-                        unmasked, r, s, tile, j, (), tuple(state), hides=False
-                    )
+                    x, state, alpha = softmax_step(unmasked, s, (), tuple(state), hide_nothing)
                     plgpu.barrier_wait(r.vs_ready.at[at])
                     loader.clear(v, left)
                     o_acc[...] = scale_rows(o_acc[...], alpha)
