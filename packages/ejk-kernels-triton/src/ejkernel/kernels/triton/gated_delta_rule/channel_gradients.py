@@ -44,9 +44,9 @@ from ejkernel.kernels.triton.gated_delta_rule.channel_gates import (
     time_order,
     total_decay,
 )
-from ejkernel.kernels.triton.gated_delta_rule.chunks import find_chunk
+from ejkernel.kernels.triton.gated_delta_rule.chunks import GRADIENT_OPERANDS, find_chunk
 from ejkernel.kernels.triton.gated_delta_rule.prepare import load_beta
-from ejkernel.kernels.triton.gated_delta_rule.row_gradients import OPERANDS, load_tile
+from ejkernel.kernels.triton.gated_delta_rule.row_gradients import load_tile
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.tiles import width
@@ -154,7 +154,7 @@ class ChannelGradientsLaunch(BlockLaunch):
     """
 
     kernel = channel_gradients
-    batching: ClassVar = dict.fromkeys(OPERANDS, BATCHED)
+    batching: ClassVar = dict.fromkeys(GRADIENT_OPERANDS, BATCHED)
     max_block = 32
 
     @property

@@ -20,6 +20,15 @@ from ejkernel.kernels.triton.linear_attention import tiles as linear_tiles
 from ejkernel.kernels.triton.linear_attention.rows import POINTERS
 from ejkernel.kernels.triton.targets import Target
 
+SCAN_OPERANDS = (
+    "query", "key", "value", "entering", "inverse", "scores", "factors", "decays", "initial", "cu",
+)  # fmt: skip
+REVERSE_SCAN_OPERANDS = (
+    "query", "key", "entering", "dout", "inverse", "scores", "factors", "decays", "dfinal", "cu",
+)  # fmt: skip
+GRADIENT_OPERANDS = (
+    "query", "key", "gate", "beta", "dout", "updates", "dvalue", "states", "dstates", "cu",
+)  # fmt: skip
 FACTORS = 3
 """Factors of a token: of q and k that read the state before the chunk, and of k that enters the
 state after it."""

@@ -38,6 +38,12 @@ NAMES = {
     "initial": "initial_state",
 }
 
+GLUON = "scans and row gradients by the kernels in Gluon, unless a config has other tiles"
+NO_GLUON = (
+    "the kernels in Triton: those in Gluon take bfloat16 with head dims of 64 or 128 and at least "
+    "64 tokens a sequence, and need Triton 3.9 and TMA descriptors"
+)
+
 
 class GatedDeltaRule(TritonKernel):
     """The gated delta rule with a gate per head or per key channel, on a GPU.
@@ -59,6 +65,12 @@ class GatedDeltaRule(TritonKernel):
     def sequence_problem(self, problem: Any) -> Any:
         return replace(problem, batch=1)
 
+    def notes_on(self, problem: Problem, target: Target) -> tuple[str, ...]:
+        if problem.compute_dtype != "bfloat16" or not target.hopper or tiles.few_tokens(problem):
+            return ()
+        chosen = tiles.choose(problem, target)
+        return (GLUON if tiles.has_sm90_kernel(problem, chosen, target) else NO_GLUON,)
+
     def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         return problem.unsupported or None
 
@@ -76,9 +88,14 @@ class GatedDeltaRule(TritonKernel):
         p, t, operands = work.problem, work.tiles, _operands(work.problem, arrays)
         do, dstate = cotangents
         prepared = _prepared(p, t, operands)
-        scanned = call(ScanLaunch(p, t, for_gradients=True), **prepared)
-        del prepared["value"], prepared["initial"]
-        scanned |= call(ReverseScanLaunch(p, t), **prepared, dout=do, dfinal=dstate)
+        of_reverse = {x: prepared[x] for x in prepared if x not in ("value", "initial")}
+        scanned = call(ReverseScanLaunch(p, t), **of_reverse, dout=do, dfinal=dstate)
+        # states come after the gradients of states, when the scores are no longer kept
+        del prepared["query"], prepared["scores"]
+        prepared["value"], scanned["dvalue"] = jax.lax.optimization_barrier(
+            (prepared["value"], scanned["dvalue"])
+        )
+        scanned |= call(ScanLaunch(p, t, for_gradients=True), **prepared)
         del operands["value"], operands["initial"]
         dinitial = scanned.pop("dinitial")
         of_rows = ChannelGradientsLaunch if p.channel_gates else RowGradientsLaunch

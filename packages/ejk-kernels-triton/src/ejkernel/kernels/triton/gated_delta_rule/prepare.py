@@ -47,12 +47,17 @@ def reciprocal_lengths(x):
 
 @triton.jit
 def reciprocal_root(x):
-    """Returns 1 / sqrt(x), correctly rounded twice.
+    """Returns 1 / sqrt(x) with the error of one rounding.
 
     Every pair of tokens has the error of a key's length. Where keys repeat it adds up over a
-    sequence, so the approximations of the hardware are not enough.
+    sequence, so the approximation of the hardware is not enough. One step of Newton's method has
+    the bits if its residual 1 - x y^2 has them: x y comes as a rounded value and the remainder.
     """
-    return tl.div_rn(1.0, tl.sqrt_rn(x))
+    y = tl.rsqrt(x)
+    product = x * y
+    remainder = tl.fma(x, y, -product)
+    residual = tl.fma(-product, y, 1.0) - remainder * y
+    return tl.fma(0.5 * y, residual, y)
 
 
 @triton.jit

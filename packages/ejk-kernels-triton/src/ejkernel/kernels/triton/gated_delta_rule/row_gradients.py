@@ -27,19 +27,22 @@ at 4.3 TB/s; 55 GFLOP of matmuls, 0.11 ms at 500 TFLOP/s. Measured: 0.46 ms,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
-from ejkernel.kernels.triton.gated_delta_rule.chunks import ChunkLaunch, find_chunk, load_matrix
+from ejkernel.kernels.triton.gated_delta_rule.chunks import (
+    GRADIENT_OPERANDS,
+    ChunkLaunch,
+    find_chunk,
+    load_matrix,
+)
 from ejkernel.kernels.triton.gated_delta_rule.gates import is_up_to, load_gates, pair_decays
 from ejkernel.kernels.triton.gated_delta_rule.prepare import load_beta, reciprocal_lengths
+from ejkernel.kernels.triton.gated_delta_rule.tiles import has_sm90_kernel
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
 from ejkernel.kernels.triton.linear_attention.tiles import width
-
-OPERANDS = (
-    "query", "key", "gate", "beta", "dout", "updates", "dvalue", "states", "dstates", "cu",
-)  # fmt: skip
 
 
 @triton.jit
@@ -232,7 +235,7 @@ class RowGradientsLaunch(ChunkLaunch):
     """
 
     kernel = row_gradients
-    batching: ClassVar = dict.fromkeys(OPERANDS, BATCHED)
+    batching: ClassVar = dict.fromkeys(GRADIENT_OPERANDS, BATCHED)
 
     @property
     def columns(self) -> int:
@@ -268,3 +271,13 @@ class RowGradientsLaunch(ChunkLaunch):
             "scale": float(self.problem.scale),
             "NORMALIZE": self.problem.normalize,
         }
+
+    def bind(self, target):
+        if not has_sm90_kernel(self.problem, self.tiles, target):
+            return super().bind(target)
+        from ejkernel.kernels.triton.gated_delta_rule.row_gradients_sm90 import (
+            RowGradientsLaunchSm90,
+        )
+
+        launch = RowGradientsLaunchSm90(self.problem, self.tiles, self, operands=self.operands)
+        return replace(launch.bind(target), stand_in=super().bind(target))

@@ -28,24 +28,22 @@ values, not multiplied into keys and values beforehand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ejkernel.kernels.triton.gated_delta_rule.chunks import (
     FACTORS,
+    SCAN_OPERANDS,
     ChunkLaunch,
     find_sequence,
     load_chunk_decay,
     load_factors,
     load_square,
 )
+from ejkernel.kernels.triton.gated_delta_rule.tiles import has_sm90_kernel
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
-
-OPERANDS = (
-    "query", "key", "value", "entering", "inverse", "scores", "factors", "decays", "initial", "cu",
-)  # fmt: skip
 
 
 @triton.jit
@@ -144,7 +142,7 @@ class ScanLaunch(ChunkLaunch):
     """
 
     kernel = scan_chunks
-    batching: ClassVar = dict.fromkeys(OPERANDS, BATCHED)
+    batching: ClassVar = dict.fromkeys(SCAN_OPERANDS, BATCHED)
 
     for_gradients: bool
 
@@ -172,6 +170,14 @@ class ScanLaunch(ChunkLaunch):
         rows = self.row_tiles(target, "query", "key", "value", "entering")
         squares = self.matrices(target, "inverse", "scores")
         return rows | squares | {"sizes": self.sizes(target), "FACTORS": FACTORS}
+
+    def bind(self, target):
+        if not has_sm90_kernel(self.problem, self.tiles, target):
+            return super().bind(target)
+        from ejkernel.kernels.triton.gated_delta_rule.scan_sm90 import ScanLaunchSm90
+
+        launch = ScanLaunchSm90(self, operands=self.operands)
+        return replace(launch.bind(target), stand_in=super().bind(target))
 
 
 def scan_programs(launch: ChunkLaunch) -> int:

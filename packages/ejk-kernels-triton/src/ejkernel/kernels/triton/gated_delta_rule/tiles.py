@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.gated_delta_rule.problem import Problem
 from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.kernels.triton.linear_attention.tiles import width
+from ejkernel.kernels.triton.linear_attention.tiles import maps_of, width
 from ejkernel.kernels.triton.targets import Target
 
 FIELDS = {
@@ -54,6 +55,14 @@ def few_tokens(p: Problem) -> bool:
     return p.rows <= (2 * p.sequences if p.sequences else FEW_TOKENS)
 
 
+def has_sm90_kernel(p: Problem, t: Tiles, target: Target) -> bool:
+    """Returns whether the kernels in Gluon run, whose scans have 64 columns."""
+    bfloat16 = {p.dtype, p.out, p.narrowest} == {"bfloat16"}
+    fits = (t.chunk, t.columns, t.num_warps) == (MAX_CHUNK, 64, 4) and p.dim in (64, 128)
+    maps = fits and maps_of(p, t.chunk, ((p.dim, p.dim), (p.value_dim, 64)), target)
+    return bool(bfloat16 and maps and compat.has_gluon())
+
+
 def choose(p: Problem, target: Target) -> Tiles:
     """Returns the heuristic tiles."""
     wide = width(p.value_dim)
@@ -69,12 +78,21 @@ def choose(p: Problem, target: Target) -> Tiles:
     elif p.dtype == "float32" and target.platform == "cuda":
         chunk, columns = 16, 16
     chunk = min(chunk, max(16, power_of_two(p.rows // p.states)))
-    # a scan waits for its own matmuls: more programs of fewer columns, as long as every
-    # multiprocessor has but one
+    t = Tiles(chunk, columns, 4, stages)
+    return t if has_sm90_kernel(p, t, target) else spread(p, t, target)
+
+
+def spread(p: Problem, t: Tiles, target: Target) -> Tiles:
+    """Returns tiles of fewer columns where programs are few.
+
+    A scan waits for its own matmuls: more programs of fewer columns, as long as every
+    multiprocessor has but one.
+    """
+    columns, wide = t.columns, width(p.value_dim)
     scans = p.batch * p.states * p.heads
     while columns > 16 and 2 * scans * -(-wide // columns) <= target.cores:
         columns //= 2
-    return Tiles(chunk, columns, 4, stages)
+    return replace(t, columns=columns)
 
 
 def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:

@@ -1,0 +1,216 @@
+"""Chunks of the scans on Hopper in Gluon: copies, layouts and stores.
+
+A scan holds its state transposed, [columns, dk]: 64 columns are the rows of one asynchronous matmul
+of four warps, whose first operand may lie in registers. So what one matmul of the chain gives is
+the first operand of the next without a way through shared memory, and every second operand is a
+tile that the copy engine brought. A fifth warp starts the copies. ``scan_sm90`` and
+``reverse_scan_sm90`` are the two scans.
+"""
+
+from __future__ import annotations
+
+from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
+from ejkernel.kernels.triton.common.sequences import sequence_start
+from ejkernel.kernels.triton.gated_delta_rule.chunks import find_sequence
+from ejkernel.kernels.triton.linear_attention import tiles as linear_tiles
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+RUNS = gl.constexpr(_RUNS)
+FULL = gl.constexpr(linear_tiles.FULL)
+# registers that a thread starts with, and what remains to the warp that loads
+REGISTERS = 136
+LOADER_REGISTERS = gl.constexpr(24)
+COLUMNS = gl.constexpr(64)
+CHUNK = gl.constexpr(64)
+FACTORS = gl.constexpr(3)
+# accumulators [columns, tokens], and first operands in registers
+TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, TOKENS.value, 2))
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+VECTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# stores to memory: 16 bytes a thread, 128 a row
+STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def find_sequence_of(cu, sizes, piece):
+    """Returns the sequence that has a piece, see ``common.sequences.find_piece``."""
+    LANE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    count = 0
+    for at in range(0, sizes.sequences + 1, sizes.LANES):
+        m = at + gl.arange(0, sizes.LANES, LANE)
+        first = sequence_start(cu, m, sizes.sequences, sizes.rows) // CHUNK + m
+        count += gl.sum(((first <= piece) & (m <= sizes.sequences)).to(gl.int32), 0)
+    return gl.maximum(count - 1, 0)
+
+
+@gluon.jit
+def find_item(item, items, cu, sizes):
+    """Returns (first row, tokens, rows, number of the chunk, key head) of an item of the work.
+
+    Rows and tokens as of ``chunks.find_chunk``.
+    """
+    item = gl.minimum(item, items - 1)
+    slot = item // sizes.kv_heads
+    batch = slot // sizes.pieces
+    piece = slot % sizes.pieces
+    begin = piece * CHUNK
+    end = gl.minimum(sizes.rows, begin + CHUNK)
+    used = end
+    if cu is not None:
+        cu += batch * (sizes.sequences + 1)
+        sequence = find_sequence_of(cu, sizes, piece)
+        start = sequence_start(cu, sequence, sizes.sequences, sizes.rows)
+        end = sequence_start(cu, sequence + 1, sizes.sequences, sizes.rows)
+        begin = (piece - sequence) * CHUNK
+        end = gl.minimum(end, begin + CHUNK)
+        begin = gl.maximum(begin, start)
+        used = gl.where(sequence < sizes.sequences, end, begin)
+        # empty pieces may begin past the array
+        begin = gl.minimum(begin, sizes.rows)
+    base = batch.to(gl.int64) * sizes.rows + begin
+    tokens = gl.maximum(used - begin, 0)
+    return base, tokens, gl.maximum(end - begin, 0), slot.to(gl.int64), item % sizes.kv_heads
+
+
+@gluon.jit
+def find_position(i, sequence, head, sizes, REVERSED: gl.constexpr):
+    """Returns a chunk of a sequence: (its first row, its tokens, its rows, its number)."""
+    batch, _, has_state, start, stop, first, last, gap = sequence
+    if REVERSED:
+        piece = last - 1 - i
+    else:
+        piece = first + i
+    begin = gl.maximum((piece - gap) * CHUNK, start)
+    rows = gl.minimum(stop, (piece - gap + 1) * CHUNK) - begin
+    tokens = gl.where(has_state, rows, 0)
+    number = (batch * sizes.pieces + piece) * sizes.heads + head
+    return (batch * sizes.rows + begin).to(gl.int32), tokens, rows, number
+
+
+@gluon.jit
+def start_rows(source, buffer, barrier, base, tokens, column, pred, sizes):
+    """Starts the copy of the rows of a chunk; those past its tokens become 0."""
+    if sizes.MAPS == FULL:
+        tma.async_load(source, [base, column], barrier, buffer, pred=pred)
+    else:
+        at = [RUNS, base + tokens, RUNS - tokens, column]
+        run = buffer.reinterpret(source.dtype, source.block_shape, source.layout)
+        tma.async_load(source, at, barrier, run, pred=pred)
+
+
+@gluon.jit
+def start_square(source, buffer, barrier, number, pred):
+    """Starts the copy of a matrix of ``[count, CHUNK, CHUNK]``."""
+    tma.async_load(source, [(number * CHUNK).to(gl.int32), 0], barrier, buffer, pred=pred)
+
+
+@gluon.jit
+def start_chunk(
+    query, key, value, entering, inverse, scores, tiles, slot, barrier, position, head, column,
+    pred, sizes,
+):  # fmt: skip
+    """Starts the copies of a chunk."""
+    q, k, v, k_entering, solved, weights = tiles
+    base, tokens, _, number = position
+    at = head // (sizes.heads // sizes.kv_heads) * sizes.dim
+    size: gl.constexpr = k.nbytes_per_cta // k.shape[0]
+    square: gl.constexpr = solved.nbytes_per_cta // solved.shape[0]
+    expected: gl.constexpr = (
+        size
+        + (size if query is not None else 0)
+        + (size if entering is not None else 0)
+        + 2 * square
+        + (square if scores is not None else 0)
+    )
+    mbarrier.expect(barrier, expected, pred=pred)
+    start_rows(key, k.index(slot), barrier, base, tokens, at, pred, sizes)
+    v_at = head * sizes.value_dim + column
+    start_rows(value, v.index(slot), barrier, base, tokens, v_at, pred, sizes)
+    start_square(inverse, solved.index(slot), barrier, number, pred)
+    if entering is not None:
+        start_rows(entering, k_entering.index(slot), barrier, base, tokens, at, pred, sizes)
+    if query is not None:
+        start_rows(query, q.index(slot), barrier, base, tokens, at, pred, sizes)
+        start_square(scores, weights.index(slot), barrier, number, pred)
+
+
+@gluon.jit
+def find_program(cu, sizes):
+    """Returns (first column, head, sequence) of a program of a scan, see ``find_sequence``."""
+    across = (sizes.value_dim + COLUMNS - 1) // COLUMNS
+    program = gl.program_id(0)
+    column = program % across * COLUMNS
+    head = program // across % sizes.heads
+    owner = (program // across // sizes.heads).to(gl.int64)
+    return column, head, find_sequence(cu, owner, sizes)
+
+
+@gluon.jit
+def advance_slot(slot, phase, STAGES: gl.constexpr):
+    """Returns (slot, phase) of the next chunk; the phase flips when the ring begins again."""
+    slot = (gl.to_tensor(slot) + 1) % STAGES
+    return slot, phase ^ (slot == 0).to(gl.int32)
+
+
+@gluon.jit
+def load_chunks(
+    query, key, value, entering, inverse, scores, cu, tiles, full, empty, sizes,
+    BACKWARDS: gl.constexpr,
+):  # fmt: skip
+    """Copies chunk after chunk: the part of the fifth warp of a program."""
+    column, head, sequence = find_program(cu, sizes)
+    slot = 0
+    phase = 1  # the slots of the first round are empty
+    for i in range(sequence[6] - sequence[5]):
+        mbarrier.wait(empty.index(slot), phase)
+        start_chunk(
+            query, key, value, entering, inverse, scores, tiles, slot, full.index(slot),
+            find_position(i, sequence, head, sizes, BACKWARDS), head, column, True, sizes,
+        )  # fmt: skip
+        slot, phase = advance_slot(slot, phase, full.shape[0])
+
+
+@gluon.jit
+def load_vectors(factors, decays, number, pred, sizes):
+    """Loads (three factors of the tokens, decay of the chunk); a decay per channel is a vector.
+
+    Factors that are not given are ones.
+    """
+    if factors is None:
+        ones = gl.full([CHUNK], 1.0, gl.float32, VECTOR)
+        d = gl.arange(0, sizes.DIM, VECTOR)
+        decay = gl.load(decays + number * sizes.dim + d, mask=(d < sizes.dim) & pred, other=1.0)
+        return ones, ones, ones, decay
+    else:
+        factor = factors + number * (FACTORS * CHUNK) + gl.arange(0, CHUNK, VECTOR)
+        of_q = gl.load(factor, mask=pred, other=0.0)
+        of_k = gl.load(factor + CHUNK, mask=pred, other=0.0)
+        until = gl.load(factor + 2 * CHUNK, mask=pred, other=0.0)
+        return of_q, of_k, until, gl.load(decays + number, mask=pred, other=1.0)
+
+
+@gluon.jit
+def store_vectors(vectors, parity, of_q, of_k, until, decay, PER_CHANNEL: gl.constexpr):
+    """Stores the vectors of ``load_vectors`` to shared memory, a place for every other chunk."""
+    if PER_CHANNEL:
+        vectors.index(parity).store(decay)
+    else:
+        vectors.index(parity * FACTORS).store(of_q)
+        vectors.index(parity * FACTORS + 1).store(of_k)
+        vectors.index(parity * FACTORS + 2).store(until)
+
+
+@gluon.jit
+def store_tile(target, offset, staged, x, count, width, stride):
+    """Stores a transposed accumulator: ``count`` rows of ``width`` columns, through ``staged``."""
+    HEIGHT: gl.constexpr = staged.shape[0]
+    staged.permute((1, 0)).store(x)
+    gl.barrier()
+    r = gl.arange(0, HEIGHT, gl.SliceLayout(1, STORED))[:, None]
+    c = gl.arange(0, COLUMNS, gl.SliceLayout(0, STORED))[None, :]
+    inside = (r < count) & (c < width)
+    gl.store(target + offset + r * stride + c, staged.load(STORED), mask=inside)

@@ -1,0 +1,235 @@
+"""``scan`` on Hopper in bfloat16, with hand-placed waits.
+
+The same results as ``scan``. With S transposed, a chunk is
+
+    r = S k^T        p = S q^T                    [columns, dk] by [dk, C]
+    u = (v^T - D r) inverse^T                     [columns, C] by [C, C]
+    S = decay S + (R u) k                         [columns, C] by [C, dk]
+    o = D p + u scores^T                          [columns, C] by [C, C]
+
+The first operands are S, errors and updates in registers, as the matmuls before left them. p and o
+run while the chain waits; the outputs of a chunk are stored during the first matmul of the next
+one.
+
+Bound: with 64 columns of a state of 128 channels a chunk is 1024 cycles of the tensor cores, and
+56 KB to read. 8192 tokens are 128 chunks: 0.07 ms on an H200. Measured with 64 programs: 0.203 ms
+for outputs and 0.149 for states (``scan`` 0.213 and 0.188), 3000 and 2200 cycles a chunk, which are
+not explained; with 2048 programs of 2048 tokens 0.87 and 0.75 (1.69 and 1.02 with 32 columns).
+
+In Gluon, whose names changed until Triton 3.9 (``compat.has_gluon``). Tests run it by NumPy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ejkernel.kernels.triton.gated_delta_rule.chunks import SCAN_OPERANDS, ChunkLaunch
+from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
+    CHUNK,
+    COLUMNS,
+    FACTORS,
+    LEFT,
+    LOADER_REGISTERS,
+    REGISTERS,
+    TILE,
+    TOKENS,
+    VECTORS,
+    advance_slot,
+    find_position,
+    find_program,
+    load_chunks,
+    load_vectors,
+    store_tile,
+    store_vectors,
+)
+from ejkernel.kernels.triton.launch import BATCHED, Launch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def compute_chunks(
+    factors, decays, initial, cu, out, final, states, updates, tiles, staged_rows, staged_state,
+    vectors, full, empty, sizes,
+):  # fmt: skip
+    """Loops over the chunks: the part of the first four warps of a program."""
+    DIM: gl.constexpr = sizes.DIM
+    PER_CHANNEL: gl.constexpr = factors is None
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    COLUMN: gl.constexpr = gl.SliceLayout(0, TOKENS)
+    q_tiles, k_tiles, v_tiles, entering_tiles, solved_tiles, weights_tiles = tiles
+    column, head, sequence = find_program(cu, sizes)
+    has_state = sequence[2]
+    steps = sequence[6] - sequence[5]
+    width = sizes.value_dim - column
+    c = gl.arange(0, COLUMNS, gl.SliceLayout(1, STATE))[:, None]
+    d = gl.arange(0, DIM, gl.SliceLayout(0, STATE))[None, :]
+    state_size = sizes.dim * sizes.value_dim
+    state_offset = (sequence[1] * sizes.heads + head) * state_size + column
+    in_state = (d < sizes.dim) & (c < width) & has_state
+    state = gl.zeros([COLUMNS, DIM], gl.float32, STATE)
+    if initial is not None:
+        element = initial + state_offset + d * sizes.value_dim + c
+        state = gl.load(element, mask=in_state, other=0.0).to(gl.float32)
+    position = find_position(0, sequence, head, sizes, sizes.REVERSED)
+    of_q, of_k, until, decay = load_vectors(factors, decays, position[3], steps > 0, sizes)
+    store_vectors(vectors, 0, of_q, of_k, until, decay, PER_CHANNEL)
+    gl.barrier()
+    nothing = gl.zeros([COLUMNS, CHUNK], gl.float32, TOKENS)
+    stored = gl.zeros([COLUMNS, CHUNK], gl.bfloat16, TOKENS)
+    stored_offset = position[0].to(gl.int64) * 0
+    stored_rows = 0
+    slot = 0
+    phase = 0
+    row_stride = sizes.heads * sizes.value_dim
+    for i in range(steps):
+        base, _, rows, number = find_position(i, sequence, head, sizes, sizes.REVERSED)
+        row_offset = (base.to(gl.int64) * sizes.heads + head) * sizes.value_dim + column
+        parity = i & 1
+        chunk_decay = decay
+        later = find_position(i + 1, sequence, head, sizes, sizes.REVERSED)
+        of_q, of_k, until, decay = load_vectors(factors, decays, later[3], i + 1 < steps, sizes)
+        before = state.to(gl.bfloat16)
+        left = gl.convert_layout(before, LEFT)
+        mbarrier.wait(full.index(slot), phase)
+        k = k_tiles.index(slot)
+        read = warpgroup_mma(left, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if out is not None:
+            q = q_tiles.index(slot)
+            o = warpgroup_mma(left, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            store_tile(out, stored_offset, staged_rows, stored, stored_rows, width, row_stride)
+        if states is not None:
+            offset = number * state_size + column
+            store_tile(states, offset, staged_state, before, sizes.dim, width, sizes.value_dim)
+        # before the wait, which no load passes
+        error = v_tiles.index(slot).permute((1, 0)).load(TOKENS).to(gl.float32)
+        if not PER_CHANNEL:
+            since = vectors.index(parity * FACTORS + 1).load(COLUMN)[None, :]
+        if out is not None:
+            read = warpgroup_mma_wait(1, deps=[read])
+        else:
+            read = warpgroup_mma_wait(0, deps=[read])
+        if not PER_CHANNEL:
+            read = since * read
+        left = gl.convert_layout((error - read).to(gl.bfloat16), LEFT)
+        solved = solved_tiles.index(slot)
+        update = warpgroup_mma(left, solved.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if PER_CHANNEL:
+            state = state * vectors.index(parity).load(gl.SliceLayout(0, STATE))[None, :]
+        else:
+            state = state * chunk_decay
+            of_end = vectors.index(parity * FACTORS + 2).load(COLUMN)[None, :]
+        if out is not None:
+            update, o = warpgroup_mma_wait(0, deps=[update, o])
+        else:
+            update = warpgroup_mma_wait(0, deps=[update])
+        narrow = update.to(gl.bfloat16)
+        added = narrow
+        if not PER_CHANNEL:
+            added = (update * of_end).to(gl.bfloat16)
+        left = gl.convert_layout(added, LEFT)
+        state = warpgroup_mma(left, entering_tiles.index(slot), state, is_async=True)
+        if out is not None:
+            if not PER_CHANNEL:
+                o = o * vectors.index(parity * FACTORS).load(COLUMN)[None, :]
+            left = gl.convert_layout(narrow, LEFT)
+            weights = weights_tiles.index(slot)
+            o = warpgroup_mma(left, weights.permute((1, 0)), o, is_async=True)
+        if updates is not None:
+            store_tile(updates, row_offset, staged_rows, narrow, rows, width, row_stride)
+        store_vectors(vectors, 1 - parity, of_q, of_k, until, decay, PER_CHANNEL)
+        if out is not None:
+            state, o = warpgroup_mma_wait(0, deps=[state, o])
+            stored = o.to(gl.bfloat16)
+            stored_offset = row_offset
+            stored_rows = rows
+        else:
+            state = warpgroup_mma_wait(0, deps=[state])
+        # the compiler puts a barrier of the four warps before this
+        mbarrier.arrive(empty.index(slot))
+        slot, phase = advance_slot(slot, phase, full.shape[0])
+    if out is not None:
+        store_tile(out, stored_offset, staged_rows, stored, stored_rows, width, row_stride)
+    if final is not None:
+        element = final + state_offset + d * sizes.value_dim + c
+        gl.store(element, state, mask=in_state)
+
+
+@gluon.jit
+def scan_chunks_sm90(
+    query, key, value, entering, inverse, scores, factors, decays, initial, cu, out, final, states,
+    updates, sizes, STAGES: gl.constexpr,
+):  # fmt: skip
+    DIM: gl.constexpr = sizes.DIM
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, DIM], TILE)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, COLUMNS], TILE)
+    solved_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], TILE)
+    entering_tiles = k_tiles
+    if entering is not None:
+        entering_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, DIM], TILE)
+    q_tiles = k_tiles
+    weights_tiles = solved_tiles
+    if out is not None:
+        q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, DIM], TILE)
+        weights_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], TILE)
+    tiles = (q_tiles, k_tiles, v_tiles, entering_tiles, solved_tiles, weights_tiles)
+    staged_rows = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, COLUMNS], TILE)
+    staged_state = staged_rows
+    if states is not None:
+        staged_state = gl.allocate_shared_memory(gl.bfloat16, [DIM, COLUMNS], TILE)
+    if factors is None:
+        vectors = gl.allocate_shared_memory(gl.float32, [2, DIM], VECTORS)
+    else:
+        vectors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], VECTORS)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(STAGES):
+        mbarrier.init(full.index(n), count=1)
+        mbarrier.init(empty.index(n), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (compute_chunks, (
+                factors, decays, initial, cu, out, final, states, updates, tiles, staged_rows,
+                staged_state, vectors, full, empty, sizes,
+            )),
+            (load_chunks, (
+                query, key, value, entering, inverse, scores, cu, tiles, full, empty, sizes,
+                sizes.REVERSED,
+            )),
+        ],
+        [1],
+        [LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ScanLaunchSm90(Launch):
+    """Launch of ``scan_chunks_sm90`` in the place of ``general``, a launch of ``scan_chunks`` with
+    64 columns."""
+
+    kernel = scan_chunks_sm90
+    batching: ClassVar = dict.fromkeys(SCAN_OPERANDS, BATCHED)
+
+    general: ChunkLaunch
+
+    def outputs(self):
+        return self.general.outputs()
+
+    def grid(self, target):
+        return self.general.grid(target)
+
+    def options(self, target):
+        return {"num_warps": 4, "num_stages": 1, "maxnreg": REGISTERS}
+
+    def arguments(self, target):
+        general = dict(self.general.arguments(target))
+        general.pop("FACTORS")
+        return general | {"STAGES": min(self.general.tiles.num_stages, 3)}
