@@ -1,14 +1,16 @@
 """The steps of the fused backward kernel, with probabilities computed a step ahead.
 
-A step begins with the probabilities p of its block in registers. The logits of the next block are
-multiplied before dk and dq of this one, and their exponentials run under those two products:
+A step begins with the probabilities p of its block in registers. The logits s' of the next block
+are multiplied before dk and dq of this one, and their exponentials run under those two products:
 
-    tensor cores  | dp  dv |   s'  dk  dq |  dp' dv' |   s" dk' dq' |
-    others          ......  ds           p' .  write dq   ds'        p"
+    tensor cores  | dp  dv      | s'  dk  dq          | dp' dv'      | s" dk' dq'
+    others        |       ds    |         p'  write dq|        ds'   |        p"
 
-In registers go through a step dk, dv and p; dp joins them until ds is computed, then s', dq and ds
-take its place. Nothing of it is in flight where a step ends. Products, roundings and the order of
-all additions are those of the other form: the same bits.
+Registers decide the form. dk and dv take 64 of a thread at head dim 64, dp or s' another 64. p waits
+for dp rounded to the operands' dtype, as dv takes it anyway: in float32 it would take 64 instead of
+32, and 64 wide heads spill. dv is waited for before s' is multiplied, else p's registers would be
+read beside those of ds, and the assembler serializes all products. So ds has one more rounding than
+in the other form; the order of all additions is the same.
 """
 
 from __future__ import annotations
@@ -70,10 +72,11 @@ def add_ahead(
         plgpu.wgmma(s_acc, r.k_s.at[mine], r.q_s.at[slot].T)
 
     def probabilities(s: jax.Array, n: Any) -> jax.Array:
+        """Returns p of step n, whose do has been copied then."""
         i, masked = block_at(n)
         x, _ = logits(plan, r, head, block, first_row, large, s, i, masked)
-        p = jnp.exp2(x)
-        # a wait ends the basic block: the exponentials stay before the wait for other products
+        p = jnp.exp2(x).astype(dtype)
+        # a wait ends the basic block: the exponentials stay in front of the wait for dk and dq
         plgpu.barrier_wait(r.do_full.at[lax.rem(n, tiles.stages)])
         return p
 
@@ -86,40 +89,45 @@ def add_ahead(
         slot, (*_, mine) = lax.rem(n, tiles.stages), place()
         dp_acc[...] = spread(read(r.delta_s.at[slot], COLUMN), shape, 1)
         plgpu.wgmma(dp_acc, r.v_s.at[mine], r.do_s.at[slot].T)
-        plgpu.wgmma(dv_acc, p.astype(dtype), r.do_s.at[slot])
-        ds = (p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)).astype(dtype)
+        plgpu.wgmma(dv_acc, p, r.do_s.at[slot])
+        ds = (p.astype(jnp.float32) * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)).astype(dtype)
         # the other slot may still be read for the dq of the step before
         r.ds_s.at[lax.rem(n, 2), pl.ds(wg * ROWS, ROWS)][...] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(r.ds_full)
+        plgpu.wgmma_wait(0)  # dv, whose operand gives up its registers
+        plgpu.barrier_arrive(r.do_empty.at[slot])
         return ds
 
     def add_block(n: Any, p: jax.Array, ahead: bool) -> jax.Array:
         """Adds step n, whose probabilities are p; returns those of the next if ``ahead``."""
         ds = pl.run_scoped(lambda dp_acc: gradient_of_logits(n, p, dp_acc), plgpu.ACC(shape))
 
-        def add_products(dq_acc: Any, *s_acc: Any) -> jax.Array:
+        def add_products(*s_acc: Any) -> jax.Array:
             if ahead:
                 multiply_keys(*s_acc, n + 1)
             plgpu.wgmma(dk_acc, ds, r.q_s.at[lax.rem(n, tiles.q_buffers)])
             plgpu.barrier_wait(r.ds_full)
-            plgpu.wgmma(dq_acc, *dq_operands(plan, r, lax.rem(n, 2), *place()))
-            p2 = p
-            if ahead:
-                s = plgpu.wgmma_accumulator_load(*s_acc, wait_n=2)
-                plgpu.barrier_arrive(r.do_empty.at[lax.rem(n, tiles.stages)])
-                p2 = probabilities(s, n + 1)
-            part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-            plgpu.barrier_arrive(r.q_empty.at[lax.rem(n, tiles.q_buffers)])
-            slot = lax.rem(n, tiles.dq_stages)
-            pl.when(n >= tiles.dq_stages)(lambda: plgpu.barrier_wait(r.dq_empty.at[slot]))
-            r.dq_s.at[slot * CONSUMERS + wg][...] = part
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(r.dq_full.at[slot])
-            return p2
 
-        scoped = [plgpu.ACC((ROWS, plan.dq_columns)), *[plgpu.ACC(shape)] * ahead]
-        return pl.run_scoped(add_products, *scoped)
+            def add_query_side(dq_acc: Any) -> jax.Array:
+                plgpu.wgmma(dq_acc, *dq_operands(plan, r, lax.rem(n, 2), *place()))
+                p2 = p
+                if ahead:
+                    s = plgpu.wgmma_accumulator_load(*s_acc, wait_n=2)
+                    p2 = probabilities(s, n + 1)
+                part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+                plgpu.barrier_arrive(r.q_empty.at[lax.rem(n, tiles.q_buffers)])
+                slot = lax.rem(n, tiles.dq_stages)
+                pl.when(n >= tiles.dq_stages)(lambda: plgpu.barrier_wait(r.dq_empty.at[slot]))
+                r.dq_s.at[slot * CONSUMERS + wg][...] = part
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(r.dq_full.at[slot])
+                return p2
+
+            # allocated where it is used: its zeros would take registers before
+            return pl.run_scoped(add_query_side, plgpu.ACC((ROWS, plan.dq_columns)))
+
+        return pl.run_scoped(add_products, *[plgpu.ACC(shape)] * ahead)
 
     def add_all() -> None:
         p = pl.run_scoped(first_probabilities, plgpu.ACC(shape))
