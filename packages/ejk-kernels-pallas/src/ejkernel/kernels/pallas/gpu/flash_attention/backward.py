@@ -161,6 +161,8 @@ def backward(
     Raises:
         ConfigError: tiles of a form that does not take the call.
     """
+    if (reason := tiles.unsupported(problem, SHARED)) is not None:
+        raise ConfigError(f"backward tiles: {reason}")
     arrays = {name: pad_rows(tensors[name]) for name in ("q", "k", "v", "do")}
 
     def operands(
@@ -192,8 +194,6 @@ def backward(
         less = {"o": pad_rows(tensors["o"]), "dlse": tensors["dlse"]}
     else:
         less = {"delta": -delta}
-    if (reason := tiles.unsupported(problem, SHARED)) is not None:
-        raise ConfigError(f"backward tiles: {reason}")
     plan = Plan(problem, tiles, cores=cores)
     if plan.listed:
         tensors = _with_lists(problem, tensors)

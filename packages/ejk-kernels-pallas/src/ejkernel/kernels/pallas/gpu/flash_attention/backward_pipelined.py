@@ -127,7 +127,7 @@ def add_ahead(
             # allocated where it is used: its zeros would take registers before
             return pl.run_scoped(add_query_side, plgpu.ACC((ROWS, plan.dq_columns)))
 
-        return pl.run_scoped(add_products, *[plgpu.ACC(shape)] * ahead)
+        return pl.run_scoped(add_products, plgpu.ACC(shape)) if ahead else add_products()
 
     def add_all() -> None:
         p = pl.run_scoped(first_probabilities, plgpu.ACC(shape))
