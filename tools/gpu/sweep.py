@@ -118,26 +118,26 @@ class Subject:
         pass_name: str,
         choices: Mapping[str, list[Any]],
         limit: int,
-        given: Iterable[Mapping[str, Any]] = (),
+        combinations: Iterable[Mapping[str, Any]] = (),
     ) -> dict[str, Callable[..., Any]]:
         """Returns functions by the fields that differ; what ships is the first, with all fields.
 
-        ``choices``: values of fields, in all combinations; ``given``: combinations.
+        ``choices``: values of fields, in all combinations; ``combinations``: given as they are.
 
         Raises:
             LookupError: a field is named that these tiles lack.
         """
         shipped = of_pass(flat(self.ships), pass_name)
-        given = [dict(values) for values in given]
-        unknown = {*choices, *itertools.chain(*given)} - shipped.keys()
+        combinations = [dict(values) for values in combinations]
+        unknown = {*choices, *itertools.chain(*combinations)} - shipped.keys()
         if unknown:
             fields = ", ".join(shipped) or "none"
             names = ", ".join(sorted(unknown))
             raise LookupError(f"--set or --try {names}: {self.name} has {fields}")
         others: Iterable[dict[str, Any]]
-        if choices or given:
+        if choices or combinations:
             values = itertools.product(*choices.values()) if choices else ()
-            others = [*(dict(zip(choices, x, strict=True)) for x in values), *given]
+            others = [*(dict(zip(choices, x, strict=True)) for x in values), *combinations]
         else:
             others = [_difference(flat(tiles), shipped) for tiles in self.near]
             others = others if any(others) or not self.may_guess else doublings(shipped)
@@ -291,7 +291,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--platform", help="default: the one that automatic choice takes")
     p.add_argument("--pass", dest="which", choices=MODES, default="fwd")
     p.add_argument("--set", action="append", default=[], metavar="FIELD=N,N", dest="choices")
-    p.add_argument("--try", action="append", default=[], metavar="FIELD=N,FIELD=N", dest="given")
+    p.add_argument(
+        "--try", action="append", default=[], metavar="FIELD=N,FIELD=N", dest="combinations"
+    )
     p.add_argument("--bits", action="store_true", help="two runs must give the same bits")
     p.add_argument("--limit", type=int, default=40, help="candidates besides what ships")
     p.add_argument("--rounds", type=int, default=20, help="samples of a finalist")
@@ -302,8 +304,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     except ValueError:
         p.error("--set: expected FIELD=NUMBER,NUMBER as fwd.block_q=64,128")
     try:
-        given = [[pair.split("=") for pair in text.split(",")] for text in args.given]
-        args.given = [{path: int(value) for path, value in pairs} for pairs in given]
+        combinations = [[pair.split("=") for pair in text.split(",")] for text in args.combinations]
+        args.combinations = [{path: int(value) for path, value in pairs} for pairs in combinations]
     except ValueError:
         p.error("--try: expected FIELD=NUMBER,FIELD=NUMBER as fwd.block_q=64,fwd.stages=3")
     return args
@@ -318,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         try:
             subject = subject_of(call, args.platform)
-            candidates = subject.candidates(args.which, args.choices, args.limit, args.given)
+            candidates = subject.candidates(args.which, args.choices, args.limit, args.combinations)
         except LookupError as error:
             print(error, file=sys.stderr)
             continue

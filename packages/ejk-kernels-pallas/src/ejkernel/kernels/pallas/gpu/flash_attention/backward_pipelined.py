@@ -1,16 +1,16 @@
 """The steps of the fused backward kernel, with probabilities computed a step ahead.
 
 A step begins with the probabilities p of its block in registers. The logits s' of the next block
-are multiplied before dk and dq of this one, and their exponentials run under those two products:
+are multiplied before dk and dq of this one, and their exponentials run under those two matmuls:
 
     tensor cores  | dp  dv      | s'  dk  dq          | dp' dv'      | s" dk' dq'
     others        |       ds    |         p'  write dq|        ds'   |        p"
 
-Registers decide the form. dk and dv take 64 of a thread at head dim 64, dp or s' another 64. p waits
-for dp rounded to the operands' dtype, as dv takes it anyway: in float32 it would take 64 instead of
-32, and 64 wide heads spill. dv is waited for before s' is multiplied, else p's registers would be
-read beside those of ds, and the assembler serializes all products. So ds has one more rounding than
-in the other form; the order of all additions is the same.
+Registers decide the form. dk and dv take 64 of a thread at head dim 64, dp or s' another 64. p is
+carried rounded to the operands' dtype, which dv takes anyway: in float32 it would take 64 instead
+of 32, and spill. dv is waited for before s' is multiplied: else p is still read while ds is held,
+and the assembler serializes all matmuls. So ds has one more rounding than in the other form; the
+order of all additions is the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 
 
-def place() -> tuple[jax.Array, jax.Array, Any]:
+def thread_rows() -> tuple[jax.Array, jax.Array, Any]:
     """Returns the index of the thread, read again, its warpgroup's, and that one's 64 rows."""
     thread = read_thread()
     warpgroup = lax.div(thread, 128)
@@ -55,7 +55,7 @@ def add_ahead(
 ) -> None:
     """Adds all query blocks of a ``Program`` to dk and dv, and hands over their parts of dq.
 
-    ``large``: see ``logits``. All products are done at the end, and what was handed over is read.
+    ``large``: see ``logits``. All matmuls are done at the end, and what was handed over is read.
     """
     tiles, problem = plan.tiles, plan.problem
     dtype, shape = jnp.dtype(problem.dtype), (ROWS, tiles.block_q)
@@ -66,7 +66,7 @@ def add_ahead(
     def multiply_keys(s_acc: Any, n: Any) -> None:
         """Starts the logits of step n, less lse."""
         slot = lax.rem(n, tiles.q_buffers)
-        *_, mine = place()
+        *_, mine = thread_rows()
         plgpu.barrier_wait(r.q_full.at[slot])
         s_acc[...] = spread(read(r.lse_s.at[slot], COLUMN), shape, 1)
         plgpu.wgmma(s_acc, r.k_s.at[mine], r.q_s.at[slot].T)
@@ -86,7 +86,7 @@ def add_ahead(
 
     def gradient_of_logits(n: Any, p: jax.Array, dp_acc: Any) -> jax.Array:
         """Returns ds of step n, also in shared memory, and adds to dv."""
-        slot, (*_, mine) = lax.rem(n, tiles.stages), place()
+        slot, (*_, mine) = lax.rem(n, tiles.stages), thread_rows()
         dp_acc[...] = spread(read(r.delta_s.at[slot], COLUMN), shape, 1)
         plgpu.wgmma(dp_acc, r.v_s.at[mine], r.do_s.at[slot].T)
         plgpu.wgmma(dv_acc, p, r.do_s.at[slot])
@@ -100,17 +100,17 @@ def add_ahead(
         return ds
 
     def add_block(n: Any, p: jax.Array, ahead: bool) -> jax.Array:
-        """Adds step n, whose probabilities are p; returns those of the next if ``ahead``."""
+        """Adds step n, whose probabilities are p; with ``ahead`` returns the p of the next."""
         ds = pl.run_scoped(lambda dp_acc: gradient_of_logits(n, p, dp_acc), plgpu.ACC(shape))
 
-        def add_products(*s_acc: Any) -> jax.Array:
+        def multiply_ds(*s_acc: Any) -> jax.Array:
             if ahead:
                 multiply_keys(*s_acc, n + 1)
             plgpu.wgmma(dk_acc, ds, r.q_s.at[lax.rem(n, tiles.q_buffers)])
             plgpu.barrier_wait(r.ds_full)
 
             def add_query_side(dq_acc: Any) -> jax.Array:
-                plgpu.wgmma(dq_acc, *dq_operands(plan, r, lax.rem(n, 2), *place()))
+                plgpu.wgmma(dq_acc, *dq_operands(plan, r, lax.rem(n, 2), *thread_rows()))
                 p2 = p
                 if ahead:
                     s = plgpu.wgmma_accumulator_load(*s_acc, wait_n=2)
@@ -127,7 +127,7 @@ def add_ahead(
             # allocated where it is used: its zeros would take registers before
             return pl.run_scoped(add_query_side, plgpu.ACC((ROWS, plan.dq_columns)))
 
-        return pl.run_scoped(add_products, plgpu.ACC(shape)) if ahead else add_products()
+        return pl.run_scoped(multiply_ds, plgpu.ACC(shape)) if ahead else multiply_ds()
 
     def add_all() -> None:
         p = pl.run_scoped(first_probabilities, plgpu.ACC(shape))

@@ -66,9 +66,9 @@ class BackwardTiles:
         """
         if not self.pipelined:
             others = {"q_stages": 0, "dq_stages": 1, "strided": False}
-            given = [f"{name}={getattr(self, name)!r}" for name, x in others.items()
+            changed = [f"{name}={getattr(self, name)!r}" for name, x in others.items()
                      if getattr(self, name) != x]  # fmt: skip
-            return f"{', '.join(given)}: only with pipelined" if given else None
+            return f"{', '.join(changed)}: only with pipelined" if changed else None
         need, widest = self.shared(problem), max(problem.dim, problem.value_dim)
         lacking = {
             f"pipelined: head dim {widest}, at most 128": widest > 128,
