@@ -79,12 +79,12 @@ class ViT(eqx.Module):
     head: eqx.nn.Linear
 
     def __init__(self, patch: int, key: jax.Array):
-        keys = jax.random.split(key, LAYERS + 4)
+        keys = jax.random.split(key, 4 + LAYERS)
         tokens = 1 + (SIDE // patch) ** 2
         self.patch = patch
         self.embed = eqx.nn.Linear(patch**2, WIDTH, key=keys[0])
         self.first = jax.random.normal(keys[1], (1, WIDTH)) * 0.02
-        self.places = jax.random.normal(keys[2], (tokens, WIDTH)) * 0.02
+        self.places = jax.random.normal(keys[2], (tokens, WIDTH)) * 0.5
         self.blocks = [Block(key) for key in keys[4:]]
         self.norm, self.head = eqx.nn.LayerNorm(WIDTH), eqx.nn.Linear(WIDTH, CLASSES, key=keys[3])
 
@@ -165,7 +165,7 @@ def draw(history: list[float], images: np.ndarray, said: np.ndarray, right: np.n
 
 
 def main(
-    steps: int = 600, batch: int = 128, patch: int = 2, picture: str = "vit_equinox.png"
+    steps: int = 400, batch: int = 128, patch: int = 2, picture: str = "vit_equinox.png"
 ) -> tuple[ViT, float]:
     """Train and test; returns the model and the part of the test that it reads right."""
     images, classes, test_images, test_classes = digits()
@@ -204,7 +204,7 @@ def positive(text: str) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=positive, default=600)
+    parser.add_argument("--steps", type=positive, default=400)
     parser.add_argument("--batch", type=positive, default=128, help="pictures of a step")
     parser.add_argument("--patch", type=int, default=2, choices=(1, 2, 4), help="pixels of a side")
     parser.add_argument("--picture", default="vit_equinox.png", help="file to draw to")
