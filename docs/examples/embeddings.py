@@ -74,6 +74,8 @@ class Model:
 
     def __init__(self, folder: pathlib.Path):
         config = json.loads((folder / "config.json").read_text())
+        if config["model_type"] != "bert":
+            raise ValueError(f"--weights: {folder} is a {config['model_type']}, expected a bert")
         self.size = Size(
             config["num_hidden_layers"],
             config["num_attention_heads"],
@@ -326,6 +328,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def png(text: str) -> str:
+    if not text.endswith(".png") or not pathlib.Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"given {text}, expected a .png in a folder that exists")
+    return text
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sentences", type=positive, default=400)
@@ -333,10 +341,11 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=positive, default=8, help="packed rows of a batch")
     parser.add_argument("--query", default="How do I make sure that a file is closed?")
     parser.add_argument("--weights", metavar="FOLDER", help="of another model of this kind")
-    parser.add_argument("--picture", default="embeddings.png", help="file to draw to")
+    parser.add_argument("--picture", type=png, default="embeddings.png", help="file to draw to")
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:
-        sys.exit("embeddings.py: stopped")
+        print("embeddings.py: stopped", file=sys.stderr)
+        sys.exit(130)
     except ValueError as error:
         sys.exit(f"embeddings.py: {error}")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import pathlib
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +53,7 @@ Cache = list[tuple[jax.Array, jax.Array]]
 class Size:
     """Sizes of the model; ``length``: the most bytes that it sees."""
 
-    layers: int = 4
+    layers: int = 3
     heads: int = 4
     head_dim: int = 32
     length: int = 256
@@ -60,6 +61,15 @@ class Size:
     @property
     def width(self) -> int:
         return self.heads * self.head_dim
+
+
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotates pairs of channels by their position (Su et al. 2021, arXiv 2104.09864)."""
+    half = x.shape[-1] // 2
+    angle = positions[..., None, None] * 1000.0 ** (-jnp.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
 
 
 class Block(nnx.Module):
@@ -72,21 +82,22 @@ class Block(nnx.Module):
         self.qkv, self.out = linear(width, 3 * width), linear(width, width)
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
 
-    def project(self, x: jax.Array) -> list[jax.Array]:
-        """Queries, keys and values ``[batch, tokens, heads, head_dim]``."""
-        qkv = self.qkv(self.norm1(x))
-        return [y.reshape(*x.shape[:2], -1, self.head_dim) for y in jnp.split(qkv, 3, -1)]
+    def project(self, x: jax.Array, positions: jax.Array) -> list[jax.Array]:
+        """Queries, keys and values ``[batch, tokens, heads, head_dim]``, the first two rotated."""
+        qkv = self.qkv(self.norm1(x)).reshape(*x.shape[:2], -1, self.head_dim)
+        q, k, v = jnp.split(qkv, 3, 2)
+        return [rotate(q, positions), rotate(k, positions), v]
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         x = x + self.out(attended.reshape(x.shape))
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
-    def __call__(self, x: jax.Array, mask: MaskInfo) -> jax.Array:
-        return self.finish(x, flash_attention(*self.project(x), mask_info=mask))
+    def __call__(self, x: jax.Array, positions: jax.Array, mask: MaskInfo) -> jax.Array:
+        return self.finish(x, flash_attention(*self.project(x, positions), mask_info=mask))
 
     def step(self, x: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array):
         """The output for one token a text ``[texts, 1, width]``, and the cache with it."""
-        q, k, v = self.project(x)
+        q, k, v = self.project(x, position[None, None])
         keys, values = (
             jax.lax.dynamic_update_slice(cache, new, (0, position, 0, 0))
             for cache, new in ((keys, k), (values, v))
@@ -97,27 +108,26 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """A decoder over bytes with learnt positions; the embedding is the output matrix too."""
+    """A decoder over bytes; the embedding is the output matrix too."""
 
     def __init__(self, size: Size, rngs: nnx.Rngs):
         self.size = size
         small = nnx.initializers.normal(0.02)
         self.bytes = nnx.Embed(256, size.width, embedding_init=small, rngs=rngs)
-        self.places = nnx.Embed(size.length, size.width, embedding_init=small, rngs=rngs)
         self.blocks = nnx.List([Block(size, rngs) for _ in range(size.layers)])
         self.norm = nnx.RMSNorm(size.width, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Logits ``[batch, tokens, 256]``; ids of documents, below 0 for padding."""
         mask = MaskInfo.from_segments(ids).apply_causal()
-        x = self.bytes(tokens) + self.places(positions)
+        x = self.bytes(tokens)
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, positions, mask)
         return self.bytes.attend(self.norm(x))
 
     def step(self, cache: Cache, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Cache]:
         """Logits ``[texts, 256]`` after one byte a text ``[texts]``, and the cache with it."""
-        x = (self.bytes(token) + self.places(position))[:, None]
+        x = self.bytes(token)[:, None]
         new = []
         for block, (keys, values) in zip(self.blocks, cache, strict=True):
             x, pair = block.step(x, keys, values, position)
@@ -231,7 +241,7 @@ def main(
     """Train, then continue a text; returns the model and the bits a byte of every step."""
     size = size or Size()
     model = GPT(size, nnx.Rngs(0))
-    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, min(20, steps // 4 + 1), steps + 1)
+    rate = optax.warmup_cosine_decay_schedule(0.0, 4e-3, min(20, steps // 4 + 1), steps + 1)
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
     optimizer = nnx.Optimizer(model, adam, wrt=nnx.Param)
     data = pack(documents(size.length), size.length)
@@ -246,7 +256,7 @@ def main(
 
     rng, history = np.random.default_rng(0), []
     for i in range(steps):
-        rows = rng.choice(len(data[0]), batch, replace=False)
+        rows = rng.choice(len(data[0]), min(batch, len(data[0])), replace=False)
         history.append(float(learn(model, optimizer, *(x[rows] for x in data))))
         if i % max(steps // 10, 1) == 0 or i == steps - 1:
             print(f"step {i:4d}  {history[-1]:.3f} bits a byte")
@@ -269,6 +279,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def png(text: str) -> str:
+    if not text.endswith(".png") or not pathlib.Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"given {text}, expected a .png in a folder that exists")
+    return text
+
+
 def prompt_of(text: str) -> str:
     if not 0 < len(text) < Size.length:
         raise argparse.ArgumentTypeError(
@@ -282,8 +298,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--batch", type=positive, default=8, help="rows of a step")
     parser.add_argument("--prompt", type=prompt_of, default="The for statement ")
-    parser.add_argument("--picture", default="gpt_flax.png", help="file to draw to")
+    parser.add_argument("--picture", type=png, default="gpt_flax.png", help="file to draw to")
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:
-        sys.exit("gpt_flax.py: stopped")
+        print("gpt_flax.py: stopped", file=sys.stderr)
+        sys.exit(130)

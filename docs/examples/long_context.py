@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import pathlib
 import re
 import sys
 import time
@@ -164,17 +165,24 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def png(text: str) -> str:
+    if not text.endswith(".png") or not pathlib.Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"given {text}, expected a .png in a folder that exists")
+    return text
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=positive, default=4096, help="tokens of the sequence")
     parser.add_argument("--devices", type=positive, default=8, help="virtual devices")
-    parser.add_argument("--picture", default="long_context.png", help="file to draw to")
+    parser.add_argument("--picture", type=png, default="long_context.png", help="file to draw to")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.devices)
     try:
         main(**vars(options))
     except KeyboardInterrupt:
-        sys.exit("long_context.py: stopped")
+        print("long_context.py: stopped", file=sys.stderr)
+        sys.exit(130)
     except ValueError as error:
         sys.exit(f"long_context.py: {error}")

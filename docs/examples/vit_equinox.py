@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import pathlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -202,13 +203,20 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def png(text: str) -> str:
+    if not text.endswith(".png") or not pathlib.Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"given {text}, expected a .png in a folder that exists")
+    return text
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=positive, default=400)
     parser.add_argument("--batch", type=positive, default=128, help="pictures of a step")
     parser.add_argument("--patch", type=int, default=2, choices=(1, 2, 4), help="pixels of a side")
-    parser.add_argument("--picture", default="vit_equinox.png", help="file to draw to")
+    parser.add_argument("--picture", type=png, default="vit_equinox.png", help="file to draw to")
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:
-        sys.exit("vit_equinox.py: stopped")
+        print("vit_equinox.py: stopped", file=sys.stderr)
+        sys.exit(130)

@@ -21,5 +21,5 @@ def load_example(name: str) -> ModuleType:
 
 
 def is_png(path: pathlib.Path) -> bool:
-    """Whether a file is a picture that a program drew."""
+    """Returns whether a file is a picture that a program drew."""
     return path.read_bytes().startswith(b"\x89PNG")

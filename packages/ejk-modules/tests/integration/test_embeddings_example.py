@@ -8,6 +8,8 @@ import pytest
 
 from ejktest.examples import is_png, load_example
 
+pytestmark = pytest.mark.promotes  # the models do, as their frameworks have it
+
 WORDS = "[PAD] [UNK] [CLS] [SEP] file the close ##d un ##aff ##able cafe , . 中".split()
 LETTERS = [mark + c for c in "abcdefghijklmnopqrstuvwxyz0123456789" for mark in ("", "##")]
 
@@ -19,6 +21,7 @@ def folder(tmp_path_factory):
     words = [*dict.fromkeys(WORDS + LETTERS)]
     width, hidden, layers = 16, 24, 2
     config = {
+        "model_type": "bert",
         "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "layer_norm_eps": 1e-12,
@@ -133,6 +136,9 @@ def test_weights_that_are_not_there_or_not_right(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--length: given 20, expected at least 64"):
         embeddings.main(12, length=20, weights=str(folder))
     header = json.dumps({"a": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match="is a gpt2, expected a bert"):
+        embeddings.Model(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
     with pytest.raises(ValueError, match="a is F16, expected F32"):

@@ -68,10 +68,12 @@ def test_wrong_words_and_interrupts_end_in_a_sentence(
     option = "--sentences" if name == "embeddings" else "--steps"
     status, said = run_as_program(monkeypatch, name, option, "0")
     assert status == 2 and said.endswith(f"{option}: given 0, expected a number >= 1\n")
+    status, said = run_as_program(monkeypatch, name, "--picture", str(tmp_path / "no" / "a.png"))
+    assert status == 2 and said.endswith("no/a.png, expected a .png in a folder that exists\n")
     monkeypatch.setattr(owner, attribute, interrupt)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", SimpleNamespace(load_digits=interrupt))
     words = ["--weights", str(tmp_path)] if name == "embeddings" else []
-    assert run_as_program(monkeypatch, name, *words)[0] == f"{name}.py: stopped"
+    assert run_as_program(monkeypatch, name, *words) == (130, f"{name}.py: stopped\n")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,7 @@ def test_the_long_context_makes_its_devices(tmp_path):
     )
 
 
+@pytest.mark.promotes
 def test_the_notebook_runs(capsys):
     """Without its outputs in the repository; what it claims, its cells assert."""
     notebook = json.loads((FOLDER / "first_notebook.ipynb").read_text())

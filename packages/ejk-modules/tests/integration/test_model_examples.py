@@ -9,6 +9,8 @@ import pytest
 
 from ejktest.examples import is_png, load_example
 
+pytestmark = pytest.mark.promotes  # the models do, as their frameworks have it
+
 
 def test_a_gpt_learns_and_decodes_by_its_cache(tmp_path, capsys):
     pytest.importorskip("flax")
@@ -41,7 +43,7 @@ def test_a_gpt_keeps_packed_documents_apart():
     model = gpt.GPT(gpt.Size(layers=1, heads=2, head_dim=8, length=160), gpt.nnx.Rngs(0))
     packed = model(*(x[row : row + 1] for x in (tokens, ids, positions)))
     assert ids[row].max() > 0
-    for i in range(ids[row].max() + 1):
+    for i in range(2):
         (at,) = np.nonzero(ids[row] == i)
         assert tokens[row, at].astype(np.uint8).tobytes() in pieces
         alone = model(tokens[row, at][None], np.zeros((1, len(at)), np.int32), np.arange(len(at)))
