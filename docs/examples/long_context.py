@@ -1,6 +1,6 @@
 """One long sequence over eight virtual devices: what each way of sharing it sends and needs.
 
-    python docs/examples/long_context.py                  # a minute on two cores
+    python docs/examples/long_context.py                  # 20 s on two cores
     python docs/examples/long_context.py --length 16384 --devices 4
 
 Queries, keys and values are sharded along their sequence, and ``flash_attention`` is called as on
