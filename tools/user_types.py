@@ -1,4 +1,4 @@
-"""Runs three type checkers on a user's code: ``tools/tests/user_script.py``, READMEs and the site's pages.
+"""Runs three type checkers on a user's code: ``user_script.py``, READMEs and pages of the site.
 
 The files are copied into a folder outside the repository and checked from there, so that the
 checkers find the packages as they are installed. Run inside the environment:
@@ -15,7 +15,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "packages/*/README.md", "docs/*.md", "docs/guides/*.md", "docs/operations/*.md")
+PAGES = (
+    "README.md",
+    "packages/*/README.md",
+    "docs/*.md",
+    "docs/guides/*.md",
+    "docs/operations/*.md",
+)
 PARTS_OF_FILES = ("docs/writing-a-kernel.md",)
 """Pages whose blocks are parts of the files of a package, which is checked itself."""
 SCRIPTS = (
