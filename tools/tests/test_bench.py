@@ -125,8 +125,8 @@ def test_scaling_times_one_device_of_several_and_all_of_them(tmp_path, capsys):
     assert scaling.main(args, sizes) == 0
     rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
     modes, kinds = ("fwd", "fwd+bwd"), ("together", "alone")
-    found = [(r["kind"], r["case"].split()[0], r["mode"]) for r in rows]
-    assert found == list(itertools.product(kinds, ("flash", "ring"), modes))
+    order = [(r["kind"], r["case"].split()[0], r["mode"]) for r in rows]
+    assert order == list(itertools.product(kinds, ("flash", "ring"), modes))
     assert all(r["ms"] > 0 and r["share"] > 0 and r["devices"] == 2 for r in rows)
     assert not any(r["unwanted"] for r in rows)
     sent = [r["collectives"] for r in rows]
