@@ -73,6 +73,10 @@ def test_packed_in_reverse(monkeypatch, gate):
     assert not o[:, CU[-1] :].any() and not grads["g"][:, CU[-1] :].any()
 
 
+def test_every_batch_row_has_its_states():
+    check(make("head", **{**DIMS, "b": 2}))
+
+
 def test_equal_keys_that_reflect():
     """No gates, no beta: every token replaces or, with beta 2, reflects one direction."""
     args = make("none", b=1, s=130, h=1, hk=1, dk=16, dv=8)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention, ring_attention
-from ejkernel.kernels.triton.mla_attention.row_products import IN_ORDER
+from ejkernel.kernels.triton.grouped_matmul.implementation import grouped_matmul
 from ejkernel.ops.differentiate import Work
 from ejkernel.types import calls
 from ejkernel.types.attention.latent import EINSUMS, RowProducts
 from ejkernel.types.attention.mixins import FromLatent
+from ejkernel.types.attention.row_products import products_in_order
 from ejkernel.types.calls import arguments
 from ejkernel.types.calls.shared_sequence import ShardedCall
 
@@ -32,7 +33,7 @@ class FlashMLA(FromLatent, FlashAttention):
         return None
 
     def row_products(self, work: Work) -> RowProducts:
-        return IN_ORDER if work.batch_invariant else EINSUMS
+        return products_in_order(grouped_matmul) if work.batch_invariant else EINSUMS
 
 
 mla_attention = FlashMLA()

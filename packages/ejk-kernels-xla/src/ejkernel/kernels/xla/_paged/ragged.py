@@ -55,7 +55,7 @@ def choose_shape(tokens: int, sequences: int, rows: int | None = None) -> Shape:
 
 def shape_of_sequences(tokens: int, sequences: int, rows: int | None = None) -> Shape:
     """Tiles of a fixed number of rows, one to a loop: no sequence is computed with another one."""
-    # one more than needed: XLA turns a loop of one pass into no loop, whose body it compiles otherwise
+    # one more than needed: XLA turns a loop of one pass into no loop, and fuses its body otherwise
     return Shape(tokens, sequences, max(1, rows or SEQUENCE_ROWS), 1, unused=1)
 
 
@@ -125,7 +125,10 @@ def attend_ragged(
     (t, h, d), kv_heads = queries.shape, sequences.kv_heads
     if batch_invariant:
         lens, tables = lengthen(
-            sequences.lens, sequences.tables, sequences.pages.shape[1], groups.num_kv_pages_per_block
+            sequences.lens,
+            sequences.tables,
+            sequences.pages.shape[1],
+            groups.num_kv_pages_per_block,
         )
         sequences = replace(sequences, lens=lens, tables=tables)
     pages, tables = sequences.pages, sequences.tables
