@@ -25,7 +25,7 @@ SIZES = {
     "rows": 64, "columns": 64, "channels": 16, "groups": 3, "all_groups": 3, "inner": 64,
     "head_dim": 64, "v_dim": 64, "key_dim": 64, "nope_dim": 48, "rope_dim": 16, "q_dim": 64,
     "latent": 32, "padded_head_dim": 128, "sinks": 2, "selected": 2,
-    "width": 4, "history": 3,
+    "width": 4, "history": 3, "max_new": 4,
 }  # fmt: skip
 
 
@@ -62,6 +62,8 @@ class Path:
 
 
 _ONE_SEQUENCE = {"batch": 1, "states": 3}
+# the form [batch, q_len, heads, cache_dim] of latent queries: one row sees all tokens before it
+_SEVERAL_ROWS = Path(forms={"query": 1})
 # what a call needs so that it may have an operand
 NEEDED = {
     "b_q": Path({"q_dim": SIZES["nope_dim"]}),
@@ -71,7 +73,9 @@ NEEDED = {
     "cum_seqlens_q": Path(_ONE_SEQUENCE, optional=("cum_seqlens_k",)),
     "dropout_seed": Path(options={"dropout_prob": 0.1}),
     "g_swa": Path(options={"sliding_window": 8}),
+    "positions": _SEVERAL_ROWS,
     "rhs_scale": Path(dtypes={"rhs": "int8"}),
+    "tree_mask": _SEVERAL_ROWS,
 }
 _DECAYS = ("g", "g_gamma")
 _PER_HEAD = {"g": 1}  # the form [batch, seq, heads]
@@ -89,7 +93,11 @@ _LATENT = Path({"cache_dim": 576, "page_size": 64}, {"latent_dim": 512})
 # ways through the kernels of an operation, where there is more than one or it has static arguments
 PATHS = {
     "flash_attention": (Path(), Path({"q_len": 1})),
-    "gated_delta_rule": _LINEAR,
+    "gated_delta_rule": (
+        *_LINEAR,
+        # more programs than Hopper has cores: its own reverse scan
+        Path({"batch": 64}, varied=(UNIFORM,)),
+    ),
     "gla_attention": _LINEAR_GATES,
     "lightning_attention": tuple(path | _LAYER for path in _LINEAR),
     "mean_pooling": (

@@ -81,7 +81,7 @@ class MLADecode(DecodeCall, PagedCall):
             jnp.tile(columns, b),
         )
         if mask is None:
-            mask = jnp.broadcast_to(columns <= columns[:, None], (b, tokens, tokens))
+            mask = jnp.broadcast_to(columns[None] <= columns[:, None], (b, tokens, tokens))
         flat = mask.reshape(-1, tokens), None if positions is None else positions.reshape(-1)
         mask, positions = prepare_tree(*flat, a["sliding_window"], rows)
         assert mask is not None  # one is given

@@ -55,7 +55,7 @@ def prepare_tree(
         if positions is None:
             return None, None
         columns = jnp.arange(positions.shape[0], dtype=jnp.int32)
-        tree_mask = columns <= rows.number[:, None]
+        tree_mask = columns[None] <= rows.number[:, None]
     if not tree_mask.shape[1]:
         tree_mask = jnp.zeros((tree_mask.shape[0], 1), bool)
     if window is None:
@@ -64,7 +64,7 @@ def prepare_tree(
     if positions is not None:
         at = positions = jnp.maximum(positions.astype(jnp.int32), rows.before)
     columns = jnp.arange(tree_mask.shape[1], dtype=jnp.int32)
-    keys = jnp.take(at, rows.first[:, None] + columns, mode="clip")
+    keys = jnp.take(at, rows.first[:, None] + columns[None], mode="clip")
     left, right = (min(side, 2**30) for side in window)
     distance = at[:, None] - keys
     return tree_mask & (distance <= left) & (distance >= -right), positions
@@ -75,5 +75,6 @@ def pack_marks(mask: jax.Array) -> jax.Array:
     columns = mask.shape[-1]
     widths = [(0, 0)] * (mask.ndim - 1) + [(0, -columns % 32)]
     marks = jnp.pad(mask, widths).reshape(*mask.shape[:-1], -1, 32).astype(jnp.uint32)
-    bits = jnp.left_shift(marks, jnp.arange(32, dtype=jnp.uint32))
+    places = jax.lax.broadcasted_iota(jnp.uint32, marks.shape, marks.ndim - 1)
+    bits = jnp.left_shift(marks, places)
     return jax.lax.bitcast_convert_type(jnp.sum(bits, axis=-1, dtype=jnp.uint32), jnp.int32)
