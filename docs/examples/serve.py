@@ -350,7 +350,7 @@ def at_least(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"given {value}, expected at least {least}")
         return value
 
-    read.__name__ = "whole number"  # which argparse says of what int() does not take
+    read.__name__ = "whole number"  # in argparse's error for text that int() refuses
     return read
 
 

@@ -1,6 +1,6 @@
 """Sequences in batches of any composition, to compare the bits of their results.
 
-A composition is a list of the numbers of five sequences. A function of a composition returns
+A composition is a list of indices of five sequences. A function of a composition returns
 outputs and gradients, each with an axis of the members of the batch first.
 """
 
@@ -54,7 +54,7 @@ def stacked(name: str, s: Sizes = SMALL) -> tuple[dict[str, Any], dict[str, Any]
     n = s.rows
     q, k, v = (draw(5, n, h, s.dim, seed=h) for h in (s.heads, s.kv_heads, s.kv_heads))
     qkv, gate = {"query": q, "key": k, "value": v}, {"g": -jnp.abs(draw(5, n, s.heads, seed=2))}
-    # whose heads of values share those of queries and keys
+    # heads of values share heads of queries and keys
     delta = {"query": k[:, ::-1], "key": k, "value": q}
     latent = {"query": q, "key_value": draw(5, n, 2 * s.dim, seed=1)}
     rotary = {"b_q": draw(5, n, 8, seed=2), "b_k": draw(5, n, 8, seed=3)}
@@ -104,15 +104,15 @@ def paged_arguments(count: int, extra: int, page: int) -> tuple[np.random.Genera
 
 
 def place_tokens(
-    composition: Composition, places: Any, pages: int, s: Sizes, lengths: Composition
+    composition: Composition, tables: Any, pages: int, s: Sizes, lengths: Composition
 ) -> list[Any]:
     """Returns caches of keys and of values; what no sequence has is NaN."""
     keys_and_values = draw(5, 96, s.kv_heads, s.dim, seed=4), draw(5, 96, s.kv_heads, s.dim, seed=5)
     caches = [np.full((pages, s.page, s.kv_heads, s.dim), np.nan, np.float32) for _ in range(2)]
-    for place, i in zip(places, composition, strict=True):
+    for table, i in zip(tables, composition, strict=True):
         for cache, x in zip(caches, keys_and_values, strict=True):
             tokens = np.arange(lengths[i])
-            cache[place[tokens // s.page], tokens % s.page] = np.asarray(x[i, : lengths[i]])
+            cache[table[tokens // s.page], tokens % s.page] = np.asarray(x[i, : lengths[i]])
     return caches
 
 
@@ -131,7 +131,7 @@ def paged_results(
     if name == "page_attention":
         query = draw(5, s.heads, s.dim)[members]
         operation = partial(modules.page_attention, platform=platform, return_lse=True)
-        return operation(query, *caches, lens, tables)
+        return list(operation(query, *caches, lens, tables))
     query = draw(5, s.heads, 2 * s.dim)[members]
     cache = np.concatenate([caches[0][:, :, 0], caches[1][:, :, 0]], -1)
     return [modules.mla_decode(query, cache, lens, tables, latent_dim=s.dim, platform=platform)]
@@ -141,7 +141,7 @@ def ragged_results(
     name: str, platform: str, composition: Composition, s: Sizes = SMALL, *,
     gradients: bool = False, **options: Any,
 ) -> list[Any]:  # fmt: skip
-    """Returns outputs of a ragged operation, what v3 wrote, and the gradients of what is packed.
+    """Returns outputs of a ragged operation, the cache of v3, and the gradients of packed arrays.
 
     Some calls have rows behind the last sequence, and a row of the table that no sequence has.
     """
@@ -189,10 +189,10 @@ def ragged_results(
         outputs = [out]
     results = [by_sequence(x) for x in outputs]
     if writes:
-        held = np.asarray(written)[places].reshape(count, -1, 2 * s.kv_heads, s.dim)
-        seen = np.arange(held.shape[1]) < lens[:count, None]
+        pages_of = np.asarray(written)[places].reshape(count, -1, 2 * s.kv_heads, s.dim)
+        seen = np.arange(pages_of.shape[1]) < lens[:count, None]
         # tables of all widths hold the longest sequence
-        results.append(np.where(seen[..., None, None], held, 0)[:, : max(LENGTHS)])
+        results.append(np.where(seen[..., None, None], pages_of, 0)[:, : max(LENGTHS)])
     return results
 
 

@@ -40,7 +40,7 @@ def _sum_heads(x: jax.Array) -> jax.Array:
 
 
 class RowProducts(NamedTuple):
-    """How rows are multiplied and summed, in float32 at least; by einsums, unless said otherwise.
+    """Matmuls and sums of rows, in float32 at least; einsums, unless said otherwise.
 
     Attributes:
         expand: ``[b, k, hk, n]`` of ``[b, k, r]`` and a weight ``[r, hk, n]``.

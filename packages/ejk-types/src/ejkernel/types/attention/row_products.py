@@ -17,7 +17,7 @@ from ejkernel.types.attention.softmax import sum_by_halves
 
 
 def products_in_order(grouped_matmul: Any) -> RowProducts:
-    """Returns the products of a kernel object of grouped_matmul, in float32."""
+    """Returns matmuls by a kernel object of grouped_matmul, in float32."""
 
     def multiply(x: jax.Array, weight: jax.Array, *, transposed: bool) -> jax.Array:
         """Returns ``[b, k, n]`` of rows ``[b, k, c]``."""

@@ -60,7 +60,7 @@ def lengthen(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the lengths, within their tables, and the tables, long enough for a full step.
 
-    ``pages``: those of a step, None where steps are no longer than ``MIN_CACHE``.
+    ``pages``: the pages of a step, None where steps are no longer than ``MIN_CACHE``.
     """
     page_size, width = max(page_size, 1), tables.shape[1]
     missing = max(0, -(-MIN_CACHE // page_size) - width, (pages or 0) - width)

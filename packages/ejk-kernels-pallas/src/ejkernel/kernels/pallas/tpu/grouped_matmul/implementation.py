@@ -74,7 +74,7 @@ class GroupedMatmul(PallasKernel):
         return not_differentiable(operands, self.call.FORWARD_ONLY)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, (lhs, existing) = _with_whole_block(work, arrays["lhs"], arrays.get("existing_out"))
+        p, lhs, existing = _with_whole_block(work, arrays["lhs"], arrays.get("existing_out"))
         rhs = arrays["rhs"]
         rhs, scale = (rhs, _scale(arrays, p)) if p.stored else (rhs.astype(p.dtype), None)
         where = work.tiles.fwd, work.target
@@ -85,7 +85,7 @@ class GroupedMatmul(PallasKernel):
         self, work: Work, arrays: Arrays, outputs: Any, saved: Any, cotangents: Any
     ) -> Mapping[str, Any]:
         t, chip, (dout,) = work.tiles, work.target, cotangents
-        p, (lhs, cut) = _with_whole_block(work, arrays["lhs"], dout)
+        p, cut, lhs = _with_whole_block(work, dout, arrays["lhs"])
         lhs, rhs, cut = (x.astype(p.dtype) for x in (lhs, arrays["rhs"], cut))
         dlhs = forward(p.flipped(), t.dlhs, chip, cut, rhs, *_groups(arrays))
         gradients = {
@@ -96,16 +96,17 @@ class GroupedMatmul(PallasKernel):
 
 
 def _with_whole_block(
-    work: Work, *arrays: jax.Array | None
-) -> tuple[GroupedProblem, list[jax.Array | None]]:
-    """Returns the problem and the arrays with rows for one block at least, as other calls choose it
-    for a batch-invariant one."""
+    work: Work, x: jax.Array, other: Any
+) -> tuple[GroupedProblem, jax.Array, Any]:
+    """Returns the problem and the arrays, of which ``other`` may be None, with rows for one block
+    at least: a batch-invariant call has the blocks of other calls."""
     p, t = work.problem, work.tiles
     missing = max(t.fwd.rows, t.dlhs.rows, t.drhs.rows) - p.rows
     if not work.batch_invariant or missing <= 0:
-        return p, list(arrays)
-    longer = [None if x is None else jnp.pad(x, ((0, missing), (0, 0))) for x in arrays]
-    return replace(p, rows=p.rows + missing), longer
+        return p, x, other
+    rows = ((0, missing), (0, 0))
+    other = None if other is None else jnp.pad(other, rows)
+    return replace(p, rows=p.rows + missing), jnp.pad(x, rows), other
 
 
 def _groups(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
