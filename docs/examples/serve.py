@@ -35,6 +35,7 @@ import argparse
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -340,13 +341,36 @@ def main(
     return made
 
 
-if __name__ == "__main__":
+def at_least(least: int) -> Callable[[str], int]:
+    """The reader of an option."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"given {value}, expected at least {least}")
+        return value
+
+    read.__name__ = "whole number"  # in argparse's error for text that int() refuses
+    return read
+
+
+def command(arguments: list[str] | None = None) -> None:
+    """Serves as the command line says; what cannot be served, and Ctrl-C, end in a sentence."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--pages", type=int, default=Room.pages, help="of 16 tokens each")
-    parser.add_argument("--draft", type=int, default=0, help="tokens guessed in a row a step")
-    parser.add_argument("--branches", type=int, default=1, help="guesses for one place")
+    for name, default, least, text in (
+        ("requests", 24, 1, "that arrive, two a step"),
+        ("pages", Room.pages, 1, "of 16 tokens each"),
+        ("draft", 0, 0, "tokens guessed in a row a step"),
+        ("branches", 1, 1, "guesses for one place"),
+    ):
+        parser.add_argument(f"--{name}", type=at_least(least), default=default, help=text)
     try:
-        main(**vars(parser.parse_args()))
+        main(**vars(parser.parse_args(arguments)))
     except ValueError as error:
         sys.exit(f"serve.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("serve.py: stopped before all requests were answered")
+
+
+if __name__ == "__main__":
+    command()

@@ -208,6 +208,9 @@ def dense_checks() -> dict[str, Check]:
     decay = {"g": -jnp.abs(draw(n, t, HEADS, seed=4, dtype=jnp.float32))}
     x = {"x": draw(n, t, 256, seed=5)}
     weight = {"weight": draw(256, 4, seed=6)}
+    latent = {"query": draw(n, t, HEADS, DIM, seed=7), "key_value": draw(n, t, 128, seed=8)}
+    latent |= {"b_q": draw(n, t, 32, seed=9), "b_k": draw(n, t, 32, seed=10)}
+    matrices = {name: draw(128, HEADS, DIM, seed=i) / 8 for i, name in enumerate(("w_kc", "w_vc"))}
     triton, hopper = {"platform": "triton"}, {"platform": "pallas"}
     return {
         "flash_attention": dense("flash_attention", few, {}, causal=True, **triton),
@@ -217,6 +220,7 @@ def dense_checks() -> dict[str, Check]:
         ),
         "flash_attention hopper": dense("flash_attention", many, {}, causal=True, **hopper),
         "flash_attention hopper large": dense("flash_attention", large["many"], {}, **hopper),
+        "mla_attention": dense("mla_attention", latent, matrices, causal=True, **triton),
         "recurrent_attention": dense("recurrent_attention", linear | decay, {}),
         "gated_delta_rule": dense("gated_delta_rule", linear | decay, {}, normalize_qk=True),
         "causal_conv1d": dense("causal_conv1d", x, weight),

@@ -15,7 +15,7 @@ from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_ch
 from ejkernel.kernels.pallas.tpu.gated_delta_rule import problem
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.implementation import gated_delta_rule
 from ejkernel.ops import interpret_mode
-from ejktest.cases.delta import check_delta
+from ejktest.cases.delta import check_delta, serving_batch
 from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
 
@@ -71,6 +71,15 @@ def test_packed_in_reverse(monkeypatch, gate):
         args[name] = jnp.where(outside.reshape(shape), jnp.nan, args[name])
     o, _, grads = check(args, CU, reverse=True, normalize_qk=True)
     assert not o[:, CU[-1] :].any() and not grads["g"][:, CU[-1] :].any()
+
+
+def test_a_serving_batch_at_its_limits():
+    args, cu = serving_batch("head")
+    check(args, cu, rounded=True)
+
+
+def test_every_batch_row_has_its_states():
+    check(make("head", **{**DIMS, "b": 2}))
 
 
 def test_equal_keys_that_reflect():

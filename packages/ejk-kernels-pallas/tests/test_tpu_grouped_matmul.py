@@ -209,3 +209,17 @@ def test_refuses_what_it_cannot_do():
         grouped_matmul(lhs, rhs, sizes, preferred_element_type="float16")
     with pytest.raises(Unsupported, match="precision: an algorithm"):
         grouped_matmul(lhs, rhs, sizes, precision="F32_F32_F32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "sizes", [(3, 64, 48), (40, 200, 264), (600, 1000, 1408), (600, 14336, 64)]
+)
+def test_tiles_are_legal_in_a_config(sizes, dtype):
+    """Sizes that no config holds are left out, and follow from the shapes again."""
+    p = GroupedProblem(*sizes, 4, 4, False, dtype, dtype, "default")
+    chosen = tiles.choose(p, facts_of("TPU v5 lite"))
+    for n in chosen.fields.values():
+        assert 16 <= n <= 1024 and n.bit_count() == 1
+    again = chosen.apply_config(chosen.fields, p, facts_of("TPU v5 lite"))
+    assert again == chosen

@@ -15,7 +15,7 @@ from ejkernel.kernels.triton import gated_delta_rule
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
-from ejktest.cases.delta import check_delta
+from ejktest.cases.delta import check_delta, serving_batch
 from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
 from ejktest.oracles import delta as oracle
@@ -164,6 +164,12 @@ def test_equal_keys_that_reflect_or_grow(key_length, decay):
     args = repeated(make("head", b=1, s=200, h=2, hk=2, dk=8, dv=6), key_length)
     args |= {"beta": jnp.full_like(args["beta"], 2.0), "g": args["g"] * decay}
     check(args, tile=64, rounded_beta=True)
+
+
+@pytest.mark.parametrize(("tile", "gate"), [(32, "channel"), (64, "head")])
+def test_a_serving_batch_at_its_limits(tile, gate):
+    args, cu = serving_batch(gate)
+    check(args, cu, tile=tile, rounded_beta=True)
 
 
 def test_beta_between_zero_and_two():

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import gated_delta_rule
 from ejkernel.kernels.xla.gated_delta_rule.solve import solve
-from ejktest.cases.delta import check_delta
+from ejktest.cases.delta import check_delta, serving_batch
 from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
 from ejktest.drawn import array, normal
@@ -132,6 +132,14 @@ def test_equal_keys_that_reflect_or_grow(key_length, decay):
     args = repeated(make("head", b=1, s=200, h=2, hk=2, dk=8, dv=6), key_length)
     args |= {"beta": jnp.full_like(args["beta"], 2.0), "g": args["g"] * decay}
     check(args, tile=64, rounded_beta=True)
+
+
+@pytest.mark.parametrize(("tile", "gate"), [(16, "head"), (64, "channel"), (128, "head")])
+def test_a_serving_batch_at_its_limits(tile, gate):
+    """Sequences with states, of a token, of none and of no whole chunk; gates of 0 and -50, equal
+    keys, and beta up to 2, in chunks of every length."""
+    args, cu = serving_batch(gate)
+    check(args, cu, tile=tile, rounded_beta=True)
 
 
 def test_beta_of_two_and_none():

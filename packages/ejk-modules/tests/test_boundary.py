@@ -374,6 +374,14 @@ def test_what_can_be_explained_and_cut():
         modules.zigzag_shard([1, 2], 1)
 
 
+def test_an_explanation_is_printed_unless_told_otherwise(capsys):
+    q = ones(1, 4, 2, 8)
+    shown = modules.explain("flash_attention", q, q, q)
+    assert str(shown) in capsys.readouterr().out
+    assert modules.explain("flash_attention", q, q, q, print=False).key == shown.key
+    assert not capsys.readouterr().out
+
+
 def test_missing_unknown_and_repeated_arguments():
     kernel, q = modules.FlashAttention(), ones(1, 4, 2, 8)
     with pytest.raises(TypeError, match="missing the argument 'value'"):

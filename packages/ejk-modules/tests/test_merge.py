@@ -87,7 +87,7 @@ def test_wrong_parts():
     for outs, lses, words in (
         ([], [], "outs: expected a list of one array or more"),
         (o, lse, "outs: expected a list"),
-        ([o], [lse, lse], "lses: expected 1 arrays, one for each of outs"),
+        ([o], [lse, lse], "lses: expected 1 arrays, one for each of outs, given 2"),
         ([o, o[:1]], [lse, lse], r"outs\[1\]: expected float\[2, 3, 4\], as outs\[0\]"),
         ([o, o], [lse, lse[:, :2]], r"lses\[1\]: expected float\[2, 3\]"),
         ([o, array([1, 2])], [lse, lse], r"outs\[1\]: expected float\[..., heads, v_dim\], given"),

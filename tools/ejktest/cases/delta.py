@@ -47,6 +47,20 @@ def delta_arguments(
     return {name: array(x, dtype) for name, x in drawn.items()}
 
 
+def serving_batch(gate: str) -> tuple[dict[str, jax.Array], np.ndarray]:
+    """Arguments and cumulative lengths of sequences with states: of one token, of none, of no whole
+    number of chunks of up to 128, and rows of none. Some tokens forget everything (gates of -50),
+    others nothing; keys of a sequence are equal, and beta is up to 2."""
+    cu = np.array([0, 1, 2, 2, 141, 142, 148], np.int32)
+    sizes = {"b": 1, "s": 150, "h": 2, "hk": 1, "dk": 8, "dv": 6, "states": len(cu) - 1}
+    args = delta_arguments(gate, **sizes)
+    t, owner = np.arange(150), np.searchsorted(cu, np.arange(150), side="right")
+    key = np.array(args["key"])[:, np.where(owner == 4, cu[3], t)]
+    g = np.array(args["g"])
+    g[:, t % 11 == 3], g[:, t % 11 > 6] = -50.0, 0.0
+    return args | {"key": array(key), "g": array(g), "beta": 2 * args["beta"]}, cu
+
+
 def check_delta(
     args: Mapping[str, jax.Array],
     actual: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],

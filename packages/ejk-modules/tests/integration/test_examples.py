@@ -87,6 +87,30 @@ def attend_to_all(layer, q, k, v):
     return modules.flash_attention(q[None], k[None], v[None], causal=True)[0]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--pages", "0"], "given 0, expected at least 1"),
+        (["--branches", "two"], "invalid whole number value: 'two'"),
+        (["--requests", "2", "--pages", "1"], "at most 16 together"),
+    ],
+)
+def test_a_server_that_cannot_serve_says_why(serve, capsys, arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        serve.command(arguments)
+    assert ended.value.code not in (0, None)
+    assert said in f"{ended.value.code} {capsys.readouterr().err}"
+
+
+def test_a_server_that_is_interrupted_says_so(serve, monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve.Server, "run", interrupt)
+    with pytest.raises(SystemExit, match="stopped before all requests were answered"):
+        serve.command(["--requests", "1"])
+
+
 @pytest.mark.parametrize("draft", [0, 3])
 def test_a_server_answers_as_the_model_does_in_one_program(serve, caplog, draft):
     size = serve.Size(layers=2, heads=2, kv_heads=1, head_dim=8, length=64)

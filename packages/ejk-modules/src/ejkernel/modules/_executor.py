@@ -57,18 +57,19 @@ def supports(
     return _kernel(op_name).supports(*args, platform=platform, **kwargs)
 
 
-def explain(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Print which implementation and config a call would get, and why not the others.
+def explain(operation: Any, *args: Any, print: bool = True, **kwargs: Any) -> Any:
+    """Say which implementation and config a call would get, and why not the others.
 
     Args:
         operation: name of an operation, its function, its Kernel class, or any Kernel.
         *args: arguments of the call, as for the operation itself.
+        print: whether the explanation is printed too.
         **kwargs: more of them, ``platform``, ``cfg``, ``mesh`` and specs included.
 
     Returns:
-        The Explanation that was printed. Nothing is run or tuned.
+        The Explanation. Nothing is run or tuned.
     """
-    return get_default_executor().explain(_kernel(operation), *args, **kwargs)
+    return get_default_executor().explain(_kernel(operation), *args, print=print, **kwargs)
 
 
 def check_call(operation: Any, *args: Any, **kwargs: Any) -> None:

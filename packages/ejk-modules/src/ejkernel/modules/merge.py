@@ -10,6 +10,7 @@ from ejkernel.modules._op import own_errors
 from ejkernel.types.arrays import is_eight_bit
 from ejkernel.types.attention.softmax import merge_parts
 from ejkernel.types.calls.words import Array, F, invalid
+from ejkernel.types.errors import InvalidArgument
 
 
 def merge_attention(
@@ -64,7 +65,8 @@ def _check(outs: Any, lses: Any) -> None:
                 axes = "..., heads, v_dim" if name == "outs" else "..., heads"
                 raise invalid(f"{name}[{i}]", f"float[{axes}]", x)
     if len(outs) != len(lses):
-        raise invalid("lses", f"{len(outs)} arrays, one for each of outs", f"{len(lses)} arrays")
+        legal = f"{len(outs)} arrays, one for each of outs"
+        raise InvalidArgument(f"lses: expected {legal}, given {len(lses)}")
     shape = outs[0].shape
     if len(shape) < 2:
         raise invalid("outs[0]", "float[..., heads, v_dim]", outs[0])

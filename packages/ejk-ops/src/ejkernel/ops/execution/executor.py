@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import os
@@ -175,10 +176,13 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         args, kwargs = kernel.prepare(args, kwargs)
         return self._decide(kernel, args, kwargs, options).choice.cfg
 
-    def explain(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Explanation:
-        """Prints the ``explanation`` of a call, and returns it."""
+    def explain(
+        self, kernel: AnyKernel, *args: Any, print: bool = True, **kwargs: Any
+    ) -> Explanation:
+        """Prints the ``explanation`` of a call, unless ``print`` is False, and returns it."""
         explanation = self.explanation(kernel, *args, **kwargs)
-        print(explanation)
+        if print:
+            builtins.print(explanation)
         return explanation
 
     def explanation(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Explanation:

@@ -12,8 +12,9 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +35,25 @@ def product(form: str, a: jax.Array, b: jax.Array, precision: Any = None) -> jax
     )  # fmt: skip
 
 
-def _expand(latent: jax.Array, weight: jax.Array, precision: Any) -> jax.Array:
-    """``[b, k, hk, n]`` of ``[b, k, r]`` and ``[r, hk, n]``, in their common dtype."""
-    x = product("bkr,rhn->bkhn", latent, weight, precision)
-    return x.astype(result_dtype(latent, weight))
+def _sum_heads(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, 2, dtype=result_dtype(x.dtype, jnp.float32))
+
+
+class RowProducts(NamedTuple):
+    """Matmuls and sums of rows, in float32 at least; einsums, unless said otherwise.
+
+    Attributes:
+        expand: ``[b, k, hk, n]`` of ``[b, k, r]`` and a weight ``[r, hk, n]``.
+        contract: ``[b, k, r]`` of ``[b, k, hk, n]`` and that weight.
+        sum_heads: ``[b, k, n]`` of ``[b, k, h, n]``.
+    """
+
+    expand: Callable[..., jax.Array] = partial(product, "bkr,rhn->bkhn")
+    contract: Callable[..., jax.Array] = partial(product, "bkhn,rhn->bkr")
+    sum_heads: Callable[[jax.Array], jax.Array] = _sum_heads
+
+
+EINSUMS = RowProducts()
 
 
 def _shared(rotary: jax.Array, heads: int, like: jax.Array) -> jax.Array:
@@ -57,11 +73,16 @@ def drop_masked_rows(arrays: Mapping[str, Any], mask: Any) -> Arrays:
     return {**arrays, **dict(zip(rows, values, strict=True))}
 
 
-def expanded(arrays: Mapping[str, Any], precision: Any = None) -> tuple[jax.Array, ...]:
+def expanded(
+    arrays: Mapping[str, Any], precision: Any = None, rows: RowProducts = EINSUMS
+) -> tuple[jax.Array, ...]:
     """q ``[b, q, h, dn + dr]``, k ``[b, k, hk, dn + dr]``, v ``[b, k, hk, dv]``."""
     q, latent, w_kc, w_vc = (arrays[name] for name in LATENT[:4])
     b_q, b_k = arrays.get("b_q"), arrays.get("b_k")
-    k, v = _expand(latent, w_kc, precision), _expand(latent, w_vc, precision)
+    k, v = (
+        rows.expand(latent, weight, precision).astype(result_dtype(latent, weight))
+        for weight in (w_kc, w_vc)
+    )
     if b_k is not None:
         k = jnp.concatenate([k, _shared(b_k, w_kc.shape[1], k)], -1)
     if b_q is not None:
@@ -70,7 +91,11 @@ def expanded(arrays: Mapping[str, Any], precision: Any = None) -> tuple[jax.Arra
 
 
 def gradients(
-    arrays: Mapping[str, Any], dq: jax.Array, dk: jax.Array, dv: jax.Array
+    arrays: Mapping[str, Any],
+    dq: jax.Array,
+    dk: jax.Array,
+    dv: jax.Array,
+    rows: RowProducts = EINSUMS,
 ) -> dict[str, jax.Array]:
     """Returns the gradients of the arrays that ``expanded`` read, in float32 at least."""
     latent, w_kc, w_vc = (arrays[name] for name in LATENT[1:4])
@@ -78,16 +103,12 @@ def gradients(
     dk_nope = dk[..., :nope]
     by_name = {
         "query": dq,
-        "key_value": product("bkhn,rhn->bkr", dk_nope, w_kc) + product("bkhn,rhn->bkr", dv, w_vc),
+        "key_value": rows.contract(dk_nope, w_kc) + rows.contract(dv, w_vc),
         "w_kc": product("bkr,bkhn->rhn", latent, dk_nope),
         "w_vc": product("bkr,bkhn->rhn", latent, dv),
     }
     if "b_k" in arrays:
-        by_name["b_k"] = _sum_heads(dk[..., nope:])
+        by_name["b_k"] = rows.sum_heads(dk[..., nope:])
     if "b_q" in arrays:
-        by_name["query"], by_name["b_q"] = dq[..., :nope], _sum_heads(dq[..., nope:])
+        by_name["query"], by_name["b_q"] = dq[..., :nope], rows.sum_heads(dq[..., nope:])
     return by_name
-
-
-def _sum_heads(x: jax.Array) -> jax.Array:
-    return jnp.sum(x, 2, dtype=result_dtype(x.dtype, jnp.float32))

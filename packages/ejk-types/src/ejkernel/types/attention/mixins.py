@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.attention.latent import (
+    EINSUMS,
     LATENT,
     Arrays,
+    RowProducts,
     drop_masked_rows,
     expanded,
     gradients,
@@ -179,18 +181,24 @@ def _rows_see_tiles(problem: Problem, tile_q: int, tile_kv: int) -> bool:
 class FromLatent:
     """Latent attention by a kernel of flash attention, the next of its base classes."""
 
+    def row_products(self, work: Any) -> RowProducts:
+        """Returns the matmuls around the kernel."""
+        return EINSUMS
+
     def forward(self, work: Any, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         return super().forward(work, self._flash(work, arrays)[1])  # ty: ignore[missing-attribute]
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         latent, flash = self._flash(work, arrays)
         flash_gradients = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
-        return gradients(latent, *(flash_gradients.pop(name) for name in "qkv")) | flash_gradients
+        qkv = (flash_gradients.pop(name) for name in "qkv")
+        return gradients(latent, *qkv, self.row_products(work)) | flash_gradients
 
     def _flash(self, work: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the arrays that only latent attention has, and the arrays of flash attention."""
         latent = {name: x for name, x in arrays.items() if name in LATENT}
         flash = {name: x for name, x in arrays.items() if name not in LATENT}
         latent = drop_masked_rows(latent, arrays["mask"])
-        q, k, v = (x.astype(work.problem.dtype) for x in expanded(latent))
+        qkv = expanded(latent, rows=self.row_products(work))
+        q, k, v = (x.astype(work.problem.dtype) for x in qkv)
         return latent, flash | {"q": q, "k": k, "v": v}

@@ -21,6 +21,10 @@ ITEMSIZE = {
 }
 """Bytes of an element, by the dtypes that kernels read caches in."""
 
+# of every batch-invariant call:
+INVARIANT_PAGES = 2**16  # of a table, of any width
+INVARIANT_ROWS = 2**16  # of a ragged call, of any number of rows
+
 
 @dataclass(frozen=True)
 class PagedProblem:
@@ -122,6 +126,10 @@ class PagedProblem:
         """Returns whether keys and values are stored in 8 bits."""
         return ITEMSIZE[self.key_dtype] == ITEMSIZE[self.value_dtype] == 1
 
+    def of_sequence(self) -> Self:
+        """Returns the problem of one sequence, with a table and a cache of fixed sizes."""
+        return replace(self, batch=1, pages=1, max_pages=INVARIANT_PAGES if self.max_pages else 1)
+
     def folded(self, size: int, pages: int) -> Self:
         """Returns this problem ``size`` times along the batch axis, over ``pages`` pages."""
         return replace(self, batch=self.batch * size, pages=pages)
@@ -194,3 +202,8 @@ class RaggedProblem:
     def sequences(self) -> int:
         """Sequences, those without rows included."""
         return self.paged.batch
+
+    def of_sequence(self) -> Self:
+        """Returns the problem of one sequence, of which no other one's rows say anything."""
+        paged = self.paged.of_sequence()
+        return replace(self, paged=paged, rows=INVARIANT_ROWS, max_query_len=None)

@@ -21,10 +21,7 @@ from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import ITEMSIZE, LatentProblem, PagedProblem, RaggedProblem
 
 MAX_LATENT, MAX_ROPE = 512, 128
-# of every batch-invariant call:
-INVARIANT_SPLITS = 16  # of a sequence; one with 8 heads fills a GPU
-INVARIANT_PAGES = 2**16  # of a table, of any width
-INVARIANT_ROWS = 2**16  # of a ragged call, of any number of rows
+INVARIANT_SPLITS = 16  # of a sequence in every batch-invariant call; one with 8 heads fills a GPU
 
 
 class CacheKernel(XlaGradients, TritonKernel, StagedKernel):
@@ -46,7 +43,7 @@ class DecodeKernel(CacheKernel):
     }
 
     def sequence_problem(self, problem: PagedProblem) -> PagedProblem:
-        return replace(_of_any_batch(problem), num_splits=problem.num_splits)
+        return problem.of_sequence()
 
     def fix_order(self, tiles: DecodeTiles) -> DecodeTiles:
         # equal work ranges would cut a sequence where others end
@@ -187,7 +184,7 @@ class RaggedKernel(CacheKernel):
     neighbours = staticmethod(ragged_tiles.neighbours)
 
     def sequence_problem(self, problem: RaggedProblem) -> RaggedProblem:
-        return replace(problem, paged=_of_any_batch(problem.paged), rows=INVARIANT_ROWS)
+        return problem.of_sequence()
 
     def fix_order(self, tiles: RaggedTiles) -> RaggedTiles:
         # the keys of a tile stay together, as their splits would follow from all sequences
@@ -268,12 +265,6 @@ class RaggedPageAttentionv3(RaggedKernel):
         if not problem.paged.heads:
             return "queries: without heads"
         return super().unsupported_reason(problem, target)
-
-
-def _of_any_batch(problem: PagedProblem) -> PagedProblem:
-    """Returns the problem of one sequence, with a table and a cache of fixed sizes."""
-    pages = 1 if not problem.max_pages else INVARIANT_PAGES
-    return replace(problem, batch=1, pages=1, max_pages=pages)
 
 
 page_attention = PageAttention()

@@ -55,15 +55,25 @@ def run_by_rows(call: Any, a: Mapping[str, Any], run: Callable[..., Any]) -> Any
     return jax.tree.map(lambda x: x[:size, 0], outputs)
 
 
+def lengthen(
+    lens: jax.Array, tables: jax.Array, page_size: int, pages: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the lengths, within their tables, and the tables, long enough for a full step.
+
+    ``pages``: the pages of a step, None where steps are no longer than ``MIN_CACHE``.
+    """
+    page_size, width = max(page_size, 1), tables.shape[1]
+    missing = max(0, -(-MIN_CACHE // page_size) - width, (pages or 0) - width)
+    tables = jnp.pad(tables, ((0, 0), (0, missing)), constant_values=-1)
+    return jnp.clip(lens, 0, width * page_size), tables
+
+
 def _lengthen(a: dict[str, Any]) -> None:
     """Makes caches long enough for full steps, whatever the width of tables; lengths stay."""
     if "block_tables" in a:
         cache = a["latent_cache"] if "latent_cache" in a else a["key_cache"]
-        page_size, tables = max(cache.shape[1], 1), a["block_tables"]
-        capacity = tables.shape[1] * page_size
-        a["context_lens"] = jnp.clip(a["context_lens"], 0, capacity)
-        missing = max(0, -(-MIN_CACHE // page_size) - tables.shape[1])
-        a["block_tables"] = jnp.pad(tables, ((0, 0), (0, missing)), constant_values=-1)
+        names = ("context_lens", "block_tables")
+        a |= zip(names, lengthen(*(a[name] for name in names), cache.shape[1]), strict=True)
     elif "sequence_end" in a:
         length = a["key"].shape[1]
         a["sequence_end"] = jnp.clip(a["sequence_end"], 0, length)

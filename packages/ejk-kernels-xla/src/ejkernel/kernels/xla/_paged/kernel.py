@@ -40,7 +40,13 @@ class SplitKernel(XlaKernel):
 
 
 class GroupKernel(XlaKernel):
-    """A kernel of ``Groups``, which follow from the shapes."""
+    """A kernel of ``Groups``, which follow from the shapes.
+
+    Batch-invariant calls have a loop for every tile of rows (``ragged.shape_of_sequences``).
+    """
+
+    def variant_reason(self, problem: Any) -> str | None:
+        return None
 
     def choose(self, problem: Any, target: Any) -> Groups:
         return Groups()

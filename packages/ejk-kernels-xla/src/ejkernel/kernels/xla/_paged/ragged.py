@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.xla._common.by_rows import lengthen
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._paged.core import NEG_INF, Tiles, Tree
 from ejkernel.kernels.xla._paged.decode import attend_call, step_tokens
@@ -17,23 +18,27 @@ from ejkernel.types.arrays import at_most, is_symbolic, size_of
 
 # query rows of a group of tiles: enough for a dot to be worth its launch
 GROUP_ROWS = 256
+# of a tile of a batch-invariant call, whatever the rows of the call
+SEQUENCE_ROWS = 16
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``tokens`` packed rows of ``sequences``; ``rows`` per tile, ``group`` tiles per loop."""
+    """``tokens`` packed rows of ``sequences``; ``rows`` per tile, ``group`` tiles per loop, and
+    ``unused`` tiles more."""
 
     tokens: int
     sequences: int
     rows: int
     group: int
+    unused: int = 0
 
     @property
     def tiles(self) -> int:
         """Upper bound of the number of tiles: each sequence has at most one partial tile."""
         if self.rows == 1:
-            return self.tokens
-        return self.tokens // self.rows + at_most(self.sequences, self.tokens)
+            return self.tokens + self.unused
+        return self.tokens // self.rows + at_most(self.sequences, self.tokens) + self.unused
 
 
 def choose_shape(tokens: int, sequences: int, rows: int | None = None) -> Shape:
@@ -46,6 +51,12 @@ def choose_shape(tokens: int, sequences: int, rows: int | None = None) -> Shape:
     # a symbolic number of tiles is a multiple of 1 alone
     group = 1 if is_symbolic(tokens) else max(1, min(GROUP_ROWS // rows, shape.tiles))
     return Shape(tokens, sequences, rows, group)
+
+
+def shape_of_sequences(tokens: int, sequences: int, rows: int | None = None) -> Shape:
+    """Tiles of a fixed number of rows, one to a loop: no sequence is computed with another one."""
+    # one more than needed: XLA turns a loop of one pass into no loop, and fuses its body otherwise
+    return Shape(tokens, sequences, max(1, rows or SEQUENCE_ROWS), 1, unused=1)
 
 
 def tile_queries(
@@ -105,15 +116,25 @@ def attend_ragged(
     sinks: jax.Array | None,
     logit_scales: tuple[Any, ...],
     v_scale: jax.Array | None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Read-only attention over either form of combined pages; ``logit_scales`` are multiplied.
 
     Returns the output in the queries' dtype, and lse ``[tokens, heads]``, -inf for padding.
     """
     (t, h, d), kv_heads = queries.shape, sequences.kv_heads
+    if batch_invariant:
+        lens, tables = lengthen(
+            sequences.lens,
+            sequences.tables,
+            sequences.pages.shape[1],
+            groups.num_kv_pages_per_block,
+        )
+        sequences = replace(sequences, lens=lens, tables=tables)
     pages, tables = sequences.pages, sequences.tables
     table = Tables(pages.shape[1], pages.shape[0], tables.shape[1])
-    shape = choose_shape(t, tables.shape[0], groups.num_queries_per_block)
+    choose = shape_of_sequences if batch_invariant else choose_shape
+    shape = choose(t, tables.shape[0], groups.num_queries_per_block)
     row_bytes = shape.group * 2 * kv_heads * d * queries.dtype.itemsize
     tokens = step_tokens(table, table.capacity, row_bytes, groups.num_kv_pages_per_block)
     if t == 0 or tables.shape[0] == 0:

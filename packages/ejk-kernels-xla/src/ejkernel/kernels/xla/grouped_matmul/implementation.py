@@ -25,12 +25,16 @@ class GroupedMatmul(XlaKernel):
     The cost is that of the rows: about ``2 k n (sum(group_sizes) + g * block_m / 2)`` operations,
     accumulated in float32 at least. ``cfg``: ``block_m``, the number of rows per step.
     Differentiable to every order, forward and reverse, in lhs, rhs and existing_out. Matrices of
-    8-bit values are converted a tile at a time.
+    8-bit values are converted a tile at a time. Batch-invariant calls have a step for every row,
+    which reads its matrix again.
     """
 
     call = calls.GroupedMatmul
     reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision", "rhs_scale"}
     partitioned = True  # the compiler would gather what a loop over rows reads
+
+    def variant_reason(self, problem: Any) -> str | None:
+        return None
 
     def choose(self, problem: Any, target: Any) -> RowTile:
         return row_tile(problem.lhs.shape[0], problem.rhs.shape[0])
@@ -45,7 +49,8 @@ class GroupedMatmul(XlaKernel):
         p, lhs, rhs = work.problem, arrays["lhs"], arrays["rhs"]
         dtype = p.preferred_element_type or result_dtype(lhs, rhs)
         accumulate = result_dtype(lhs, rhs, jnp.float32, jax.dtypes.canonicalize_dtype(dtype))
-        plan = Plan(work.tiles.block_m, p.transpose_rhs, p.precision, accumulate)
+        tile, alone = work.tiles.block_m, work.batch_invariant
+        plan = Plan(tile, p.transpose_rhs, p.precision, accumulate, alone)
         rows, groups = lhs.shape[0], rhs.shape[0]
         if groups == 0:
             out = jnp.zeros((rows, rhs.shape[1 if p.transpose_rhs else 2]), accumulate)

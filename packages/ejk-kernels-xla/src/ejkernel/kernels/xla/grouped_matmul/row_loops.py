@@ -13,7 +13,7 @@ Bound: 2 m k n flops. On a CPU the tile keeps [tile, k] and [tile, n] in the cac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -28,16 +28,18 @@ class Plan:
     """Static properties of a grouped matmul.
 
     ``transposed``: the matrices are ``[g, n, k]``. ``tile``: rows per step. ``dtype``: of the
-    accumulation and the result.
+    accumulation and the result. ``alone``: a row times its matrix is a step of its own, so that its
+    bits follow from no other row, nor from its place in a tile.
     """
 
     tile: int
     transposed: bool
     precision: Any
     dtype: Any
+    alone: bool = False
 
     def flipped(self) -> Plan:
-        return Plan(self.tile, not self.transposed, self.precision, self.dtype)
+        return replace(self, transposed=not self.transposed)
 
     def dot(self, a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
         dims = (((contract[0],), (contract[1],)), ((), ()))
@@ -82,8 +84,8 @@ def rows_matmul(
     lhs: jax.Array, rhs: jax.Array, starts: jax.Array, ends: jax.Array, *, plan: Plan
 ) -> jax.Array:
     """``lhs`` [m, k] and ``rhs`` [g, k, n] -> [m, n]."""
-    length, tile = lhs.shape[0], at_most(plan.tile, lhs.shape[0])
-    lhs = _with_room(lhs, tile)
+    length, tile = lhs.shape[0], at_most(1 if plan.alone else plan.tile, lhs.shape[0])
+    lhs = jnp.pad(lhs, ((0, 1), (0, 0))) if plan.alone else _with_room(lhs, tile)
     m, n = lhs.shape[0], rhs.shape[1 if plan.transposed else 2]
     out = vary(jnp.zeros((m, n), plan.dtype), varying_axes(lhs))
     if 0 in (*lhs.shape, *rhs.shape):

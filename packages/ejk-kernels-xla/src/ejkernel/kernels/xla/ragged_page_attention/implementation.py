@@ -45,6 +45,7 @@ class RaggedPageAttention(GroupKernel):
             sinks=arrays.get("softmax_aux"),
             logit_scales=(p.softmax_scale, arrays.get("k_scale")),
             v_scale=arrays.get("v_scale"),
+            batch_invariant=work.batch_invariant,
         )
         return outputs, ()
 

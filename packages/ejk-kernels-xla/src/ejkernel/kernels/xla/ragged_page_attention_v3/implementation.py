@@ -57,6 +57,7 @@ class RaggedPageAttentionv3(GroupKernel):
             sinks=arrays.get("softmax_aux"),
             logit_scales=(work.problem.softmax_scale, q_scale, k_scale),
             v_scale=v_scale,
+            batch_invariant=work.batch_invariant,
         )
         return (out, lse, cache), ()
 

@@ -40,6 +40,9 @@ class CausalConv1D(PallasKernel):
     def problem(self, a: Mapping[str, Any]) -> ConvolutionProblem:
         return ConvolutionProblem.from_call(a, _unsupported(a))
 
+    def variant_reason(self, problem: ConvolutionProblem) -> str | None:
+        return None  # a row is a sum of its taps, in their order, wherever in a block it lies
+
     def unsupported_reason(self, problem: ConvolutionProblem, target: Chip) -> str | None:
         return problem.unsupported or None
 

@@ -155,12 +155,13 @@ def block_lists(
         visible_tiles, full_tiles = visible_tiles.swapaxes(2, 3), full_tiles.swapaxes(2, 3)
     length, block = (rules.q_len, tiles[0]) if transposed else (rules.kv_len, tiles[1])
     # a last block may be cut
-    full_tiles = full_tiles & (np.arange(visible_tiles.shape[-1]) < length // block)
+    is_whole = np.arange(visible_tiles.shape[-1]) < length // block
+    full_tiles = full_tiles & is_whole.reshape((1,) * (full_tiles.ndim - 1) + (-1,))
     is_known = isinstance(visible_tiles, np.ndarray) and isinstance(full_tiles, np.ndarray)
     xp: Any = np if is_known else jnp
     order = xp.argsort(~visible_tiles, axis=-1, stable=True)
     full_tiles = xp.broadcast_to(full_tiles, visible_tiles.shape)
-    items = 2 * order + xp.take_along_axis(full_tiles, order, axis=-1)
+    items = 2 * order + xp.take_along_axis(full_tiles, order, axis=-1).astype(order.dtype)
     count = visible_tiles.sum(axis=-1, keepdims=True)
     if is_known:
         items = items[..., : max(int(count.max(initial=0)), 1)]

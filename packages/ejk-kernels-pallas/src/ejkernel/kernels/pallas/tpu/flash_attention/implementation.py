@@ -32,12 +32,15 @@ from ejkernel.kernels.pallas.tpu.flash_attention.unshifted import (
     forward_unshifted,
     unshifted_layout,
 )
+from ejkernel.kernels.pallas.tpu.grouped_matmul.implementation import grouped_matmul
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
 from ejkernel.types.attention.context.kernel import ContextParallel
+from ejkernel.types.attention.latent import EINSUMS, RowProducts
 from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
+from ejkernel.types.attention.row_products import products_in_order
 from ejkernel.types.calls import arguments
 from ejkernel.types.calls.shared_sequence import ShardedCall
 from ejkernel.types.masks.hidden import cleared, seen_keys
@@ -69,6 +72,13 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         # raises for masks that tiles have no rules for
         self.call.read_mask(a, lambda mask: tile_rules(mask, p.q_len, p.kv_len))
         return p
+
+    def variant_reason(self, problem: Problem) -> str | None:
+        # other operations with these kernels do more around them
+        return None if self.call is calls.FlashAttention else super().variant_reason(problem)
+
+    def sequence_problem(self, problem: Problem) -> Problem:
+        return replace(problem, batch=1)
 
     def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
         if problem.dtype not in DTYPES:
@@ -186,6 +196,12 @@ class FlashMLA(FromLatent, FlashAttention):
 
     call = calls.FlashMLA
     reads = arguments.FLASH_MLA
+
+    def variant_reason(self, problem: Problem) -> str | None:
+        return None
+
+    def row_products(self, work: Work) -> RowProducts:
+        return products_in_order(grouped_matmul) if work.batch_invariant else EINSUMS
 
 
 flash_attention = FlashAttention()

@@ -71,7 +71,7 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
 
     @pl.when(at.opens)
     def _open() -> None:
-        dstate_ref[...] = jnp.where(at.sequence < p.states, dfinal_ref[0, 0], 0.0)
+        dstate_ref[...] = jnp.where(at.sequence < p.total_states, dfinal_ref[0, 0], 0.0)
 
     dstate = dstate_ref[...]
     for chunk in chunk_order(t, against):
@@ -99,7 +99,7 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
         dstate = gates.state_gradient(do, dv, dstate)
     dstate_ref[...] = dstate
 
-    @pl.when(at.closes & (at.sequence < p.states))
+    @pl.when(at.closes & (at.sequence < p.total_states))
     def _close() -> None:
         dinitial_ref[0, 0] = dstate_ref[...]
 
@@ -129,7 +129,7 @@ def backward(
     outputs.append((specs.gates, (p.heads, 1, p.total), "float32"))
     of_gates = row_shape(p, p.dim, p.heads) if p.channels else (p.heads, 1, p.total)
     outputs += [(spec, of_gates, "float32") for spec in gate_spec(p, specs)]
-    outputs.append((specs.states, (p.states, p.heads, *state), "float32"))
+    outputs.append((specs.states, (p.total_states, p.heads, *state), "float32"))
     inside = 8 * CHUNK * (p.dim + p.value_dim) + 28 * CHUNK * CHUNK
     return pl.pallas_call(
         functools.partial(_kernel, p, t),

@@ -53,7 +53,7 @@ def as_column(x: jax.Array) -> jax.Array:
 
 def along(x: jax.Array, y: jax.Array) -> jax.Array:
     """Returns the dots of the rows ``[CHUNK, 1]``."""
-    return jnp.sum(x * y, axis=1, keepdims=True)
+    return jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1, keepdims=True)
 
 
 def is_pair(level: int, reverse: bool) -> jax.Array:

@@ -121,7 +121,7 @@ def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
         state = gates.next_state(update, state)
     state_ref[...] = state
 
-    @pl.when(at.closes & (at.sequence < p.states))
+    @pl.when(at.closes & (at.sequence < p.total_states))
     def _close() -> None:
         final_ref[0, 0] = state_ref[...]
 
@@ -147,7 +147,7 @@ def forward(
     state = (p.dim, p.value_dim)
     outputs = [
         (specs.rows(p.value_dim), row_shape(p, p.value_dim, p.heads), p.out),
-        (specs.states, (p.states, p.heads, *state), "float32"),
+        (specs.states, (p.total_states, p.heads, *state), "float32"),
     ]
     if keep:
         chunks = schedule.segment.shape[0] * t.chunks

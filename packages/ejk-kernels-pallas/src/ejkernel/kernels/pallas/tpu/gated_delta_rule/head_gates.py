@@ -54,7 +54,7 @@ class HeadGates(Gates):
 
     def state_gradient(self, do: jax.Array, dv: jax.Array, dstate: jax.Array) -> jax.Array:
         p, rows, decay = self.p, self.rows, self.decay
-        do = times(rows.q_factor * p.scale, decay.since) * do
+        do = times(rows.q_factor * p.scale, decay.since) * do.astype(jnp.float32)
         dstate = times(dstate, decay.total) + dot(p, rows.q, do, (0, 0))
         return dstate - dot(p, rows.k, times(rows.k_factor, decay.since) * dv, (0, 0))
 

@@ -16,8 +16,10 @@ from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem, choose
 from ejkernel.kernels.pallas.tpu.linear_attention.implementation import (
     batched,
     by_head,
+    sum_groups,
     visits_of,
 )
+from ejkernel.kernels.pallas.tpu.linear_attention.problem import variant_reason
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
@@ -41,6 +43,9 @@ class GatedDeltaRule(PallasKernel):
     def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
         return problem.unsupported or None
 
+    def variant_reason(self, problem: Problem) -> str | None:
+        return variant_reason(problem, self.choose(problem, self.target()))
+
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         return self._forward(work, arrays, keep=True)
 
@@ -51,7 +56,7 @@ class GatedDeltaRule(PallasKernel):
         p = work.problem
         state = arrays.get("initial_state")
         if state is None:
-            state = jnp.zeros((p.states, p.heads, p.dim, p.value_dim), jnp.float32)
+            state = jnp.zeros((p.total_states, p.heads, p.dim, p.value_dim), jnp.float32)
         o, final, *before = forward(
             *(p, work.tiles, work.target, visits_of(work, arrays)),
             _operands(p, arrays, "query", "key", "value"),
@@ -70,8 +75,7 @@ class GatedDeltaRule(PallasKernel):
         )
         dq, dk, dv = (batched(p, x, p.heads) for x in (dq, dk, dv))
         if p.group > 1:
-            shape = (*dk.shape[:2], p.kv_heads, p.group, -1)
-            dq, dk = (jnp.sum(x.reshape(shape), axis=3) for x in (dq, dk))
+            dq, dk = (sum_groups(work, x) for x in (dq, dk))
         gradients = {"query": dq, "key": dk, "value": dv, "initial_state": dinitial}
         gradients["beta"] = _batched_factors(p, dbeta)
         if dgate:

@@ -86,7 +86,8 @@ def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
             at = pl.multiple_of(i * chunk, chunk)
             add(pl.ds(at, chunk), left - at if divided else None)
 
-        lax.fori_loop(0, t.inner // chunk, multiply_chunk, None)
+        if chunk <= t.inner:
+            lax.fori_loop(0, t.inner // chunk, multiply_chunk, None)
         tail = t.inner // chunk * chunk
         if tail < t.inner:
             add(pl.ds(tail, t.inner - tail), left - tail if divided else None)

@@ -23,6 +23,7 @@ from ejkernel.types.calls import arguments
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
 
 DTYPES = ("bfloat16", "float32")
+INVARIANT_ROWS = 1024  # of a group in every batch-invariant call, whatever the number of rows
 EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -44,6 +45,12 @@ class GroupedMatmul(PallasKernel):
     def problem(self, a: Mapping[str, Any]) -> GroupedProblem:
         dtype = result_dtype(a["lhs"].dtype, a["rhs"].dtype).name
         return GroupedProblem.from_call(a, precision_level(a["precision"], dtype) or "")
+
+    def variant_reason(self, problem: GroupedProblem) -> str | None:
+        return None  # the matrix units multiply every row of a block alike
+
+    def sequence_problem(self, problem: GroupedProblem) -> GroupedProblem:
+        return replace(problem, batch=1, rows=INVARIANT_ROWS * problem.groups)
 
     def unsupported_reason(self, problem: GroupedProblem, target: Chip) -> str | None:
         p, allowed = problem, " and ".join(DTYPES)
@@ -67,23 +74,39 @@ class GroupedMatmul(PallasKernel):
         return not_differentiable(operands, self.call.FORWARD_ONLY)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, rhs = work.problem, arrays["rhs"]
+        p, lhs, existing = _with_whole_block(work, arrays["lhs"], arrays.get("existing_out"))
+        rhs = arrays["rhs"]
         rhs, scale = (rhs, _scale(arrays, p)) if p.stored else (rhs.astype(p.dtype), None)
-        lhs = arrays["lhs"].astype(p.dtype)
-        existing = arrays.get("existing_out")
         where = work.tiles.fwd, work.target
-        return (forward(p, *where, lhs, rhs, *_groups(arrays), existing, scale),), ()
+        out = forward(p, *where, lhs.astype(p.dtype), rhs, *_groups(arrays), existing, scale)
+        return (out[: work.problem.rows],), ()
 
     def backward(
         self, work: Work, arrays: Arrays, outputs: Any, saved: Any, cotangents: Any
     ) -> Mapping[str, Any]:
-        p, t, chip, (dout,) = work.problem, work.tiles, work.target, cotangents
-        lhs, rhs, cut = (x.astype(p.dtype) for x in (arrays["lhs"], arrays["rhs"], dout))
+        t, chip, (dout,) = work.tiles, work.target, cotangents
+        p, cut, lhs = _with_whole_block(work, dout, arrays["lhs"])
+        lhs, rhs, cut = (x.astype(p.dtype) for x in (lhs, arrays["rhs"], cut))
+        dlhs = forward(p.flipped(), t.dlhs, chip, cut, rhs, *_groups(arrays))
         gradients = {
-            "lhs": forward(p.flipped(), t.dlhs, chip, cut, rhs, *_groups(arrays)),
+            "lhs": dlhs[: work.problem.rows],
             "rhs": weights(p, t.drhs, chip, lhs, cut, *_groups(arrays)),
         }
         return gradients | ({"existing_out": dout} if p.added else {})
+
+
+def _with_whole_block(
+    work: Work, x: jax.Array, other: Any
+) -> tuple[GroupedProblem, jax.Array, Any]:
+    """Returns the problem and the arrays, of which ``other`` may be None, with rows for one block
+    at least: a batch-invariant call has the blocks of other calls."""
+    p, t = work.problem, work.tiles
+    missing = max(t.fwd.rows, t.dlhs.rows, t.drhs.rows) - p.rows
+    if not work.batch_invariant or missing <= 0:
+        return p, x, other
+    rows = ((0, missing), (0, 0))
+    other = None if other is None else jnp.pad(other, rows)
+    return replace(p, rows=p.rows + missing), jnp.pad(x, rows), other
 
 
 def _groups(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:

@@ -62,8 +62,12 @@ class GroupedTiles:
 
     @property
     def fields(self) -> dict[str, int]:
-        """Returns the forward tiles as fields of the config."""
-        return {theirs: getattr(self.fwd, mine) for mine, theirs in CONFIG.items()}
+        """Returns the forward tiles as fields of the config, which holds powers of two.
+
+        Other sizes follow from the shapes again, like the chunk.
+        """
+        sizes = {theirs: getattr(self.fwd, mine) for mine, theirs in CONFIG.items()}
+        return {name: n for name, n in sizes.items() if 16 <= n <= 1024 and n.bit_count() == 1}
 
     def apply_config(self, cfg: Any, problem: GroupedProblem, target: Chip) -> GroupedTiles:
         """These tiles with what a config says of the forward kernel, in whole registers."""

@@ -97,8 +97,10 @@ def decay_of(order: Order, gate: jax.Array | None) -> Decay:
 
 
 def times(x: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """Returns ``x`` times a factor, which None leaves out."""
-    return x if factor is None else x * factor
+    """Returns ``x`` times a factor, in its dtype, which None leaves out."""
+    if factor is None:
+        return x
+    return factor * (x.astype(factor.dtype) if isinstance(x, jax.Array) else x)
 
 
 def masked_rows(x: jax.Array, inside: jax.Array) -> jax.Array:

@@ -14,9 +14,15 @@ from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.tpu.common.segments import Visits, visits
 from ejkernel.kernels.pallas.tpu.linear_attention.backward import backward
 from ejkernel.kernels.pallas.tpu.linear_attention.forward import forward, in_lanes
-from ejkernel.kernels.pallas.tpu.linear_attention.problem import Problem, choose, problem_of
+from ejkernel.kernels.pallas.tpu.linear_attention.problem import (
+    Problem,
+    choose,
+    problem_of,
+    variant_reason,
+)
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.softmax import sum_by_halves
 from ejkernel.types.calls import arguments
 
 
@@ -30,6 +36,9 @@ class LinearAttention(PallasKernel):
 
     def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
         return problem.unsupported or None
+
+    def variant_reason(self, problem: Problem) -> str | None:
+        return variant_reason(problem, self.choose(problem, self.target()))
 
     def log_decays(self, work: Work, arrays: Arrays) -> jax.Array | None:
         """Returns the sum of the log decays, float32 ``[heads, 1, rows]``."""
@@ -79,8 +88,7 @@ class LinearAttention(PallasKernel):
         )
         dq, dk, dv = (batched(p, x, p.heads) for x in (dq, dk, dv))
         if p.group > 1:
-            shape = (*dk.shape[:2], p.kv_heads, p.group, -1)
-            dk, dv = (jnp.sum(x.reshape(shape), axis=3) for x in (dk, dv))
+            dk, dv = (sum_groups(work, x) for x in (dk, dv))
         gradients = {"query": dq, "key": dk, "value": dv, "initial_state": dinitial}
         if dgate:
             gate = dgate[0].reshape(p.heads, p.batch, p.rows)
@@ -113,6 +121,14 @@ def batched(p: Problem, x: jax.Array, heads: int) -> jax.Array:
     if x.shape[0] == heads and not in_lanes(x.shape[2]):
         return jnp.moveaxis(x.reshape(heads, p.batch, p.rows, -1), 0, 2)
     return x.reshape(p.batch, p.rows, heads, -1)
+
+
+def sum_groups(work: Work, x: jax.Array) -> jax.Array:
+    """Returns the sums ``[batch, rows, kv heads, d]`` over the heads that share a key."""
+    shape = (*x.shape[:2], work.problem.kv_heads, work.problem.group, x.shape[3])
+    if work.batch_invariant:
+        return sum_by_halves(jnp.moveaxis(x.reshape(shape), 3, -1))
+    return jnp.sum(x.reshape(shape), axis=3)
 
 
 class RecurrentAttention(LinearAttention):

@@ -98,6 +98,13 @@ def unsupported(a: Mapping[str, Any], *, channels: bool = False) -> str:
     return ""
 
 
+def variant_reason(p: Problem, tiles: Tiles) -> str | None:
+    """Returns None where every block has the rows of one batch row, at the same place in it."""
+    if p.rows % tiles.rows == 0:
+        return None
+    return f"query: {p.rows} rows are not batch-invariant, only multiples of {tiles.rows}"
+
+
 def choose(p: Problem, chip: Chip, tiles: type[Tiles] = Tiles, most: int = MAX_CHUNKS) -> Tiles:
     """Returns as many chunks as fill a sequence, at most ``most``.
 

@@ -38,6 +38,11 @@ class MeanPooling(PallasKernel):
     problem = staticmethod(PoolingProblem.from_call)
     choose = staticmethod(tiles.choose)
 
+    def variant_reason(self, problem: PoolingProblem) -> str | None:
+        if self.choose(problem, self.target()).groups:
+            return None  # a block has whole chunks of one batch row
+        return "x: not batch-invariant where blocks of rows begin in another batch row"
+
     def unsupported_reason(self, problem: PoolingProblem, target: Chip) -> str | None:
         if problem.dtype not in DTYPES:
             return f"x: {problem.dtype} is not supported, only {' and '.join(DTYPES)}"

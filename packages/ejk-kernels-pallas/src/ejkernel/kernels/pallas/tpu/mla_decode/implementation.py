@@ -49,6 +49,12 @@ class MLADecode(XlaGradients, PallasKernel, StagedKernel):
             return f"latent_dim: {p.value_dim} is no multiple of {LANES}"
         return tiles.refusal(p, ("latent_cache",), Tiles(1, p.page_size), target)
 
+    def variant_reason(self, problem: LatentProblem) -> str | None:
+        return None  # as page_attention
+
+    def sequence_problem(self, problem: LatentProblem) -> LatentProblem:
+        return problem.of_sequence()
+
     def neighbours(self, problem: LatentProblem, target: Chip, chosen: Tiles) -> Iterable[Tiles]:
         return tiles.neighbours(problem, target, chosen)
 

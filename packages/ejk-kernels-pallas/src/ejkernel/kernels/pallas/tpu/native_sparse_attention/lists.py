@@ -108,7 +108,8 @@ def tile_lists(
     selects = (listed[..., None, :, None] == number[..., :, None, :]).any(-1)
     selects &= (listed < NONE)[..., None, :]
     bits = padded(selects.astype(jnp.int32), words * WORD).reshape(*number.shape[:4], words, WORD)
-    bits = jnp.sum(bits << jnp.arange(WORD, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
+    shifts = jax.lax.broadcasted_iota(jnp.int32, bits.shape, bits.ndim - 1)
+    bits = jnp.sum(bits << shifts, axis=-1, dtype=jnp.int32)
     rows = jnp.concatenate([own_row[..., None], bits], axis=-1).swapaxes(3, 4)
     count = jnp.sum(listed < NONE, axis=-1, keepdims=True, dtype=jnp.int32)
     lists = jnp.concatenate([count, jnp.where(listed < NONE, listed, 0)], axis=-1)

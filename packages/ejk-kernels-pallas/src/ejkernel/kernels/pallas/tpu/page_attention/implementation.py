@@ -49,6 +49,12 @@ class PageAttention(XlaGradients, PallasKernel, StagedKernel):
         one_page = Tiles(1, problem.page_size)
         return tiles.refusal(problem, ("key_cache", "value_cache"), one_page, target)
 
+    def variant_reason(self, problem: PagedProblem) -> str | None:
+        return None  # a sequence is a loop of its own over blocks that begin at its own tokens
+
+    def sequence_problem(self, problem: PagedProblem) -> PagedProblem:
+        return problem.of_sequence()
+
     def neighbours(self, problem: PagedProblem, target: Chip, chosen: Tiles) -> Iterable[Tiles]:
         return tiles.neighbours(problem, target, chosen)
 

@@ -44,6 +44,9 @@ class RaggedDecodeAttention(XlaGradients, PallasKernel, StagedKernel):
     def unsupported_reason(self, problem: PagedProblem, target: Chip) -> str | None:
         return tiles.refusal(problem, ("key", "value"), _legal(problem, ROW_UNIT), target)
 
+    def variant_reason(self, problem: PagedProblem) -> str | None:
+        return "batch_invariant: the last block of keys begins where the length of the cache says"
+
     def choose(self, problem: PagedProblem, target: Chip) -> Tiles:
         p = problem
         rows = min(BLOCK_BYTES // p.token_bytes, tiles.max_columns(p))

@@ -81,6 +81,12 @@ class Ragged(XlaGradients, PallasKernel, StagedKernel):
     def unsupported_reason(self, problem: RaggedProblem, target: Chip) -> str | None:
         return tiles.unsupported_reason(problem, self.cache, target, writes=self.writes)
 
+    def variant_reason(self, problem: RaggedProblem) -> str | None:
+        return None  # blocks of queries and of keys begin at a sequence's own tokens
+
+    def sequence_problem(self, problem: RaggedProblem) -> RaggedProblem:
+        return problem.of_sequence()
+
     def neighbours(self, problem: RaggedProblem, target: Chip, chosen: Tiles) -> Iterable[Tiles]:
         return tiles.neighbours(problem, target, chosen)
 

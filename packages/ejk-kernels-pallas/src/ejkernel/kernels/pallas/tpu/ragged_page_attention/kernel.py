@@ -336,7 +336,7 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
         begins = at.keys == span.first
         sequence = jnp.where(ends, at.after, at.sequence)
         has_next = sequence < count
-        queries = jnp.where(ends, 0, at.queries + ends_queries)
+        queries = jnp.where(ends, 0, at.queries + ends_queries.astype(jnp.int32))
         next_span = copies.span(jnp.minimum(sequence, count - 1), queries)
         keys = jnp.where(ends_queries, next_span.first, at.keys + 1)
         after = lax.cond(ends & has_next, lambda: following(at.after), lambda: at.after)
