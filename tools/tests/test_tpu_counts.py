@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.tpu.copies import count_copies
+from tools.tpu.copies import count_copies, decoding
 from tools.tpu.outside import written_outside
 from tools.tpu.traffic import Traffic, count_traffic
 
@@ -70,6 +70,13 @@ def test_what_is_written_around_a_kernel():
     """Transfers ahead of a kernel, and what lies inside a fusion, do not count."""
     found = [(x.kind, x.bytes) for x in written_outside(PROGRAM)]
     assert found == [("copy", 128 * 8 * 2), ("fusion", 2 * 4 + 4)]
+
+
+def test_decoding_moves_little_more_than_it_reads():
+    from ejktest.cases.paged import PAGED
+
+    traffic = decoding(PAGED["paged"], lens=(300, 520, 77)).traffic("TPU v5 lite")
+    assert 1.0 <= traffic.ratio <= 1.1
 
 
 def test_copies_by_hand_are_counted_by_their_ends():

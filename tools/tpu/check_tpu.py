@@ -105,12 +105,12 @@ def count_all(
     from tools.tpu.calls import sources
 
     device = chips.device(chip)
-    rows = []
+    rows, last = [], {}
     try:
         for name in names:
             kernels = sources(name)
             for source in kernels[:1] if ours and name in COMPARED else kernels:
-                rows += _count(device, dump, source, name, chip, copies=copies)
+                rows += _count(device, dump, source, name, chip, last, copies=copies)
     finally:
         shutil.rmtree(dump)
     with chips.targeting(device):
@@ -120,8 +120,16 @@ def count_all(
 
 
 def _count(
-    device: Any, dump: Path, source: Any, name: str, chip: str, *, copies: bool
+    device: Any,
+    dump: Path,
+    source: Any,
+    name: str,
+    chip: str,
+    last: dict[str, Any],
+    *,
+    copies: bool,
 ) -> list[dict[str, Any]]:
+    """Counts the kernels of a source; ``last``: the program whose code is in ``dump``."""
     from jax.experimental.pallas import tpu as pltpu
     from tools.tpu.cost import integers
     from tools.tpu.llo import kernel_code
@@ -136,18 +144,18 @@ def _count(
     except Exception as error:  # JAX's kernels refuse some head dims
         print(f"{chip} {name}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         return rows
-    compiled = failed = None
-    outside: list[Any] = []
     for cost in costs:
-        if cost.function == failed:
+        key = cost.function if cost.call is None else (id(cost.call), cost.backward)
+        if last.get("failed") == key:
             continue
         start = time.perf_counter()
         try:
-            if cost.function != compiled:
+            if last.get("key") != key:
                 for old in dump.iterdir():
                     old.unlink()
                 program = _program(device, cost)
-                outside, compiled = written_outside(program.as_text()), cost.function
+                last |= {"key": key, "outside": written_outside(program.as_text())}
+            outside = last["outside"]
             code = kernel_code(dump, cost.kernel)
             moved = None
             if cost.call is not None:
@@ -158,7 +166,7 @@ def _count(
             if cost.copies is not None:
                 moved = cost.copies().traffic(device.device_kind) if copies else None
         except Exception as error:
-            failed = cost.function
+            last |= {"failed": key, "key": None}
             print(f"{chip} {name} {cost}: {str(error)[:300]}", file=sys.stderr, flush=True)
             continue
         passes = cost.work / PASS

@@ -110,26 +110,26 @@ def _row_bytes(x: Any) -> int:
     return x.nbytes // (x.shape[0] * x.shape[1])
 
 
-def decoding(call: AbstractCall) -> Counted:
-    """Returns a decoding call over pages, or over contiguous caches, of a few sequences."""
-    rng, lens = np.random.default_rng(0), np.array(DECODED, np.int32)
+def decoding(call: AbstractCall, lens: tuple[int, ...] = DECODED) -> Counted:
+    """Returns a decoding call over pages, or over contiguous caches, of these contexts."""
+    rng, contexts = np.random.default_rng(0), np.array(lens, np.int32)
     batch, (_, heads, dim) = len(lens), call.arrays["query"][0]
     caches = [name for name in CACHES if name in call.arrays]
     shapes: dict[str, Any] = {"query": (batch, heads, dim)}
     if "block_tables" in call.arrays:
         page = call.arrays[caches[0]][0][1]
-        tables, pages = wild_tables(rng, DECODED, page)
+        tables, pages = wild_tables(rng, lens, page)
         shapes |= {name: (pages, *call.arrays[name][0][1:]) for name in caches}
         arrays = _zeros(call, **shapes, block_tables=tables.shape, context_lens=(batch,))
-        arrays |= {"block_tables": jnp.asarray(tables), "context_lens": jnp.asarray(lens)}
+        arrays |= {"block_tables": jnp.asarray(tables), "context_lens": jnp.asarray(contexts)}
     else:
-        shapes |= {name: (batch, max(DECODED), *call.arrays[name][0][2:]) for name in caches}
+        shapes |= {name: (batch, max(lens), *call.arrays[name][0][2:]) for name in caches}
         arrays = _zeros(call, **shapes, sequence_start=(batch,), sequence_end=(batch,))
-        arrays |= {"sequence_end": jnp.asarray(lens)}
-    tokens = sum(_row_bytes(arrays[name]) for name in caches) * int(lens.sum())
+        arrays |= {"sequence_end": jnp.asarray(contexts)}
+    tokens = sum(_row_bytes(arrays[name]) for name in caches) * sum(lens)
     width = LATENT_VALUES if "latent_cache" in caches else dim
     rows = arrays["query"].nbytes + arrays["query"].nbytes * width // dim
-    flops = 2 * int(lens.sum()) * heads * (dim + width)
+    flops = 2 * sum(lens) * heads * (dim + width)
     return Counted(call, arrays, tokens + rows, flops, "ejkernel_decode")
 
 
