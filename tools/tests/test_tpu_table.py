@@ -23,6 +23,7 @@ KEPT = {
 }
 ROW = KEPT | {"part": "decode", "kernel": "paged", "who": "ejkernel"}
 BALANCE = 240.0
+PARTS = ("decode", "decode 8 bits", "ragged")
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def kept(tmp_path, monkeypatch):
 
 
 def test_the_same_counts_are_no_fault():
-    assert table.compare("v5e", [ROW], ["decode"]) == []
+    assert table.compare("v5e", [ROW], ["decode"], PARTS) == []
     assert table.excess("v5e", [ROW], BALANCE) == []
 
 
@@ -54,15 +55,26 @@ def test_the_same_counts_are_no_fault():
     ],
 )
 def test_worse_is_a_fault(change):
-    assert table.compare("v5e", [ROW | change], ["decode"])
+    assert table.compare("v5e", [ROW | change], ["decode"], PARTS)
 
 
 def test_a_kernel_that_is_gone_is_a_fault():
-    assert table.compare("v5e", [], ["decode"]) and not table.compare("v5e", [], ["ragged"])
+    assert table.compare("v5e", [], ["decode"], PARTS) and not table.compare(
+        "v5e", [], ["ragged"], PARTS
+    )
+
+
+def test_kernels_of_another_part_need_not_be_counted():
+    facts = {"chip": {"vmem_mib": 128, "balance": BALANCE}, "versions": ""}
+    table.store("v5e", [ROW | {"part": "decode 8 bits", "kernel": "int8"}], facts)
+    assert table.compare("v5e", [ROW], ["decode"], PARTS) == []
 
 
 def test_other_tiles_count_by_work():
-    assert table.compare("v5e", [ROW | {"tiles": "1024x512", "bundles": 1900}], ["decode"]) == []
+    assert (
+        table.compare("v5e", [ROW | {"tiles": "1024x512", "bundles": 1900}], ["decode"], PARTS)
+        == []
+    )
 
 
 def test_bytes_count_where_memory_may_limit():

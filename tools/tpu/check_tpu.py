@@ -360,7 +360,7 @@ def main() -> None:
             if args.store:
                 table.store(chip, rows, {"chip": facts, "versions": _versions()})
             else:
-                faults += table.compare(chip, rows, args.parts)
+                faults += table.compare(chip, rows, args.parts, PARTS)
     print("\n" + ("\n".join(faults) if faults else "nothing is wrong"))
     sys.exit(bool(faults))
 

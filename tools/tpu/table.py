@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,11 @@ def name_of(row: Row) -> str:
     return f"{row['part']} {row['kernel']}"
 
 
-def compare(chip: str, rows: Sequence[Row], parts: Sequence[str]) -> list[str]:
-    """Returns what is worse than the table has it in our ``rows``, all kernels of some parts."""
+def compare(
+    chip: str, rows: Sequence[Row], parts: Sequence[str], every: Sequence[str]
+) -> list[str]:
+    """Returns what is worse than the table has it in our ``rows``, all kernels of some of ``every``
+    part."""
     kept, faults = load()["costs"].get(chip, {}), []
     counted = {name_of(row): row for row in rows if row["who"] == "ejkernel"}
     for name, row in counted.items():
@@ -66,7 +69,7 @@ def compare(chip: str, rows: Sequence[Row], parts: Sequence[str]) -> list[str]:
         else:
             faults += [f"{chip} {name}: {text}" for text in _worse(row, kept[name])]
     for name in kept.keys() - counted.keys():
-        if any(name.startswith(f"{part} ") for part in parts):
+        if _longest(name, every) in parts:
             faults.append(f"{chip} {name}: in {COSTS.name}, but not counted")
     return faults
 
@@ -94,8 +97,12 @@ def _written(row: Row, before: float | None) -> Iterator[str]:
 
 def reason(name: str) -> str | None:
     """Returns what the program of a kernel writes outside it; None: nothing is known of."""
-    parts = [part for part in OUTSIDE if name.startswith(f"{part} ")]
-    return OUTSIDE[max(parts, key=len)] if parts else None
+    return OUTSIDE.get(_longest(name, OUTSIDE))
+
+
+def _longest(name: str, parts: Iterable[str]) -> str:
+    """Returns the part that a kernel belongs to: some names of parts begin with another's."""
+    return max((part for part in parts if name.startswith(f"{part} ")), key=len, default="")
 
 
 def compare_outside(chip: str, rows: Sequence[Row]) -> list[str]:
