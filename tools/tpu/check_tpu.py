@@ -204,9 +204,15 @@ def _program(device: Any, cost: Any) -> Any:
     if cost.call is not None:
         with chips.targeting(device):
             function, shapes = with_rows_as_projected(cost.call, cost.backward)
-    # a server writes its cache in place: nothing else is an operand and a result
-    writes = cost.call is not None and "kv_cache" in shapes[1]
-    return chips.compile_for(device, function, *shapes, donate=(1,) * writes)
+    if cost.call is None or "kv_cache" not in shapes[1]:
+        return chips.compile_for(device, function, *shapes)
+    # a server's cache is written in place: the result takes the memory of the operand
+    others = {name: x for name, x in shapes[1].items() if name != "kv_cache"}
+
+    def serve(smooth: Any, fixed: Any, cache: Any) -> Any:
+        return function(smooth, {**fixed, "kv_cache": cache})
+
+    return chips.compile_for(device, serve, shapes[0], others, shapes[1]["kv_cache"], donate=(2,))
 
 
 def list_outside(chip: str, names: list[str]) -> list[dict[str, Any]]:

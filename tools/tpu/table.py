@@ -30,7 +30,7 @@ OUTSIDE = {
     "delta": "gates as [heads, rows], states of zeros, sums of gradients over a group's heads",
     "convolution": "taps, bias and the new state",
     "grouped 8 bits": "scales as float32",
-    "pooling packed": "counts of rows that the mask leaves",
+    "pooling": "counts of the rows that a mask leaves",
     "decode": "block tables",
     "ragged": "block tables",
 }
