@@ -68,8 +68,8 @@ ENTRY %main (p: bf16[8,128]) -> f32[8,128] {
 
 def test_what_is_written_around_a_kernel():
     """Transfers ahead of a kernel, and what lies inside a fusion, do not count."""
-    found = [(x.kind, x.bytes) for x in written_outside(PROGRAM)]
-    assert found == [("copy", 128 * 8 * 2), ("fusion", 2 * 4 + 4)]
+    counts = [(x.kind, x.bytes) for x in written_outside(PROGRAM)]
+    assert counts == [("copy", 128 * 8 * 2), ("fusion", 2 * 4 + 4)]
 
 
 def test_decoding_moves_little_more_than_it_reads():

@@ -27,13 +27,13 @@ PARTS = ("decode", "decode 8 bits", "ragged")
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path, monkeypatch):
+def stored_table(tmp_path, monkeypatch):
     """A table of one kernel."""
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"costs": {}, "versions": ""}))
     monkeypatch.setattr(table, "COSTS", path)
-    facts = {"chip": {"vmem_mib": 128, "balance": BALANCE}, "versions": "jax 1, libtpu 2"}
-    table.store("v5e", [ROW], facts)
+    metadata = {"chip": {"vmem_mib": 128, "balance": BALANCE}, "versions": "jax 1, libtpu 2"}
+    table.store("v5e", [ROW], metadata)
     return path
 
 
@@ -65,8 +65,8 @@ def test_a_kernel_that_is_gone_is_a_fault():
 
 
 def test_kernels_of_another_part_need_not_be_counted():
-    facts = {"chip": {"vmem_mib": 128, "balance": BALANCE}, "versions": ""}
-    table.store("v5e", [ROW | {"part": "decode 8 bits", "kernel": "int8"}], facts)
+    metadata = {"chip": {"vmem_mib": 128, "balance": BALANCE}, "versions": ""}
+    table.store("v5e", [ROW | {"part": "decode 8 bits", "kernel": "int8"}], metadata)
     assert table.compare("v5e", [ROW], ["decode"], PARTS) == []
 
 
@@ -93,6 +93,6 @@ def test_of_jax_the_better_tiles_are_kept():
         ROW | {"who": "jax", "tiles": tiles, "per_pass": count}
         for tiles, count in (("8 pages", 12.0), ("16 pages", 11.0), ("32 pages", 13.0))
     ]
-    facts = {"chip": {"vmem_mib": 128, "balance": BALANCE}, "versions": ""}
-    table.store("v5e", [ROW, *theirs], facts)
+    metadata = {"chip": {"vmem_mib": 128, "balance": BALANCE}, "versions": ""}
+    table.store("v5e", [ROW, *theirs], metadata)
     assert table.load()["costs"]["v5e"]["decode paged"]["jax"] == {"jax": [11.0, "16 pages"]}

@@ -95,7 +95,7 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
 def count_all(
     chip: str, names: list[str], *, ours: bool, copies: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns the cost of the kernels of these parts on a chip, and facts of the chip.
+    """Returns the cost of the kernels of these parts on a chip, and metadata of the chip.
 
     With ``ours`` not of JAX's; ``copies``: interpret kernels that copy by hand.
     """
@@ -228,16 +228,16 @@ def list_outside(chip: str, names: list[str]) -> list[dict[str, Any]]:
             with chips.targeting(device):
                 costs = list(source())
             for cost in costs:
-                found = written_outside(_program(device, cost).as_text())
-                size = round(sum(x.bytes for x in found) / 2**20, 1)
+                instructions = written_outside(_program(device, cost).as_text())
+                size = round(sum(x.bytes for x in instructions) / 2**20, 1)
                 row = {"part": name, "kernel": cost.row, "outside_mib": size}
-                rows.append(row | {"outside": [x for x in found if x.bytes > 2**16]})
+                rows.append(row | {"outside": [x for x in instructions if x.bytes > 2**16]})
                 print(f"{chip} {rows[-1]}", file=sys.stderr, flush=True)
     return rows
 
 
 def _slots(steady: Any, passes: float) -> dict[str, float]:
-    """Bundles a pass would take if only one kind of slot were limited: used ones over those of a
+    """Bundles a pass would take if only one kind of slot were limited: used ones over all of a
     bundle."""
     return {
         kind: round(sum(steady.slots[n] / steady.capacity[n] for n in names) / passes, 2)
@@ -360,11 +360,11 @@ def main() -> None:
         if not args.no_cost:
             flags = ["--ours"] * args.ours + ["--no-copies"] * args.no_copies
             child = "--child", "cost", "--chips", chip, *flags, "--parts", *args.parts
-            rows, facts = in_child(*child)
+            rows, metadata = in_child(*child)
             faults += report_cost(chip, rows)
-            faults += table.excess(chip, rows, facts["balance"])
+            faults += table.excess(chip, rows, metadata["balance"])
             if args.store:
-                table.store(chip, rows, {"chip": facts, "versions": _versions()})
+                table.store(chip, rows, {"chip": metadata, "versions": _versions()})
             else:
                 faults += table.compare(chip, rows, args.parts, PARTS)
     print("\n" + ("\n".join(faults) if faults else "nothing is wrong"))

@@ -9,7 +9,7 @@ every copy are added up. Blocks that the pipeline copies are counted by ``traffi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ def count_copies(run: Callable[[], Any], kind: str) -> int:
 
 
 @contextlib.contextmanager
-def _noting() -> Iterator[list[tuple[int, int]]]:
+def _noting() -> Generator[list[tuple[int, int]]]:
     """Yields a list that gets, for each copy, its bytes and how many of its ends are in device
     memory."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
@@ -85,13 +85,13 @@ def _noting() -> Iterator[list[tuple[int, int]]]:
     copies: list[tuple[int, int]] = []
     execute_read = simulator.DMA.execute_read
 
-    def note(copy: Any) -> None:
-        starts = copy.state == simulator.DmaState.STARTED
-        execute_read(copy)
+    def note(self: Any) -> None:
+        starts = self.state == simulator.DmaState.STARTED
+        execute_read(self)
         if starts:
-            spaces = (copy.src_memory_space, copy.dst_memory_space)
+            spaces = (self.src_memory_space, self.dst_memory_space)
             ends = sum(simulator.TPU_MEMORY_SPACE_NAMES[n] in ("any", "hbm") for n in spaces)
-            copies.append((copy.data.nbytes, ends))
+            copies.append((self.data.nbytes, ends))
 
     simulator.DMA.execute_read = note
     try:

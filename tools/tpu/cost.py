@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tools.tpu.copies import Counted
 
 LANES = 128
-LISTED = 4  # of so many blocks of keys, block-sparse attention visits one
+LISTED = 4  # block-sparse attention visits one of this number of blocks
 KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # matmuls of a tile of flash attention
 
 

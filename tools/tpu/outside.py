@@ -1,4 +1,4 @@
-"""What a compiled program writes outside its kernels."""
+"""Instructions of a compiled program that write memory outside its kernels."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def written_outside(program: str) -> list[Written]:
     vector memory, are the reads of the kernel.
     """
     entry = program[program.index("ENTRY ") :]
-    found = []
+    instructions = []
     for line in entry.splitlines():
         match = INSTRUCTION.match(line)
         if match and not match[2].startswith(FREE) and not match[2].endswith(("-start", "-done")):
             arrays = ARRAY.findall(match[1])
             size = sum(SIZES.get(dtype, 4) * _elements(sizes) for dtype, sizes in arrays)
             shapes = ", ".join(f"{dtype}[{sizes}]" for dtype, sizes in arrays)
-            found.append(Written(match[2], shapes, size))
-    return found
+            instructions.append(Written(match[2], shapes, size))
+    return instructions
 
 
 def _elements(sizes: str) -> int:

@@ -1,4 +1,4 @@
-"""The kept costs of TPU kernels: what a run is compared with, and the tables of the documents."""
+"""The stored costs of TPU kernels: what a run is compared with, and the tables of the documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 COSTS = Path(__file__).with_name("costs.json")
-ALLOWED = 1.05  # of the kept counts
+ALLOWED = 1.05  # of the stored counts
 NEGLIGIBLE = 0.2  # MiB that a program may write outside its kernels without being listed
 MOST_MOVED = 1.1  # bytes over the least, where memory may limit a kernel
 # keys come again for each block of queries, in a third of the time that their code takes
@@ -61,14 +61,14 @@ def compare(
 ) -> list[str]:
     """Returns what is worse than the table has it in our ``rows``, all kernels of some of ``every``
     part."""
-    kept, faults = load()["costs"].get(chip, {}), []
+    stored_rows, faults = load()["costs"].get(chip, {}), []
     counted = {name_of(row): row for row in rows if row["who"] == "ejkernel"}
     for name, row in counted.items():
-        if name not in kept:
+        if name not in stored_rows:
             faults.append(f"{chip} {name}: not in {COSTS.name}; --store adds it")
         else:
-            faults += [f"{chip} {name}: {text}" for text in _worse(row, kept[name])]
-    for name in kept.keys() - counted.keys():
+            faults += [f"{chip} {name}: {text}" for text in _worse(row, stored_rows[name])]
+    for name in stored_rows.keys() - counted.keys():
         if _longest(name, every) in parts:
             faults.append(f"{chip} {name}: in {COSTS.name}, but not counted")
     return faults
@@ -107,11 +107,11 @@ def _longest(name: str, parts: Iterable[str]) -> str:
 
 def compare_outside(chip: str, rows: Sequence[Row]) -> list[str]:
     """Returns which programs write more outside their kernels than the table has."""
-    kept = load()["costs"].get(chip, {})
+    stored_rows = load()["costs"].get(chip, {})
     return [
         f"{chip} {name_of(row)}: {text}"
         for row in rows
-        for text in _written(row, kept.get(name_of(row), {}).get("outside_mib"))
+        for text in _written(row, stored_rows.get(name_of(row), {}).get("outside_mib"))
     ]
 
 
@@ -133,22 +133,22 @@ def excess(chip: str, rows: Sequence[Row], balance: float) -> list[str]:
 
 
 def store(chip: str, rows: Sequence[Row], about: dict[str, Any]) -> None:
-    """Keeps the counts of these rows; ``about``: facts of the chip and versions."""
+    """Keeps the counts of these rows; ``about``: metadata of the chip and versions."""
     table = load()
-    kept = table["costs"].setdefault(chip, {})
+    stored_rows = table["costs"].setdefault(chip, {})
     for row in rows:
         if row["who"] == "ejkernel":
             name = name_of(row)
-            before = kept.get(name, {})
+            before = stored_rows.get(name, {})
             others = {"jax": before["jax"]} if "jax" in before else {}
             if row["moved"] is None:  # not interpreted in this run
                 others |= {column: before.get(column) for column in ("moved", "intensity")}
-            kept[name] = {column: row.get(column) for column in KEPT} | others
-    for name in {name_of(row) for row in rows} & kept.keys():
+            stored_rows[name] = {column: row.get(column) for column in KEPT} | others
+    for name in {name_of(row) for row in rows} & stored_rows.keys():
         theirs = [row for row in rows if name_of(row) == name and row["who"] != "ejkernel"]
-        # the slower first: each is kept at its best tiles
+        # the slower first: each is stored at its best tiles
         for row in sorted(theirs, key=lambda row: -row["per_pass"]):
-            kept[name].setdefault("jax", {})[row["who"]] = [row["per_pass"], row["tiles"]]
+            stored_rows[name].setdefault("jax", {})[row["who"]] = [row["per_pass"], row["tiles"]]
     table.setdefault("chips", {})[chip] = about["chip"]
     table["versions"] = about["versions"]
     COSTS.write_text(_dumped(table))
@@ -157,12 +157,14 @@ def store(chip: str, rows: Sequence[Row], about: dict[str, Any]) -> None:
 def _dumped(table: dict[str, Any]) -> str:
     """Returns JSON with a line for each kernel."""
     chips = []
-    for chip, kept in sorted(table["costs"].items()):
-        lines = [f"   {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(kept.items())]
+    for chip, stored_rows in sorted(table["costs"].items()):
+        lines = [
+            f"   {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(stored_rows.items())
+        ]
         chips.append(f"  {json.dumps(chip)}: {{\n" + ",\n".join(lines) + "\n  }")
-    facts = json.dumps(table.get("chips", {}), sort_keys=True)
+    metadata = json.dumps(table.get("chips", {}), sort_keys=True)
     costs, versions = ",\n".join(chips), json.dumps(table["versions"])
-    return f'{{\n "chips": {facts},\n "costs": {{\n{costs}\n }},\n "versions": {versions}\n}}\n'
+    return f'{{\n "chips": {metadata},\n "costs": {{\n{costs}\n }},\n "versions": {versions}\n}}\n'
 
 
 # ---- tables of the documents ---------------------------------------------------------------------
@@ -179,10 +181,10 @@ def page() -> str:
     table = load()
     sections = [f"Counted with {table['versions']}."]
     for chip in CHIPS:
-        facts, kept = table["chips"][chip], table["costs"][chip]
-        memory, balance = facts["vmem_mib"], facts["balance"]
+        metadata, stored_rows = table["chips"][chip], table["costs"][chip]
+        memory, balance = metadata["vmem_mib"], metadata["balance"]
         text = f"{memory} MiB of vector memory; {balance} FLOPs while a byte arrives."
-        rows = [_cells(name, row) for name, row in sorted(kept.items())]
+        rows = [_cells(name, row) for name, row in sorted(stored_rows.items())]
         sections.append(f"## {chip}\n\n{text}\n\n{_table(COLUMNS, rows)}")
     return "\n\n".join(sections)
 
@@ -201,14 +203,16 @@ def _cells(name: str, row: Row) -> list[str]:
 
 
 def comparison() -> str:
-    """Returns bundles a unit of work of each kernel over those of JAX's, for each chip.
+    """Returns bundles a unit of work of each kernel over bundles of JAX's, for each chip.
 
     Where the matrix units take longer than either code, the ratio of times, 1, stands behind it.
     """
-    kept, rows = load()["costs"], []
-    names = {(n, who) for chip in CHIPS for n, row in kept[chip].items() for who in _jax(row)}
+    stored_rows, rows = load()["costs"], []
+    names = {
+        (n, who) for chip in CHIPS for n, row in stored_rows[chip].items() for who in _jax(row)
+    }
     for name, who in sorted(names):
-        cells = [_ratio(kept[chip].get(name), who) for chip in CHIPS]
+        cells = [_ratio(stored_rows[chip].get(name), who) for chip in CHIPS]
         rows.append([name, who.removeprefix("jax "), *cells])
     return _table(("kernel", "JAX's", *CHIPS), rows)
 
@@ -226,25 +230,25 @@ def _ratio(row: Row | None, who: str) -> str:
 
 
 def memory() -> str:
-    """Returns the vector memory of each kernel on each chip, of what the chip has."""
+    """Returns the vector memory of each kernel on each chip, and of each chip."""
     table = load()
-    kept = table["costs"]
-    names = sorted({name for chip in CHIPS for name in kept[chip]})
+    stored_rows = table["costs"]
+    names = sorted({name for chip in CHIPS for name in stored_rows[chip]})
     heads = [f"{chip}: {table['chips'][chip]['vmem_mib']} MiB" for chip in CHIPS]
     rows = []
     for name in names:
-        found = [kept[chip].get(name, {}) for chip in CHIPS]
-        tiles = [f" ({row['tiles']})" if row.get("tiles") else "" for row in found]
-        cells = [f"{row['vmem_mib']:g}" if "vmem_mib" in row else "-" for row in found]
+        stored_cells = [stored_rows[chip].get(name, {}) for chip in CHIPS]
+        tiles = [f" ({row['tiles']})" if row.get("tiles") else "" for row in stored_cells]
+        cells = [f"{row['vmem_mib']:g}" if "vmem_mib" in row else "-" for row in stored_cells]
         rows.append([name, *(c + t for c, t in zip(cells, tiles, strict=True))])
     return _table(("kernel", *heads), rows)
 
 
 def outside() -> str:
     """Returns what programs write outside the kernels, where that is more than little."""
-    kept, rows = load()["costs"], []
-    for name in sorted({name for chip in CHIPS for name in kept[chip]}):
-        sizes = [kept[chip].get(name, {}).get("outside_mib") for chip in CHIPS]
+    stored_rows, rows = load()["costs"], []
+    for name in sorted({name for chip in CHIPS for name in stored_rows[chip]}):
+        sizes = [stored_rows[chip].get(name, {}).get("outside_mib") for chip in CHIPS]
         if any(size is not None and size > NEGLIGIBLE for size in sizes):
             cells = ["-" if size is None else f"{size:g}" for size in sizes]
             rows.append([name, *cells, reason(name) or ""])
