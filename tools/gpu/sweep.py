@@ -4,11 +4,14 @@
     python tools/gpu/sweep.py grouped_matmul --cases qwen3-moe --pass bwd
     python tools/gpu/sweep.py flash_attention --cases option-4k-bias \\
         --set fwd.block_kv=32,64 --set fwd.num_stages=2,3,4
+    python tools/gpu/sweep.py flash_attention --cases 'sweep-d64-*' --platform pallas --pass bwd \\
+        --bits --try bwd.pipelined=1 --try bwd.pipelined=1,bwd.dq_stages=2
 
 Cases are listed by ``ejk shapes OPERATION``. Candidates are the ``neighbours`` that the kernel
 proposes, else its fields halved and doubled, or all combinations of the values that ``--set``
-names: any field of its tiles, whether or not a config has it. Each must give the same values as
-what ships; candidates that do are timed alternately, the slower half leaving after each round, by
+names: any field of its tiles, whether or not a config has it; or the combinations that ``--try``
+gives, one each. Each must give the same values as what ships, with ``--bits`` in two runs the same
+bits; candidates that do are timed alternately, the slower half leaving after each round, by
 the clock of the autotuner (the kernels' own time where they are short); then the fastest and what
 ships once more. ``--pass bwd`` times forward and backward together, and changes the tiles of the
 backward pass alone. The last table has the best of each case next to what ships. Exit status 1: a
@@ -32,6 +35,7 @@ import checkout
 checkout.use()
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 
 from ejkernel.modules.bench.case import case_of  # noqa: E402
 from ejkernel.modules.bench.runner import compile_ahead  # noqa: E402
@@ -110,22 +114,30 @@ class Subject:
     may_guess: bool = True
 
     def candidates(
-        self, pass_name: str, choices: Mapping[str, list[Any]], limit: int
+        self,
+        pass_name: str,
+        choices: Mapping[str, list[Any]],
+        limit: int,
+        combinations: Iterable[Mapping[str, Any]] = (),
     ) -> dict[str, Callable[..., Any]]:
         """Returns functions by the fields that differ; what ships is the first, with all fields.
 
+        ``choices``: values of fields, in all combinations; ``combinations``: given as they are.
+
         Raises:
-            LookupError: ``choices`` names a field that these tiles lack.
+            LookupError: a field is named that these tiles lack.
         """
         shipped = of_pass(flat(self.ships), pass_name)
-        unknown = choices.keys() - shipped.keys()
+        combinations = [dict(values) for values in combinations]
+        unknown = {*choices, *itertools.chain(*combinations)} - shipped.keys()
         if unknown:
             fields = ", ".join(shipped) or "none"
-            raise LookupError(f"--set {', '.join(sorted(unknown))}: {self.name} has {fields}")
+            names = ", ".join(sorted(unknown))
+            raise LookupError(f"--set or --try {names}: {self.name} has {fields}")
         others: Iterable[dict[str, Any]]
-        if choices:
-            values = itertools.product(*choices.values())
-            others = (dict(zip(choices, x, strict=True)) for x in values)
+        if choices or combinations:
+            values = itertools.product(*choices.values()) if choices else ()
+            others = [*(dict(zip(choices, x, strict=True)) for x in values), *combinations]
         else:
             others = [_difference(flat(tiles), shipped) for tiles in self.near]
             others = others if any(others) or not self.may_guess else doublings(shipped)
@@ -192,9 +204,16 @@ class Outcome:
 
 
 def sweep_case(
-    call: Call, candidates: Mapping[str, Callable[..., Any]], mode: str, rounds: int
+    call: Call,
+    candidates: Mapping[str, Callable[..., Any]],
+    mode: str,
+    rounds: int,
+    bits: bool = False,
 ) -> Outcome:
-    """Compiles candidates side by side, compares them with the first, times them alternately."""
+    """Compiles candidates side by side, compares them with the first, times them alternately.
+
+    ``bits``: each runs twice and must repeat its bits.
+    """
     case = dataclasses.replace(
         case_of(call, platforms=False, peers=False), contenders=dict(candidates)
     )
@@ -210,6 +229,8 @@ def sweep_case(
             value = jax.block_until_ready(made[0](*arrays))
             first = reference is None
             why = unusable(value) if first else disagreement(value, reference, factor=factor)
+            if why is None and bits and not repeats(value, made[0](*arrays)):
+                why = "two runs gave different bits"
         except Exception as error:
             failed[label] = f"{type(error).__name__}: {str(error)[:120]}"
             continue
@@ -224,6 +245,12 @@ def sweep_case(
         times |= time_programs(pair, rounds)
     rows = [(label, *times[label]) for label in sorted(times, key=lambda x: times[x][0])]
     return Outcome(ships, rows, failed, wrong)
+
+
+def repeats(value: Any, again: Any) -> bool:
+    """Returns whether two results are the same, bit by bit."""
+    pairs = zip(jax.tree.leaves(value), jax.tree.leaves(again), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
 def time_programs(programs: Mapping[str, Program], rounds: int) -> dict[str, tuple[float, float]]:
@@ -264,6 +291,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--platform", help="default: the one that automatic choice takes")
     p.add_argument("--pass", dest="which", choices=MODES, default="fwd")
     p.add_argument("--set", action="append", default=[], metavar="FIELD=N,N", dest="choices")
+    p.add_argument(
+        "--try", action="append", default=[], metavar="FIELD=N,FIELD=N", dest="combinations"
+    )
+    p.add_argument("--bits", action="store_true", help="two runs must give the same bits")
     p.add_argument("--limit", type=int, default=40, help="candidates besides what ships")
     p.add_argument("--rounds", type=int, default=20, help="samples of a finalist")
     args = p.parse_args(argv)
@@ -272,6 +303,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         args.choices = {path: [int(n) for n in values.split(",")] for path, values in pairs}
     except ValueError:
         p.error("--set: expected FIELD=NUMBER,NUMBER as fwd.block_q=64,128")
+    try:
+        combinations = [[pair.split("=") for pair in text.split(",")] for text in args.combinations]
+        args.combinations = [{path: int(value) for path, value in pairs} for pairs in combinations]
+    except ValueError:
+        p.error("--try: expected FIELD=NUMBER,FIELD=NUMBER as fwd.block_q=64,fwd.stages=3")
     return args
 
 
@@ -284,11 +320,11 @@ def main(argv: list[str] | None = None) -> int:
             continue
         try:
             subject = subject_of(call, args.platform)
-            candidates = subject.candidates(args.which, args.choices, args.limit)
+            candidates = subject.candidates(args.which, args.choices, args.limit, args.combinations)
         except LookupError as error:
             print(error, file=sys.stderr)
             continue
-        outcome = sweep_case(call, candidates, MODES[args.which], args.rounds)
+        outcome = sweep_case(call, candidates, MODES[args.which], args.rounds, args.bits)
         outcomes[call.name] = outcome
         print(outcome_text(f"{call.name} {args.which}, {subject.name}", outcome), flush=True)
     if not outcomes:

@@ -55,6 +55,18 @@ def test_wrong_values_and_what_does_not_run_are_told(capsys, monkeypatch):
         sweep.main([*WORDS, "--set", "block_m"])
 
 
+def test_given_combinations_and_bits_that_differ(capsys, monkeypatch):
+    assert sweep.main([*WORDS, "--bits", "--try", "block_m=32"]) == 0
+    assert "tiny fwd, grouped_matmul/xla/any: 2 timed" in capsys.readouterr().out
+    monkeypatch.setattr(sweep, "repeats", lambda *_: False)
+    assert sweep.main([*WORDS, "--bits", "--try", "block_m=32"]) == 1
+    assert "WRONG: block_m=64: two runs gave different bits" in capsys.readouterr().out
+    assert sweep.main([*WORDS, "--try", "block_m=32,block_k=8"]) == 2
+    assert "--set or --try block_k: grouped" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sweep.main([*WORDS, "--try", "block_m"])
+
+
 def test_any_field_of_a_kernels_tiles():
     """Also those that no config can say, in the pass that is swept alone."""
     call = call_of(AttentionShape("s", 1, 1024, 2, 2, 64), "flash_attention")
@@ -73,6 +85,9 @@ def test_any_field_of_a_kernels_tiles():
         hopper = sweep.subject_of(call, "pallas")
         assert len(hopper.candidates("fwd", {}, 40)) > 2
         assert len(hopper.candidates("bwd", {}, 40)) == 1  # none that nobody vouches for
+        ahead = {"bwd.pipelined": 1, "bwd.dq_stages": 2}
+        label = list(hopper.candidates("bwd", {}, 40, [ahead]))[1]
+        assert label == "bwd.pipelined=1 bwd.dq_stages=2"
     launches = {type(launch).__name__: launch.tiles for launch, _ in traced_launches(program.jaxpr)}
     assert launches["DkvLaunch"] == replace(subject.ships.dkv, registers=128)
     assert launches["DqLaunch"] == replace(subject.ships.dq, block_q=32)

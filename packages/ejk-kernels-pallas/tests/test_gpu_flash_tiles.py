@@ -26,7 +26,14 @@ if compat.mosaic_gpu_problem() is not None:
 from ejkernel.kernels.pallas.gpu.blocksparse_attention.implementation import blocksparse_attention
 from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order
 from ejkernel.kernels.pallas.gpu.flash_attention import tiles
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import backward_tiles
+from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import CONSUMER_REGISTERS
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import Program
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
+    BackwardTiles,
+    Plan,
+    backward_tiles,
+)
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import flash_kernel
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import FACTORS, factors
@@ -182,6 +189,75 @@ def test_given_tiles_fit_or_are_refused(d, dv, causal, blocks, stages):
     assert t.stages == max(stages, 2) and t.block_kv == blocks.get("kv_blocksize", chosen.block_kv)
     assert t.block_kv * 2 % t.swizzle == 0 and t.block_kv <= 256  # keys of one product
     assert t.block_kv / 2 < t.consumer_registers - 40  # half a row of logits in a thread
+
+
+# ---- the backward pass with probabilities a step ahead ----------------------------------------
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("fields", [{}, {"q_stages": 3}, {"dq_stages": 2}, {"strided": True}])
+def test_tiles_of_the_loop_ahead_fit_and_are_never_chosen(d, fields):
+    p = Problem(1, 4096, 4096, 8, 2, d, d, "bfloat16", 1.0, rules=Rules(Band(None, 0)))
+    chosen = backward_tiles(p)
+    assert chosen == BackwardTiles(block_q=chosen.block_q)
+    assert chosen.unsupported(p, Chip().shared) is None
+    tile = chosen.block_q * d * p.itemsize
+    ahead = replace(chosen, pipelined=True, **fields)
+    assert ahead.unsupported(p, Chip().shared) is None
+    more = {"q_stages": tile + 4 * chosen.block_q, "dq_stages": 2 * tile}
+    assert ahead.shared(p) - chosen.shared(p) == sum(more.get(name, 0) for name in fields)
+    # of a thread: dk and dv; p, dp and ds, then s, ds and half of dq; p and ds have 16 bits
+    logits, sums, dq = chosen.block_q // 2, d, chosen.block_q * d // 256
+    for products in (logits + 2 * (logits // 2), logits + logits // 2 + dq):
+        assert sums + products <= CONSUMER_REGISTERS - 32  # what ptxas needs besides
+
+
+@pytest.mark.parametrize(
+    "changes, fields, reason",
+    [
+        ({}, {"pipelined": False, "dq_stages": 2}, "dq_stages=2: only with pipelined"),
+        ({}, {"pipelined": False, "strided": True}, "strided=True: only with"),
+        ({"dim": 192}, {}, "head dim 192, at most 128"),
+        ({"pattern_blocks": (128, 128)}, {}, "a pattern of blocks"),
+        ({"soft_cap": 30.0}, {}, "logits_soft_cap"),
+        ({}, {"stages": 1}, "1 tiles of q, at least 2"),
+        ({}, {"dq_stages": 3}, "dq_stages=3, 1 or 2"),
+        ({}, {"q_stages": 3, "dq_stages": 2}, "bytes of shared memory, a program has"),
+    ],
+)
+def test_calls_that_the_loop_ahead_refuses(changes, fields, reason):
+    p = Problem(1, 1024, 1024, 2, 2, 128, 128, "bfloat16", 1.0)
+    p = replace(p, **changes)
+    t = replace(backward_tiles(replace(p, dim=128)), **({"pipelined": True} | fields))
+    assert reason in str(t.unsupported(p, Chip().shared))
+    x = struct(1, 1024, 2, p.dim)
+    chosen = replace(flash_attention.choose(p, Chip()), bwd=t)
+    if not changes:  # and before anything is launched
+        with on(H200), pytest.raises(ConfigError, match="backward tiles: "):
+            tensors = dict.fromkeys(("q", "k", "v", "do"), x)
+            backward(p, chosen.bwd, 132, base=None, delta=None, **tensors)
+
+
+@pytest.mark.parametrize("q_len, kv_len", [(700, 600), (1000, 300), (333, 64)])
+def test_programs_that_wrap_around_add_in_the_order_in_which_they_arrive(q_len, kv_len):
+    p = Problem(1, q_len, kv_len, 1, 1, 128, 128, "bfloat16", 1.0)
+    for strided in (False, True):
+        tiles = BackwardTiles(pipelined=True, strided=strided)
+        plan = Plan(p, tiles, circular=True, cores=4)
+        assert plan.stride == (plan.n_q // plan.team if strided else 1)
+        visits: dict[int, list] = {}
+        for block in range(plan.n_kv):
+            program = object.__new__(Program)
+            program.plan, program.block = plan, np.int32(block)
+            program.team, program.member = (np.int32(n) for n in divmod(block, plan.team))
+            steps, block_at = program.blocks()
+            seen = [int(block_at(np.int32(t))[0]) for t in range(steps)]
+            assert sorted(seen) == list(range(plan.n_q))
+            for t, i in enumerate(seen):
+                turn = int(program.turn(np.int32(i)))
+                visits.setdefault(i, []).append((block // plan.team, t, turn))
+        for arrivals in visits.values():
+            assert [turn for *_, turn in sorted(arrivals)] == list(range(plan.n_kv))
 
 
 # ---- what is refused ---------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.pallas.common import units
+from ejkernel.kernels.pallas.gpu.common.chip import SHARED
 from ejkernel.kernels.pallas.gpu.common.tma import pad_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import key_gradients
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import queue_key_gradients
@@ -31,6 +32,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.list_kernel import (
     make_lists,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.operands import HIDDEN
+from ejkernel.ops.errors import ConfigError
 from ejkernel.types.arrays import namespace
 from ejkernel.types.attention.problem import LOG2E, Problem
 from ejkernel.types.masks.blocks import structural_ranges
@@ -155,7 +157,12 @@ def backward(
             then ``tensors`` has o and dlse.
         tensors: q, k, v and do ``[batch, q, heads, dim]`` and so on, bfloat16 or float16; and the
             operands that ``backward_masks`` made for these tiles.
+
+    Raises:
+        ConfigError: tiles of a form that does not take the call.
     """
+    if (reason := tiles.unsupported(problem, SHARED)) is not None:
+        raise ConfigError(f"backward tiles: {reason}")
     arrays = {name: pad_rows(tensors[name]) for name in ("q", "k", "v", "do")}
 
     def operands(

@@ -20,6 +20,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     hide_unset,
     row_of,
 )
+from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
 from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import LIMIT
@@ -83,6 +84,50 @@ def hide(
     return x
 
 
+def logits(
+    plan: Plan, r: Any, head: tuple[Any, Any], block: Any, first_row: Any, large: Any,
+    s: jax.Array, i: Any, masked: Any,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Returns base-2 logits of 64 keys with query block i, and tanh of capped ones.
+
+    ``head``: (batch, head); ``block``: of the keys, which begin at ``first_row``.
+    ``large``: whether the accumulators of this head began from 0, and lse is added here.
+    """
+    problem, block_q, tanh = plan.problem, plan.tiles.block_q, None
+
+    def less_lse(s: jax.Array) -> jax.Array:
+        row = r.late.at[*head, pl.ds(i * block_q, block_q)]
+        return s + spread(read(row, COLUMN, optimized=False), (ROWS, block_q), 1)
+
+    if problem.soft_cap is None:
+        s = lax.cond(large, less_lse, lambda s: s, s)
+        x = s * (scale(problem) * LOG2E)
+    else:
+        tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
+        x = tanh * (problem.soft_cap * LOG2E)
+    if plan.kv_tail:
+        masked = (block == plan.n_kv - 1) | masked
+    if needs_masks(plan, r):
+        word = lax.div(first_row, ROWS), i
+        at = (head, i * block_q, first_row, word)
+        x = lax.cond(masked, lambda x: hide(plan, r, x, *at, by_key=True), lambda x: x, x)
+    return x, tanh
+
+
+def dq_operands(
+    plan: Plan, r: Any, ds_slot: Any, thread: Any, warpgroup: Any, mine: Any
+) -> tuple[Any, Any]:
+    """Returns what a warpgroup multiplies for its half of dq: ds, transposed, and keys.
+
+    ``thread``: its index, just read; ``warpgroup`` and ``mine``, 64 rows, computed from it.
+    """
+    if plan.dq_by_rows:
+        keys = r.k_s.at[pl.ds(lax.div(thread, 1024) * ROWS, plan.tiles.block_kv)]
+        return r.ds_s.at[ds_slot, :, mine].T, keys
+    columns = pl.ds(warpgroup * plan.dq_columns, plan.dq_columns)
+    return r.ds_s.at[ds_slot].T, r.k_s.at[:, columns]
+
+
 def base2(problem: Problem, s: jax.Array, less: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Returns base-2 logits of dot products plus the row term ``less``, and the slope of a cap."""
     if problem.soft_cap is None:
@@ -91,16 +136,28 @@ def base2(problem: Problem, s: jax.Array, less: jax.Array) -> tuple[jax.Array, j
     return tanh * (problem.soft_cap * LOG2E) + less, 1.0 - tanh * tanh
 
 
+def copy_side(
+    r: Any, name: str, batch: Any, head: Any, rows: Any, n: Any, slot: Any, stages: int
+) -> None:
+    """Copies rows of q with lse, or of do with delta, to ``slot`` for step n, once it is free.
+
+    ``name``: q or do; ``stages``: slots of it.
+    """
+    tile, row, tile_s, row_s, full, empty = (
+        (r.q, r.lse, r.q_s, r.lse_s, r.q_full, r.q_empty)
+        if name == "q"
+        else (r.do, r.delta, r.do_s, r.delta_s, r.do_full, r.do_empty)
+    )
+    pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+    plgpu.copy_gmem_to_smem(tile.at[batch, rows, head], tile_s.at[slot], full.at[slot])
+    plgpu.copy_gmem_to_smem(row.at[batch, head, rows], row_s.at[slot], full.at[slot])
+
+
 def copy_step(r: Any, batch: Any, head: Any, i: Any, n: Any, block: int, stages: int) -> None:
     """Copies block i of q with lse and do with delta for step n, once their buffers are free."""
     slot, rows = lax.rem(n, stages), pl.ds(i * block, block)
-    for tile, row, tile_s, row_s, full, empty in (
-        (r.q, r.lse, r.q_s, r.lse_s, r.q_full, r.q_empty),
-        (r.do, r.delta, r.do_s, r.delta_s, r.do_full, r.do_empty),
-    ):
-        pl.when(n >= stages)(lambda empty=empty: plgpu.barrier_wait(empty.at[slot]))
-        plgpu.copy_gmem_to_smem(tile.at[batch, rows, head], tile_s.at[slot], full.at[slot])
-        plgpu.copy_gmem_to_smem(row.at[batch, head, rows], row_s.at[slot], full.at[slot])
+    for name in ("q", "do"):
+        copy_side(r, name, batch, head, rows, n, slot, stages)
 
 
 def launch_backward(

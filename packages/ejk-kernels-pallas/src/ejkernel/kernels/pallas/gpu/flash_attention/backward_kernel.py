@@ -16,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.common.units import scale
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
 from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
@@ -25,12 +24,12 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
     ROWS,
     copy_step,
-    hide,
+    dq_operands,
     launch_backward,
-    needs_masks,
+    logits,
 )
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_pipelined import add_ahead, copy_ahead
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
-from ejkernel.types.attention.problem import LOG2E
 
 
 class Program:
@@ -50,28 +49,37 @@ class Program:
             self.team = lax.div(self.block, plan.team)
             self.member = lax.rem(self.block, plan.team)
 
-    def for_each_block(self, step: Callable[..., None]) -> Any:
-        """``step(query block, count of steps before, whether a mask is needed)``; their number."""
+    def blocks(self) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
+        """(number of steps, function from a step to its query block and whether it has a mask)."""
         plan = self.plan
         if plan.circular:
 
-            def round_trip(t: Any, carry: None) -> None:
-                i = self.member + t
-                step(lax.select(i >= plan.n_q, i - plan.n_q, i), t, False)
-                return carry
+            def circular_at(t: Any) -> tuple[Any, Any]:
+                first = self.member if plan.stride == 1 else self.member * plan.stride
+                i = first + t
+                return lax.select(i >= plan.n_q, i - plan.n_q, i), False
 
-            lax.fori_loop(0, plan.n_q, round_trip, None)
-            return plan.n_q
+            return plan.n_q, circular_at
         table = self.r.ranges
         at = (*row_of(table, self.batch, self.head), self.block)
         start, full_start, full_stop, stop = (table[*at, c] for c in range(4))
         length = lax.max(stop - start, 0)
 
-        def one_block(t: Any, carry: None) -> None:
+        def block_at(t: Any) -> tuple[Any, Any]:
             i = start + t
             if plan.falling:
                 i = lax.select(self.falling, stop - 1 - t, i)
-            step(i, t, (i < full_start) | (i >= full_stop))
+            return i, (i < full_start) | (i >= full_stop)
+
+        return length, block_at
+
+    def for_each_block(self, step: Callable[..., None]) -> Any:
+        """``step(query block, count of steps before, whether a mask is needed)``; their number."""
+        length, block_at = self.blocks()
+
+        def one_block(t: Any, carry: None) -> None:
+            i, masked = block_at(t)
+            step(i, t, masked)
             return carry
 
         lax.fori_loop(0, length, one_block, None)
@@ -87,39 +95,11 @@ class Program:
             visitor = self.r.visitors[*row, self.falling.astype(jnp.int32), i]
             return lax.select(self.falling, self.block - visitor, visitor - self.block)
         size = lax.min(plan.n_kv - self.team * plan.team, plan.team)
-        first_round = lax.min(i, size - 1) - self.member
-        rank = lax.select(self.member <= i, first_round, size + i - self.member)
+        # the last of the team that begins at this block or before
+        last = i if plan.stride == 1 else lax.div(i, plan.stride)
+        first_round = lax.min(last, size - 1) - self.member
+        rank = lax.select(self.member <= last, first_round, size + last - self.member)
         return self.team * plan.team + rank
-
-
-def logits(
-    plan: Plan, r: Any, head: tuple[Any, Any], block: Any, first_row: Any, large: Any,
-    s: jax.Array, i: Any, masked: Any,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """Returns base-2 logits of 64 keys with query block i, and tanh of capped ones.
-
-    ``head``: (batch, head); ``block``: of the keys, which begin at ``first_row``.
-    ``large``: whether the accumulators of this head began from 0, and lse is added here.
-    """
-    problem, block_q, tanh = plan.problem, plan.tiles.block_q, None
-
-    def less_lse(s: jax.Array) -> jax.Array:
-        row = r.late.at[*head, pl.ds(i * block_q, block_q)]
-        return s + spread(read(row, COLUMN, optimized=False), (ROWS, block_q), 1)
-
-    if problem.soft_cap is None:
-        s = lax.cond(large, less_lse, lambda s: s, s)
-        x = s * (scale(problem) * LOG2E)
-    else:
-        tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
-        x = tanh * (problem.soft_cap * LOG2E)
-    if plan.kv_tail:
-        masked = (block == plan.n_kv - 1) | masked
-    if needs_masks(plan, r):
-        word = lax.div(first_row, ROWS), i
-        at = (head, i * block_q, first_row, word)
-        x = lax.cond(masked, lambda x: hide(plan, r, x, *at, by_key=True), lambda x: x, x)
-    return x, tanh
 
 
 def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -139,9 +119,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
     block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
     dim, value_dim = problem.dim, problem.value_dim
     shape = (ROWS, block_q)
-    # a warpgroup computes half of dq: half of the rows of a tall tile, else of the columns
-    by_rows = block_q == CONSUMERS * ROWS
-    dq_columns = dim if by_rows else dim // CONSUMERS
+    by_rows, dq_columns = plan.dq_by_rows, plan.dq_columns
 
     def consume(r: Any, program: Program, wg: Any) -> None:
         b, h, j = program.batch, program.head, program.block
@@ -151,6 +129,10 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         large = plan.lse_in_sum and r.large[b, h] != 0
 
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
+            if tiles.pipelined:
+                add_ahead(plan, r, program, wg, large, dk_acc, dv_acc)
+                return dk_acc[...], dv_acc[...]
+
             def add_block(i: Any, n: Any, masked: Any) -> None:
                 slot, ds_slot = lax.rem(n, stages), lax.rem(n, 2)
                 thread = read_thread()
@@ -188,13 +170,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
                 pl.run_scoped(key_side, plgpu.ACC(shape), plgpu.ACC(shape))
 
                 def query_side(dq_acc: Any) -> None:
-                    if by_rows:
-                        ds = r.ds_s.at[ds_slot, :, mine]
-                        keys = r.k_s.at[pl.ds(lax.div(thread, 1024) * ROWS, block_kv)]
-                    else:
-                        columns = pl.ds(warpgroup * dq_columns, dq_columns)
-                        ds, keys = r.ds_s.at[ds_slot], r.k_s.at[:, columns]
-                    plgpu.wgmma(dq_acc, ds.T, keys)
+                    plgpu.wgmma(dq_acc, *dq_operands(plan, r, ds_slot, thread, warpgroup, mine))
                     part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                     plgpu.barrier_arrive(r.q_empty.at[slot])
                     plgpu.barrier_arrive(r.do_empty.at[slot])
@@ -255,7 +231,10 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
 
         def copy_block(i: Any, n: Any, masked: Any) -> None:
             del masked
-            copy_step(r, b, h, i, n, block_q, stages)
+            if tiles.pipelined:
+                copy_ahead(plan, r, b, h, i, n)
+            else:
+                copy_step(r, b, h, i, n, block_q, stages)
 
         program.for_each_block(copy_block)
 
@@ -263,8 +242,12 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         b, h = program.batch, program.head
 
         def write_block(i: Any, n: Any, masked: Any) -> None:
-            del n, masked
+            del masked
             turn, turns = program.turn(i), program.turns.at[b, h, i]
+            first, full, empty = 0, r.dq_full, r.dq_empty
+            if tiles.pipelined:
+                slot = lax.rem(n, tiles.dq_stages)
+                first, full, empty = slot * CONSUMERS, full.at[slot], empty.at[slot]
 
             def part(c: int) -> Any:
                 if by_rows:
@@ -273,15 +256,15 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
 
             def send(**options: Any) -> None:
                 for c in range(CONSUMERS):
-                    commit = c == CONSUMERS - 1
-                    plgpu.copy_smem_to_gmem(r.dq_s.at[c], part(c), commit_group=commit, **options)
+                    options["commit_group"] = c == CONSUMERS - 1
+                    plgpu.copy_smem_to_gmem(r.dq_s.at[first + c], part(c), **options)
 
-            plgpu.barrier_wait(r.dq_full)
+            plgpu.barrier_wait(full)
             plgpu.semaphore_wait(turns, turn, decrement=False, memory_scope="gpu")
             pl.when(turn == 0)(send)
             pl.when(turn > 0)(functools.partial(send, reduction_op="add"))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(r.dq_empty)
+            plgpu.barrier_arrive(empty)
             plgpu.wait_smem_to_gmem(0)
             plgpu.semaphore_signal(turns, 1, memory_scope="gpu")
 
@@ -300,20 +283,20 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
     scratch = {
         "k_s": tiled((block_kv, dim), dtype),
         "v_s": tiled((block_kv, value_dim), dtype),
-        "q_s": tiled((stages, block_q, dim), dtype),
+        "q_s": tiled((tiles.q_buffers, block_q, dim), dtype),
         "do_s": tiled((stages, block_q, value_dim), dtype),
-        "lse_s": plgpu.SMEM((stages, block_q), jnp.float32),
+        "lse_s": plgpu.SMEM((tiles.q_buffers, block_q), jnp.float32),
         "delta_s": plgpu.SMEM((stages, block_q), jnp.float32),
-        "dq_s": tiled((CONSUMERS, ROWS, dq_columns), jnp.float32),
+        "dq_s": tiled((tiles.dq_stages * CONSUMERS, ROWS, dq_columns), jnp.float32),
         "ds_s": tiled((2, block_kv, block_q), dtype),
         "kv_full": barrier(num_arrivals=2),
-        "q_full": barrier(num_arrivals=2, num_barriers=stages),  # q and lse
+        "q_full": barrier(num_arrivals=2, num_barriers=tiles.q_buffers),  # q and lse
         "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and delta
-        "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=tiles.q_buffers),
         "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         "ds_full": barrier(num_arrivals=CONSUMERS),
-        "dq_full": barrier(num_arrivals=CONSUMERS),
-        "dq_empty": barrier(num_arrivals=1),
+        "dq_full": barrier(num_arrivals=CONSUMERS, num_barriers=tiles.dq_stages),
+        "dq_empty": barrier(num_arrivals=1, num_barriers=tiles.dq_stages),
         "done": barrier(num_arrivals=CONSUMERS),
     }
     kv_shape = (problem.batch, padded_rows(problem.kv_len), problem.kv_heads)
@@ -325,7 +308,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         "dk": jax.ShapeDtypeStruct((*kv_shape, dim), sum_dtype),
         "dv": jax.ShapeDtypeStruct((*kv_shape, value_dim), sum_dtype),
     }
-    name = "flash_attention_backward"
+    name = f"flash_attention_backward{'_pipelined' if tiles.pipelined else ''}"
     programs = problem.batch * problem.heads * plan.n_kv
     make = functools.partial(Program, plan)
     return launch_backward(name, programs, make, [consume], move, operands, outputs, scratch)

@@ -25,23 +25,60 @@ class BackwardTiles:
         stages: query tiles in flight.
         one_way: whether all heads add their parts of dq in one order, whatever their number (see
             ``Plan.falling``).
+        pipelined: whether the fused kernel computes the probabilities of a step under the matmuls
+            of the step before (see ``backward_pipelined``); the four fields below are its own.
+        q_stages: query tiles of q in flight, of do ``stages``; 0: as many.
+        dq_stages: parts of dq between the warpgroups and the copy to global memory.
+        strided: whether programs that wrap around start as far from each other as they can.
     """
 
     block_q: int = 64
     block_kv: int = 128
     stages: int = 2
     one_way: bool = False
+    pipelined: bool = False
+    q_stages: int = 0
+    dq_stages: int = 1
+    strided: bool = False
+
+    @property
+    def q_buffers(self) -> int:
+        """Tiles of q in flight."""
+        return self.q_stages or self.stages
 
     def shared(self, problem: Problem) -> int:
         """Bytes of shared memory of the fused kernel; over lists, of the kernel of dk and dv."""
         d, dv, size = problem.dim, problem.value_dim, problem.itemsize
         kv = self.block_kv * (d + dv) * size
-        q = self.stages * self.block_q * ((d + dv) * size + 2 * 4)  # and of lse and delta
+        # with lse and delta
+        q = self.block_q * (self.q_buffers * (d * size + 4) + self.stages * (dv * size + 4))
         if problem.pattern_blocks:  # the next keys, and indices of work units
             return 2 * kv + q + self.block_q * 4 + BARRIERS
         ds = 2 * self.block_kv * self.block_q * size
-        dq = self.block_q * d * 4
+        dq = self.dq_stages * self.block_q * d * 4
         return kv + q + ds + dq + BARRIERS
+
+    def unsupported(self, problem: Problem, shared: int) -> str | None:
+        """Returns why a call cannot run with these tiles, None if it can.
+
+        ``shared``: bytes of shared memory of a program. Only what the form that loops ahead adds:
+        other tiles are checked where they are chosen.
+        """
+        if not self.pipelined:
+            others = {"q_stages": 0, "dq_stages": 1, "strided": False}
+            changed = [f"{name}={getattr(self, name)!r}" for name, x in others.items()
+                     if getattr(self, name) != x]  # fmt: skip
+            return f"{', '.join(changed)}: only with pipelined" if changed else None
+        need, widest = self.shared(problem), max(problem.dim, problem.value_dim)
+        lacking = {
+            f"pipelined: head dim {widest}, at most 128": widest > 128,
+            "pipelined: a pattern of blocks is not supported": problem.pattern_blocks is not None,
+            "pipelined: logits_soft_cap is not supported": problem.soft_cap is not None,
+            f"pipelined: {self.q_buffers} tiles of q, at least 2": self.q_buffers < 2,
+            f"pipelined: dq_stages={self.dq_stages}, 1 or 2": self.dq_stages not in (1, 2),
+            f"pipelined: {need} bytes of shared memory, a program has {shared}": need > shared,
+        }
+        return next((reason for reason, lacks in lacking.items() if lacks), None)
 
 
 OF_QUERIES = BackwardTiles(block_q=128, block_kv=64)  # of the kernel of dq alone
@@ -141,6 +178,24 @@ class Plan:
     def team(self) -> int:
         """Key blocks that wrap around together; all of them must be resident at once."""
         return min(self.n_q, self.n_kv, self.cores)
+
+    @property
+    def dq_by_rows(self) -> bool:
+        """Returns whether a warpgroup of the fused kernel computes half of dq's rows.
+
+        So it is for tall tiles; else it computes half of the columns.
+        """
+        return self.tiles.block_q == self.tiles.block_kv
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dq that a warpgroup of the fused kernel computes."""
+        return self.problem.dim if self.dq_by_rows else self.problem.dim // 2
+
+    @property
+    def stride(self) -> int:
+        """Query blocks from the start of a program of a team to that of the next."""
+        return self.n_q // self.team if self.tiles.strided else 1
 
     def locate(self, item: Any) -> tuple[Any, Any, Any]:
         """Row of (batch, head), key block and whether query blocks fall, of a program."""
