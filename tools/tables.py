@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import generated
+from tpu import table as tpu_costs
 
 HARDWARE = ("CPU", "Hopper GPUs", "other NVIDIA", "AMD", "TPUs")
 OTHER_NVIDIA = {"sm_80", "sm_89", "sm_100", "sm_120"}
@@ -39,7 +40,10 @@ NO_KERNELS = (
 )
 ON_TPU = "compiled and interpreted, never run on a chip"
 ROW = re.compile(r"^\| \[(\w+)\]\((\w+\.md)\) \| `\w+` \| `(\w+)` \| (.+) \|$", re.MULTILINE)
-PAGES = ("README.md", "docs/hardware.md", "docs/measured.md", "docs/sharding.md")
+PAGES = (
+    *("README.md", "docs/hardware.md", "docs/measured.md", "docs/sharding.md"),
+    *("docs/kernels/tpu.md", "docs/kernels/tpu_costs.md"),
+)
 SLOT = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -190,6 +194,10 @@ def render(text: str) -> str:
         "operations": operations_table,
         "records": records_table,
         "sharding": sharding_table,
+        "tpu_comparison": tpu_costs.comparison,
+        "tpu_costs": tpu_costs.page,
+        "tpu_memory": tpu_costs.memory,
+        "tpu_outside": tpu_costs.outside,
     }
 
     def fill(match: re.Match[str]) -> str:

@@ -1,64 +1,22 @@
-"""Kernels whose cost the TPU check counts: ours, and JAX's own."""
+"""Kernels whose cost is compared with that of JAX's own: ours, and those."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
+from tools.tpu.alone import ALONE
+from tools.tpu.copies import ONE_ROW_EACH, PREFILLED, decoding, mixed
+from tools.tpu.cost import KERNELS, LANES, Cost
 
 from ejkernel.kernels import pallas
 from ejktest.abstract import BF16
-from ejktest.cases import (
-    attention,
-    convolution,
-    delta,
-    grouped,
-    latent,
-    linear,
-    paged,
-    pooling,
-    ragged,
-    sparse,
-)
+from ejktest.cases import grouped, paged, ragged
 from ejktest.cases.attention import flash
 
-LANES = 128
 BATCH, HEADS, LENGTH = 4, 16, 4096
 _flash = partial(flash, b=BATCH, h=HEADS, kv_heads=HEADS, q=LENGTH)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A kernel whose steady code is counted.
-
-    Attributes:
-        who: whose kernel it is.
-        row: what it computes; kernels of one row are compared.
-        kernel: part of its name.
-        tiles: its tiles, for the table.
-        work: useful multiply-adds of the steady code; for kernels that are compared with their own
-            past alone, one pass.
-        depth: contracted length of its matmuls, at most that of a matrix unit.
-        function: a call that runs it, for arrays of these ``shapes``.
-        call: what ``function`` runs; None for JAX's own. backward: whether with its gradients.
-    """
-
-    who: str
-    row: str
-    kernel: str
-    tiles: str
-    work: int
-    depth: int
-    function: Callable[..., Any]
-    shapes: tuple[Any, ...]
-    call: Any = None
-    backward: bool = False
-
-
-KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # matmuls of a tile
 
 
 def ours(dim: int) -> Iterator[Cost]:
@@ -195,7 +153,10 @@ def our_decode() -> Iterator[Cost]:
     work = t.block * p.heads * 2 * p.dim
     text = f"{t.pages} pages"
     operands, function, kernel = DECODE.shapes(), DECODE.forward(pallas), "ejkernel_decode"
-    yield Cost("ejkernel", "paged", kernel, text, work, LANES, function, operands, DECODE)
+    copies = partial(decoding, DECODE)
+    yield Cost(
+        "ejkernel", "paged", kernel, text, work, LANES, function, operands, DECODE, copies=copies
+    )
 
 
 def jax_decode(pages: int) -> Iterator[Cost]:
@@ -235,9 +196,11 @@ def our_ragged() -> Iterator[Cost]:
             rows, text = layout.rows, f"{layout.tiles.queries}x{layout.block}"
         work, name = rows * layout.block * 2 * p.dim, "ejkernel_ragged"
         function, shapes = call.forward(pallas), call.shapes()
-        yield Cost("ejkernel", row, name, text, work, LANES, function, shapes, call)
+        copies = partial(mixed, call, mix=MIXES[row])
+        yield Cost("ejkernel", row, name, text, work, LANES, function, shapes, call, copies=copies)
 
 
+MIXES = {"prefill": PREFILLED, "one row": ONE_ROW_EACH}
 RAGGED = {
     "prefill": ragged.reading_ahead(2048),
     "one row": ragged.reading_ahead(16),
@@ -268,116 +231,6 @@ def jax_ragged(pages: int, queries: int, row: str) -> Iterator[Cost]:
     operands = query, pool, *indices, type(count)((1,), count.dtype)
     text = f"{queries}x{pages * pool.shape[1]}"
     yield Cost("jax", row, "ragged_paged", text, work, LANES, forward, operands)
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A kernel that is compared with its own past alone.
-
-    Attributes:
-        row: what it computes. kernel: part of its name. call: a call that runs it.
-        backward: whether it runs in the backward pass. tiles: its tiles, for the table.
-        passes: matmuls of 128 x 128 x 128 in its steady code, where they are counted.
-    """
-
-    row: str
-    kernel: str
-    call: Any
-    backward: bool = False
-    tiles: str = ""
-    passes: int = 1
-
-    def count(self) -> Iterator[Cost]:
-        """Yields the cost."""
-        function = self.call.backward(pallas) if self.backward else self.call.forward(pallas)
-        work = self.passes * LANES**3
-        shapes, row = self.call.shapes(), self.row
-        yield Cost(
-            "ejkernel",
-            row,
-            self.kernel,
-            self.tiles,
-            work,
-            LANES,
-            function,
-            shapes,
-            self.call,
-            self.backward,
-        )
-
-
-def integers(shapes: tuple[dict[str, Any], dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Returns integer arrays of a call with values that divide its rows evenly, None for others."""
-    arrays = {name: x for part in shapes for name, x in part.items()}
-    rows = next((arrays[n].shape for n in ("lhs", "query", "x") if n in arrays), (1, 1))
-    total = rows[0] if "lhs" in arrays or len(rows) == 2 else rows[0] * rows[1]
-
-    def values(name: str, struct: Any) -> Any:
-        count = struct.shape[0] if struct.shape else 0
-        if name == "group_sizes":
-            return jnp.full(count, total // count, struct.dtype)
-        if name == "cu_seqlens":
-            return jnp.arange(count, dtype=struct.dtype) * (total // (count - 1))
-        return None
-
-    first, second = ({n: values(n, x) for n, x in part.items()} for part in shapes)
-    return first, second
-
-
-_SPARSE, _LINEAR = sparse.COMPILED_TPU["sparse branches"], linear.COMPILED_TPU["linear heads"]
-_CONVOLUTION, _CHANNELS = (
-    convolution.COMPILED_TPU["convolution"],
-    delta.COMPILED_TPU["delta channels"],
-)
-_CHUNKS, _PACKED = (pooling.COMPILED_TPU[f"pooling {name}"] for name in ("chunks", "packed"))
-_DELTA, _LISTED = delta.COMPILED_TPU["delta"], attention.COMPILED_TPU["sparse"]
-_ONE_ROW, _NO_PAGES = "grouped one row each", "contiguous"
-ALONE = {
-    "native sparse": (
-        Alone("choice", "ejkernel_select_blocks", _SPARSE),
-        Alone("selected", "ejkernel_selected_fwd", _SPARSE, tiles="128x512", passes=8),
-        Alone("gradients", "ejkernel_selected_bwd", _SPARSE, True, "128x512", 20),
-    ),
-    "linear": (
-        Alone("forward", "ejkernel_linear_attention", _LINEAR),
-        Alone("gradients", "ejkernel_linear_attention_gradients", _LINEAR, True),
-    ),
-    "delta": (
-        Alone("forward", "ejkernel_gated_delta_rule", _DELTA),
-        Alone("gradients", "ejkernel_gated_delta_rule_gradients", _DELTA, True),
-        Alone("channels forward", "ejkernel_gated_delta_rule", _CHANNELS),
-        Alone("channels gradients", "ejkernel_gated_delta_rule_gradients", _CHANNELS, True),
-    ),
-    "convolution": (
-        Alone("forward", "ejkernel_causal_conv1d", _CONVOLUTION),
-        Alone("gradients", "ejkernel_causal_conv1d_gradient", _CONVOLUTION, True),
-    ),
-    "512 groups": (
-        Alone("one row each", "ejkernel_grouped_matmul", grouped.COMPILED_TPU[_ONE_ROW]),
-        Alone("weights", "ejkernel_grouped_matmul_weights", grouped.COMPILED_TPU[_ONE_ROW], True),
-    ),
-    "ragged decode": (Alone("ragged decode", "ejkernel_decode", paged.COMPILED_TPU[_NO_PAGES]),),
-    "ragged write": (Alone("prefill", "ejkernel_ragged", ragged.COMPILED_TPU["ragged"]),),
-    "latent expanded": tuple(
-        Alone(
-            kernel,
-            f"ejkernel_flash_{kernel}",
-            latent.COMPILED_TPU["latent expanded"],
-            kernel != "fwd",
-        )
-        for kernel in KERNELS
-    ),
-    "latent": (Alone("decode", "ejkernel_decode", latent.COMPILED_TPU["latent 128 heads"]),),
-    "pooling": (
-        Alone("chunks", "ejkernel_pool_chunks", _CHUNKS),
-        Alone("chunks gradients", "ejkernel_pool_chunks_gradient", _CHUNKS, True),
-        Alone("packed", "ejkernel_pool_segments", _PACKED),
-        Alone("packed gradients", "ejkernel_pool_segments_gradient", _PACKED, True),
-    ),
-    "blocksparse": tuple(
-        Alone(kernel, f"ejkernel_flash_{kernel}", _LISTED, kernel != "fwd") for kernel in KERNELS
-    ),
-}
 
 
 def sources(name: str) -> list[Callable[[], Iterator[Cost]]]:

@@ -12,11 +12,14 @@ Needs the libtpu wheel next to jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU
    kernels at their best block size. A core issues a bundle a cycle; *bundles per pass* divides by
    the useful matmuls in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs fewer,
    unless ours already need no more than the matrix units take (such cases are named).
-3. Vector memory, bytes that the pipeline copies over the least (``traffic.py``; not of copies by
-   hand), and what the program writes outside the kernel (``outside.py``) are listed with them.
-4. The counts are compared with ``costs.json``: exit status 1 where a kernel of the same tiles takes
-   more than 5% more. ``--store`` keeps the counts of this run there; ``--ours`` leaves out JAX's
-   kernels, which takes a few minutes for all chips.
+3. Bundles by slot, vector memory, bytes that the kernel moves over the least (``traffic.py``,
+   ``copies.py``) and what the program writes outside the kernel (``outside.py``) are listed with
+   them. Exit status 1 where memory may limit a kernel that moves more than 1.1 of the least.
+4. The counts are compared with ``costs.json``: exit status 1 where a kernel takes more than 5% more
+   of any, where one is not kept or not counted any more, and where a program writes more outside.
+   ``--store`` keeps the counts of this run there, which ``tools/tables.py --write`` brings into the
+   documents; ``--ours`` leaves out JAX's kernels; ``--no-copies`` does not interpret the kernels
+   that copy by hand. ``--outside`` does nothing but compare what programs write around kernels.
 """
 
 from __future__ import annotations
@@ -34,19 +37,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from tools.tpu import chips  # noqa: E402
+from tools.tpu import chips, table  # noqa: E402
 
 PASS = 128**3
 COMPARED = ["d64", "d128", "d256", "grouped", "decode", "ragged"]
 ALONE = [
-    *("native sparse", "linear", "delta", "convolution", "512 groups", "ragged decode"),
-    *("ragged write", "latent", "latent expanded", "pooling", "blocksparse"),
+    *("native sparse", "linear", "delta", "convolution", "512 groups", "grouped 8 bits"),
+    *("ragged decode", "decode 8 bits", "ragged write", "latent", "latent expanded", "pooling"),
+    "blocksparse",
 ]
 PARTS = [*COMPARED, *ALONE]
-COSTS = Path(__file__).with_name("costs.json")
-ALLOWED = 1.05  # of the stored counts of a kernel with the same tiles
-COUNTED = ("bundles", "vmem_mib", "moved", "outside_mib")
-STORED = ("tiles", *COUNTED, "opening")
 
 
 def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
@@ -92,29 +92,48 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def count_all(chip: str, names: list[str], *, ours: bool) -> list[dict[str, Any]]:
-    """Static cost of the kernels of these parts on a chip; with ``ours`` not of JAX's."""
+def count_all(
+    chip: str, names: list[str], *, ours: bool, copies: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns the cost of the kernels of these parts on a chip, and metadata of the chip.
+
+    With ``ours`` not of JAX's; ``copies``: interpret kernels that copy by hand.
+    """
     dump = Path(tempfile.mkdtemp(prefix="llo"))
     chips.prepare_environment(dump)
+    from jax.experimental.pallas import tpu as pltpu
     from tools.tpu.calls import sources
 
     device = chips.device(chip)
-    rows = []
+    rows, last = [], {}
     try:
         for name in names:
             kernels = sources(name)
             for source in kernels[:1] if ours and name in COMPARED else kernels:
-                rows += _count(device, dump, source, name, chip)
+                rows += _count(device, dump, source, name, chip, last, copies=copies)
     finally:
         shutil.rmtree(dump)
-    return rows
+    with chips.targeting(device):
+        info = pltpu.get_tpu_info()
+    balance = round(info.bf16_ops_per_second / info.mem_bw_bytes_per_second)
+    return rows, {"vmem_mib": info.vmem_capacity_bytes >> 20, "balance": balance}
 
 
-def _count(device: Any, dump: Path, source: Any, name: str, chip: str) -> list[dict[str, Any]]:
+def _count(
+    device: Any,
+    dump: Path,
+    source: Any,
+    name: str,
+    chip: str,
+    last: dict[str, Any],
+    *,
+    copies: bool,
+) -> list[dict[str, Any]]:
+    """Counts the kernels of a source; ``last``: the program whose code is in ``dump``."""
     from jax.experimental.pallas import tpu as pltpu
-    from tools.tpu.calls import integers
+    from tools.tpu.cost import integers
     from tools.tpu.llo import kernel_code
-    from tools.tpu.outside import bytes_outside, with_rows_as_projected
+    from tools.tpu.outside import written_outside
     from tools.tpu.traffic import count_traffic
 
     rows: list[dict[str, Any]] = []
@@ -125,21 +144,18 @@ def _count(device: Any, dump: Path, source: Any, name: str, chip: str) -> list[d
     except Exception as error:  # JAX's kernels refuse some head dims
         print(f"{chip} {name}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         return rows
-    compiled = failed = None
-    outside = 0
     for cost in costs:
-        if cost.function == failed:
+        key = cost.function if cost.call is None else (id(cost.call), cost.backward)
+        if last.get("failed") == key:
             continue
+        start = time.perf_counter()
         try:
-            if cost.function != compiled:
+            if last.get("key") != key:
                 for old in dump.iterdir():
                     old.unlink()
-                function, shapes = cost.function, cost.shapes
-                if cost.call is not None:
-                    with chips.targeting(device):
-                        function, shapes = with_rows_as_projected(cost.call, cost.backward)
-                program = chips.compile_for(device, function, *shapes)
-                outside, compiled = bytes_outside(program.as_text()), cost.function
+                program = _program(device, cost)
+                last |= {"key": key, "outside": written_outside(program.as_text())}
+            outside = last["outside"]
             code = kernel_code(dump, cost.kernel)
             moved = None
             if cost.call is not None:
@@ -147,18 +163,22 @@ def _count(device: Any, dump: Path, source: Any, name: str, chip: str) -> list[d
                     moved = count_traffic(
                         cost.function, cost.shapes, integers(cost.shapes), cost.kernel
                     )
+            if cost.copies is not None:
+                moved = cost.copies().traffic(device.device_kind) if copies else None
         except Exception as error:
-            failed = cost.function
+            last |= {"failed": key, "key": None}
             print(f"{chip} {name} {cost}: {str(error)[:300]}", file=sys.stderr, flush=True)
             continue
+        passes = cost.work / PASS
         rows.append(
             {
                 "part": name,
                 "kernel": cost.row,
                 "who": cost.who,
-                "tiles": cost.tiles,
+                "tiles": cost.tiles or "x".join(map(str, moved.block if moved else ())),
                 "bundles": code.steady.bundles,
-                "per_pass": round(code.steady.bundles / (cost.work / PASS), 2),
+                "per_pass": round(code.steady.bundles / passes, 2),
+                "slots": _slots(code.steady, passes),
                 "cycles": _cycles(columns, code.steady.capacity["MXU"], cost.depth),
                 "mxu": round(code.steady.share("MXU"), 3),
                 "spills": code.spills,
@@ -166,11 +186,63 @@ def _count(device: Any, dump: Path, source: Any, name: str, chip: str) -> list[d
                 "code": code.bundles,
                 "opening": code.opening,
                 "moved": None if moved is None else moved.ratio,
-                "outside_mib": round(outside / 2**20, 1),
+                "intensity": None if moved is None else moved.intensity,
+                "outside_mib": round(sum(x.bytes for x in outside) / 2**20, 1),
+                "outside": [x for x in outside if x.bytes > 2**16],
             }
         )
+        rows[-1]["seconds"] = round(time.perf_counter() - start, 1)
         print(f"{chip} {rows[-1]}", file=sys.stderr, flush=True)
     return rows
+
+
+def _program(device: Any, cost: Any) -> Any:
+    """Compiles the call of a kernel, on rows as a projection leaves them."""
+    from tools.tpu.outside import with_rows_as_projected
+
+    function, shapes = cost.function, cost.shapes
+    if cost.call is not None:
+        with chips.targeting(device):
+            function, shapes = with_rows_as_projected(cost.call, cost.backward)
+    if cost.call is None or "kv_cache" not in shapes[1]:
+        return chips.compile_for(device, function, *shapes)
+    # a server's cache is written in place: the result takes the memory of the operand
+    others = {name: x for name, x in shapes[1].items() if name != "kv_cache"}
+
+    def serve(smooth: Any, fixed: Any, cache: Any) -> Any:
+        return function(smooth, {**fixed, "kv_cache": cache})
+
+    return chips.compile_for(device, serve, shapes[0], others, shapes[1]["kv_cache"], donate=(2,))
+
+
+def list_outside(chip: str, names: list[str]) -> list[dict[str, Any]]:
+    """Returns what the programs of these parts write outside our kernels on a chip."""
+    chips.prepare_environment()
+    from tools.tpu.calls import sources
+    from tools.tpu.outside import written_outside
+
+    device, rows = chips.device(chip), []
+    for name in names:
+        kernels = sources(name)
+        for source in kernels[:1] if name in COMPARED else kernels:
+            with chips.targeting(device):
+                costs = list(source())
+            for cost in costs:
+                instructions = written_outside(_program(device, cost).as_text())
+                size = round(sum(x.bytes for x in instructions) / 2**20, 1)
+                row = {"part": name, "kernel": cost.row, "outside_mib": size}
+                rows.append(row | {"outside": [x for x in instructions if x.bytes > 2**16]})
+                print(f"{chip} {rows[-1]}", file=sys.stderr, flush=True)
+    return rows
+
+
+def _slots(steady: Any, passes: float) -> dict[str, float]:
+    """Bundles a pass would take if only one kind of slot were limited: used ones over all of a
+    bundle."""
+    return {
+        kind: round(sum(steady.slots[n] / steady.capacity[n] for n in names) / passes, 2)
+        for kind, names in table.SLOTS.items()
+    }
 
 
 def _cycles(columns: int, units: int, depth: int) -> float:
@@ -181,7 +253,7 @@ def _cycles(columns: int, units: int, depth: int) -> float:
     return 0.0 if columns > 128 else 128 / units * max(1, 128 // depth)
 
 
-def in_child(*arguments: str) -> list[dict[str, Any]]:
+def in_child(*arguments: str) -> Any:
     """libtpu reads its flags once a process."""
     command = [sys.executable, str(Path(__file__).resolve()), *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -209,8 +281,8 @@ def report_compiled(chip: str, rows: list[dict[str, Any]], slowest: float) -> li
 
 def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
     print(f"\n### {chip}: one unmasked tile\n")
-    columns = ("part", "kernel", "", "tile", "bundles", "per pass", "of the better", "MXU slots")
-    extra = ("spills", "VMEM", "before matmuls", "bytes over least", "outside")
+    columns = ("part", "kernel", "", "tile", "bundles", "per pass", "of the better", *table.SLOTS)
+    extra = ("spills", "VMEM", "before matmuls", "FLOPs a byte", "bytes over least", "outside")
     print("| " + " | ".join((*columns, *extra)) + " |")
     print("|" + "---|" * (len(columns) + len(extra)))
     faults, notes = [], []
@@ -226,8 +298,9 @@ def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
             ratio = "" if least is None else f"{r['per_pass'] / least:.3f}"
             print(
                 f"| {part} | {kernel} | {who} | {r['tiles']} | {r['bundles']} | {r['per_pass']} | "
-                f"{ratio} | {r['mxu']:.0%} | {r['spills']} | {r['vmem_mib']} MiB | "
-                f"{r['opening']} | {r['moved'] or ''} | {r['outside_mib']} MiB |"
+                f"{ratio} | {' | '.join(f'{n:g}' for n in r['slots'].values())} | {r['spills']} | "
+                f"{r['vmem_mib']} MiB | {r['opening']} | {r['intensity'] or ''} | "
+                f"{r['moved'] or ''} | {r['outside_mib']} MiB |"
             )
         if "ejkernel" not in best:
             faults.append(f"{chip} {part} {kernel}: not counted")
@@ -238,36 +311,9 @@ def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
                 faults.append(text)
             else:
                 notes.append(f"{text}; the matrix units take {cycles:g} cycles")
+    for row in (row for row in rows if row["who"] == "ejkernel"):
+        notes += [f"{chip} {table.name_of(row)}: writes {x[0]} {x[1]}" for x in row["outside"]]
     print("".join(f"\n{note}" for note in notes))
-    return faults
-
-
-def compare_costs(chip: str, rows: list[dict[str, Any]], *, store: bool) -> list[str]:
-    """Returns our kernels that take more bundles than the stored table allows.
-
-    With ``store`` the table gets the counts of these rows.
-    """
-    table = json.loads(COSTS.read_text())
-    stored = table["costs"].setdefault(chip, {})
-    faults = []
-    for row in rows:
-        if row["who"] != "ejkernel":
-            continue
-        name = f"{row['part']} {row['kernel']}"
-        before = stored.get(name)
-        if store:
-            stored[name] = {column: row[column] for column in STORED}
-        elif before is None:
-            print(f"\n{chip} {name}: not in {COSTS.name}; --store adds it")
-        elif before["tiles"] == row["tiles"]:
-            for column in COUNTED:
-                count, limit = row[column] or 0, ALLOWED * (before.get(column) or 0)
-                if limit and count > limit:
-                    text = f"{count} {column}, {before[column]} in {COSTS.name}"
-                    faults.append(f"{chip} {name}: {text}")
-    if store:
-        table["versions"] = _versions()
-        COSTS.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     return faults
 
 
@@ -287,27 +333,40 @@ def main() -> None:
     parser.add_argument("--ours", action="store_true", help="count no kernels of JAX")
     parser.add_argument("--store", action="store_true", help="keep the counts in costs.json")
     parser.add_argument("--calls", nargs="+", default=[], help="compile only these calls")
-    parser.add_argument("--child", choices=("compile", "cost"))
+    parser.add_argument("--no-copies", action="store_true", help="interpret no kernel")
+    parser.add_argument("--outside", action="store_true", help="only: what stands around kernels")
+    parser.add_argument("--child", choices=("compile", "cost", "outside"))
     args = parser.parse_args()
     if args.child:
         (chip,) = args.chips
         if args.child == "compile":
             rows = compile_all(chip, args.calls)
+        elif args.child == "outside":
+            rows = list_outside(chip, args.parts)
         else:
-            rows = count_all(chip, args.parts, ours=args.ours)
+            rows = count_all(chip, args.parts, ours=args.ours, copies=not args.no_copies)
         print(json.dumps(rows))
         return
     faults = []
     calls = ["--calls", *args.calls] if args.calls else []
     for chip in args.chips:
+        if args.outside:
+            rows = in_child("--child", "outside", "--chips", chip, "--parts", *args.parts)
+            faults += table.compare_outside(chip, rows)
+            continue
         if not args.no_compile:
             rows = in_child("--child", "compile", "--chips", chip, *calls)
             faults += report_compiled(chip, rows, args.slowest)
         if not args.no_cost:
-            ours = ["--ours"] if args.ours else []
-            rows = in_child("--child", "cost", "--chips", chip, *ours, "--parts", *args.parts)
+            flags = ["--ours"] * args.ours + ["--no-copies"] * args.no_copies
+            child = "--child", "cost", "--chips", chip, *flags, "--parts", *args.parts
+            rows, metadata = in_child(*child)
             faults += report_cost(chip, rows)
-            faults += compare_costs(chip, rows, store=args.store)
+            faults += table.excess(chip, rows, metadata["balance"])
+            if args.store:
+                table.store(chip, rows, {"chip": metadata, "versions": _versions()})
+            else:
+                faults += table.compare(chip, rows, args.parts, PARTS)
     print("\n" + ("\n".join(faults) if faults else "nothing is wrong"))
     sys.exit(bool(faults))
 

@@ -56,12 +56,16 @@ def targeting(device: Any) -> Any:
     return described(device.device_kind, "tpu", device.num_cores)
 
 
-def compile_for(device: Any, function: Callable[..., Any], *shapes: Any) -> Any:
-    """The compiled program of ``function`` for arrays like ``shapes``."""
+def compile_for(
+    device: Any, function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()
+) -> Any:
+    """The compiled program of ``function`` for arrays like ``shapes``; it may write into the
+    operands ``donate``."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
     placed = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
     structs = jax.tree.map(lambda x: placed(x.shape, x.dtype), shapes)
     with targeting(device):
-        return jax.jit(function).trace(*structs).lower(lowering_platforms=("tpu",)).compile()
+        jitted = jax.jit(function, donate_argnums=donate)
+        return jitted.trace(*structs).lower(lowering_platforms=("tpu",)).compile()

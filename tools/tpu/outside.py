@@ -1,9 +1,9 @@
-"""Bytes that a compiled program writes outside its kernels."""
+"""Instructions of a compiled program that write memory outside its kernels."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -54,17 +54,30 @@ def with_rows_as_projected(call: Any, backward: bool) -> tuple[Any, tuple[Any, .
     return run, tuple({n: merged(n, x) for n, x in part.items()} for part in parts)
 
 
-def bytes_outside(program: str) -> int:
-    """Returns the bytes that instructions of the entry computation write, kernels left out."""
+class Written(NamedTuple):
+    """An instruction of a program outside its kernels, and the bytes that it writes."""
+
+    kind: str
+    shape: str
+    bytes: int
+
+
+def written_outside(program: str) -> list[Written]:
+    """Returns the instructions of the entry computation that write memory, kernels left out.
+
+    A loop or branch counts as what it returns. Transfers that XLA starts ahead of a kernel, to
+    vector memory, are the reads of the kernel.
+    """
     entry = program[program.index("ENTRY ") :]
-    total = 0
+    instructions = []
     for line in entry.splitlines():
         match = INSTRUCTION.match(line)
-        if match and not match[2].startswith(FREE) and not match[2].endswith("-start"):
-            total += sum(
-                SIZES.get(dtype, 4) * _elements(sizes) for dtype, sizes in ARRAY.findall(match[1])
-            )
-    return total
+        if match and not match[2].startswith(FREE) and not match[2].endswith(("-start", "-done")):
+            arrays = ARRAY.findall(match[1])
+            size = sum(SIZES.get(dtype, 4) * _elements(sizes) for dtype, sizes in arrays)
+            shapes = ", ".join(f"{dtype}[{sizes}]" for dtype, sizes in arrays)
+            instructions.append(Written(match[2], shapes, size))
+    return instructions
 
 
 def _elements(sizes: str) -> int:

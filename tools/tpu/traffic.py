@@ -22,15 +22,26 @@ MOST_STEPS = 2**21  # of a grid that is counted
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of all blocks copied by a kernel, and of the arrays they are parts of."""
+    """Bytes of all blocks copied by a kernel, and of the arrays they are parts of.
+
+    ``flops``: what the kernel tells XLA that it computes. ``block``: shape of its first block in
+    vector memory.
+    """
 
     moved: int
     least: int
+    flops: int = 0
+    block: tuple[int, ...] = ()
 
     @property
     def ratio(self) -> float:
         """Bytes moved over the least; 0 where the pipeline moves nothing."""
         return round(self.moved / self.least, 3) if self.least else 0.0
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs for each of the least bytes."""
+        return round(self.flops / self.least, 1) if self.least else 0.0
 
 
 def count_traffic(
@@ -47,7 +58,7 @@ def count_traffic(
     _evaluate(traced.jaxpr, traced.consts, values, calls)
     for equation, operands in calls:
         if equation.params["name"] == kernel:
-            return _traffic(equation.params["grid_mapping"], equation.invars, operands)
+            return _traffic(equation, operands)
     return None
 
 
@@ -81,9 +92,9 @@ def _is_small(equation: Any) -> bool:
     return all(math.prod(x.aval.shape) <= 2**22 for x in equation.outvars)
 
 
-def _traffic(
-    grid_mapping: Any, variables: Sequence[Any], operands: Sequence[Any]
-) -> Traffic | None:
+def _traffic(equation: Any, operands: Sequence[Any]) -> Traffic | None:
+    grid_mapping, variables = equation.params["grid_mapping"], equation.invars
+    estimate = equation.params["cost_estimate"]
     dynamic = grid_mapping.num_dynamic_grid_bounds
     tables = operands[dynamic : dynamic + grid_mapping.num_index_operands]
     bounds = list(operands[:dynamic])
@@ -93,13 +104,14 @@ def _traffic(
     if math.prod(grid) > MOST_STEPS:
         return None
     points = [jnp.asarray(x, jnp.int32) for x in np.indices(grid).reshape(len(grid), -1)]
-    moved, arrays = 0, {}
+    moved, arrays, first = 0, {}, ()
     inputs = variables[dynamic + grid_mapping.num_index_operands :]
     for n, block in enumerate(grid_mapping.block_mappings):
         space = str(block.transformed_block_aval.memory_space).lower()
         if "any" in space or "smem" in space or "hbm" in space:
             continue
         array = block.array_aval
+        first = first or tuple(n for n in block.transformed_block_aval.shape if n > 1)
 
         def start_of(*at: Any, block: Any = block) -> Any:
             return block.compute_start_indices_interpret(at, *tables)
@@ -110,4 +122,5 @@ def _traffic(
         # an array that several blocks read counts once
         name = inputs[n] if n < grid_mapping.num_inputs else n
         arrays[name] = math.prod(array.shape) * array.dtype.itemsize
-    return Traffic(moved, sum(arrays.values()))
+    flops = 0 if estimate is None else int(estimate.flops)
+    return Traffic(moved, sum(arrays.values()), flops, first)

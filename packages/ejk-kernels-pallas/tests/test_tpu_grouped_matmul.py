@@ -188,6 +188,19 @@ def test_lowers(kind):
             assert made.mlir_module().count("tpu_custom_call") == kernels
 
 
+@pytest.mark.parametrize("chip", ["TPU v4", "TPU v5 lite", "TPU v6 lite"])
+def test_many_groups_need_no_loop(chip):
+    """512 groups of a row: one kernel, no loop around it, nothing on the host."""
+    call = cases.COMPILED_TPU["grouped one row each"]
+    structs = call.structs()
+    with on_chip(chip):
+        made = export.export(jax.jit(grouped_matmul), platforms=["tpu"])(
+            structs["lhs"], structs["rhs"], structs["group_sizes"]
+        ).mlir_module()
+    assert made.count("tpu_custom_call") == 1
+    assert "stablehlo.while" not in made and "callback" not in made
+
+
 def test_a_config_names_tiles_in_full_registers():
     p = GroupedProblem(100, 300, 200, 4, 4, False, "bfloat16", "bfloat16", "default")
     chip = facts_of("TPU v4")

@@ -198,6 +198,11 @@ def reading_ahead(rows: int) -> AbstractCall:
     return _ragged(writes=False, tokens=rows)
 
 
+def writing_ahead(rows: int) -> AbstractCall:
+    """Returns a call that writes its keys and values, with this number of packed rows."""
+    return _ragged(tokens=rows)
+
+
 COMPILED = {
     "ragged": _ragged(),
     "ragged page 64": _ragged(page=64),

@@ -1,0 +1,143 @@
+"""Kernels that are compared with their own past alone: JAX ships none of their purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tools.tpu.copies import ONE_ROW_EACH, PREFILLED, Counted, decoding, mixed
+from tools.tpu.cost import KERNELS, LANES, Cost
+
+from ejkernel.kernels import pallas
+from ejktest.cases import (
+    attention,
+    convolution,
+    delta,
+    grouped,
+    latent,
+    linear,
+    paged,
+    pooling,
+    ragged,
+    sparse,
+)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A kernel that is compared with its own past alone.
+
+    Attributes:
+        row: what it computes. kernel: part of its name. call: a call that runs it.
+        backward: whether it runs in the backward pass. tiles: its tiles, for the table.
+        passes: matmuls of 128 x 128 x 128 in its steady code, where they are counted.
+        copies: what counts its copies, where it copies by hand.
+    """
+
+    row: str
+    kernel: str
+    call: Any
+    backward: bool = False
+    tiles: str = ""
+    passes: int = 1
+    copies: Callable[[Any], Counted] | None = None
+
+    def count(self) -> Iterator[Cost]:
+        """Yields the cost."""
+        function = self.call.backward(pallas) if self.backward else self.call.forward(pallas)
+        work = self.passes * LANES**3
+        shapes, row = self.call.shapes(), self.row
+        yield Cost(
+            "ejkernel",
+            row,
+            self.kernel,
+            self.tiles,
+            work,
+            LANES,
+            function,
+            shapes,
+            self.call,
+            self.backward,
+            None if self.copies is None else partial(self.copies, self.call),
+        )
+
+
+_SPARSE, _LINEAR = sparse.COMPILED_TPU["sparse branches"], linear.COMPILED_TPU["linear heads"]
+_CONVOLUTION, _CHANNELS = (
+    convolution.COMPILED_TPU["convolution"],
+    delta.COMPILED_TPU["delta channels"],
+)
+_CHUNKS, _PACKED = (pooling.COMPILED_TPU[f"pooling {name}"] for name in ("chunks", "packed"))
+_DELTA, _LISTED = delta.COMPILED_TPU["delta"], attention.COMPILED_TPU["sparse"]
+_ONE_ROW, _NO_PAGES = "grouped one row each", "contiguous"
+_WRITING, _WRITING_ROWS = ragged.COMPILED_TPU["ragged"], ragged.writing_ahead(16)
+ALONE = {
+    "native sparse": (
+        Alone("choice", "ejkernel_select_blocks", _SPARSE),
+        Alone("selected", "ejkernel_selected_fwd", _SPARSE, tiles="128x512", passes=8),
+        Alone("gradients", "ejkernel_selected_bwd", _SPARSE, True, "128x512", 20),
+    ),
+    "linear": (
+        Alone("forward", "ejkernel_linear_attention", _LINEAR),
+        Alone("gradients", "ejkernel_linear_attention_gradients", _LINEAR, True),
+    ),
+    "delta": (
+        Alone("forward", "ejkernel_gated_delta_rule", _DELTA),
+        Alone("gradients", "ejkernel_gated_delta_rule_gradients", _DELTA, True),
+        Alone("channels forward", "ejkernel_gated_delta_rule", _CHANNELS),
+        Alone("channels gradients", "ejkernel_gated_delta_rule_gradients", _CHANNELS, True),
+    ),
+    "convolution": (
+        Alone("forward", "ejkernel_causal_conv1d", _CONVOLUTION),
+        Alone("gradients", "ejkernel_causal_conv1d_gradient", _CONVOLUTION, True),
+    ),
+    "grouped 8 bits": tuple(
+        Alone(dtype, "ejkernel_grouped_matmul", grouped.COMPILED_TPU[f"grouped {dtype}"])
+        for dtype in ("int8", "e4m3")
+    ),
+    "512 groups": (
+        Alone("one row each", "ejkernel_grouped_matmul", grouped.COMPILED_TPU[_ONE_ROW]),
+        Alone("weights", "ejkernel_grouped_matmul_weights", grouped.COMPILED_TPU[_ONE_ROW], True),
+    ),
+    "ragged decode": (
+        Alone("contiguous", "ejkernel_decode", paged.COMPILED_TPU[_NO_PAGES], copies=decoding),
+    ),
+    "decode 8 bits": (
+        Alone("int8", "ejkernel_decode", paged.COMPILED_TPU["paged int8"], copies=decoding),
+        Alone("e4m3", "ejkernel_decode", paged.COMPILED_TPU["paged e4m3"], copies=decoding),
+    ),
+    "ragged write": (
+        Alone("prefill", "ejkernel_ragged", _WRITING, copies=partial(mixed, mix=PREFILLED)),
+        Alone("one row", "ejkernel_ragged", _WRITING_ROWS, copies=partial(mixed, mix=ONE_ROW_EACH)),
+        Alone(
+            "int8",
+            "ejkernel_ragged",
+            ragged.COMPILED_TPU["ragged int8"],
+            copies=partial(mixed, mix=PREFILLED),
+        ),
+    ),
+    "latent expanded": tuple(
+        Alone(
+            kernel,
+            f"ejkernel_flash_{kernel}",
+            latent.COMPILED_TPU["latent expanded"],
+            kernel != "fwd",
+        )
+        for kernel in KERNELS
+    ),
+    "latent": tuple(
+        Alone(row, "ejkernel_decode", latent.COMPILED_TPU[f"latent {name}"], copies=decoding)
+        for row, name in (("decode", "128 heads"), ("16 heads", "16 heads"), ("int8", "int8"))
+    ),
+    "pooling": (
+        Alone("chunks", "ejkernel_pool_chunks", _CHUNKS),
+        Alone("chunks gradients", "ejkernel_pool_chunks_gradient", _CHUNKS, True),
+        Alone("packed", "ejkernel_pool_segments", _PACKED),
+        Alone("packed gradients", "ejkernel_pool_segments_gradient", _PACKED, True),
+    ),
+    "blocksparse": tuple(
+        Alone(kernel, f"ejkernel_flash_{kernel}", _LISTED, kernel != "fwd") for kernel in KERNELS
+    ),
+}
