@@ -221,8 +221,9 @@ def test_a_release_is_the_commit_and_nothing_else(repository, tmp_path, capsys):
     head = release.git("rev-parse", "HEAD")
     wheel = out / "ejk_ops-0.1.0-py3-none-any.whl"
     sdist = out / "ejk_ops-0.1.0.tar.gz"
+    built = [sdist, wheel, out / "ejk_ops-0.1.0.cdx.json", out / "ejk_ops-0.1.0.sha256"]
     assert capsys.readouterr().out.splitlines() == [
-        str(sdist), str(wheel), "ejk-ops 0.1.0 has no tag. To release what was built:",
+        *map(str, built), "ejk-ops 0.1.0 has no tag. To release what was built:",
         f"git tag ejk-ops-v0.1.0 {head}", "git push origin ejk-ops-v0.1.0",
     ]  # fmt: skip
     assert release.git("tag") == ""
@@ -230,7 +231,7 @@ def test_a_release_is_the_commit_and_nothing_else(repository, tmp_path, capsys):
         assert not any("notes" in name for name in archive.namelist())
     git("tag", "ejk-ops-v0.1.0", head)
     assert release.main(["ejk-ops", "--out", str(out)]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(sdist), str(wheel)]
+    assert capsys.readouterr().out.splitlines() == list(map(str, built))
 
     stray.unlink()
     (repository / "new.txt").write_text("")

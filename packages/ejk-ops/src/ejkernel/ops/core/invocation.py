@@ -63,7 +63,7 @@ class AnyKernel(BindingSteps, Protocol):
 
 
 class KernelOf(AnyKernel, Protocol[Config]):
-    """A kernel with configs of one type, for the types of what chooses among them."""
+    """A kernel whose configs are of one type."""
 
     def heuristic_cfg(self, inv: Invocation) -> Config: ...
 

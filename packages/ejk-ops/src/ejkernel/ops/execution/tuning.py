@@ -12,7 +12,7 @@ import jax
 from ejkernel.ops import registry
 from ejkernel.ops.config.choice import AutotunePolicy, Choice
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation, KernelOf, call_invocation
+from ejkernel.ops.core.invocation import BoundCall, Invocation, KernelOf, call_invocation
 from ejkernel.ops.core.types import Cfg
 from ejkernel.ops.errors import AutotuneError, ConfigError, warn_once
 from ejkernel.ops.execution import multihost
