@@ -260,3 +260,18 @@ def test_the_root_says_what_to_install():
     members = release.read_workspace(ROOT)
     needed = {need.name for need in members["ejk-modules"].requirements if need.name in members}
     assert named == needed - {"ejk-kernels-triton", "ejk-modules"} | {"ejk-modules"}
+
+
+@pytest.mark.parametrize("package", dev.PACKAGES)
+def test_changelogs_have_one_style(package):
+    """A title, a version with a sentence, one bullet a change; entries end as sentences do."""
+    text = (ROOT / f"packages/ejk-{package}/CHANGELOG.md").read_text()
+    title, _, rest = text.partition("\n\n")
+    assert title == f"# Changelog of ejk-{package}"
+    for version in rest.split("\n## ".lstrip("\n"))[1:]:
+        number, sentence, bullets = version.split("\n\n", 2)
+        assert re.fullmatch(r"\d+\.\d+\.\d+", number) and sentence.endswith(".")
+        entries = re.split(r"\n(?=- )", bullets.strip())
+        wrong = [e for e in entries if not re.fullmatch(r"- [^\n]+(\n  [^ \n][^\n]*)*[.:)]", e)]
+        assert not wrong, wrong
+        assert max(map(len, bullets.splitlines())) <= 120
