@@ -266,9 +266,9 @@ def test_the_root_says_what_to_install():
 def test_changelogs_have_one_style(package):
     """A title, a version with a sentence, one bullet a change; entries end as sentences do."""
     text = (ROOT / f"packages/ejk-{package}/CHANGELOG.md").read_text()
-    title, _, rest = text.partition("\n\n")
+    title, _, versions = text.partition("\n\n")
     assert title == f"# Changelog of ejk-{package}"
-    for version in rest.split("\n## ".lstrip("\n"))[1:]:
+    for version in versions.split("## ")[1:]:
         number, sentence, bullets = version.split("\n\n", 2)
         assert re.fullmatch(r"\d+\.\d+\.\d+", number) and sentence.endswith(".")
         entries = re.split(r"\n(?=- )", bullets.strip())
