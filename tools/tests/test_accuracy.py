@@ -8,7 +8,7 @@ import accuracy
 import tables
 
 CELLS = {
-    "xla": ("flash_attention bfloat16", "page_attention float32", "mean_pooling float16"),
+    "xla": ("flash_attention bfloat16", "page_attention float32", "mean_pooling bfloat16"),
     "triton": ("mean_pooling bfloat16",),
     "pallas": ("mean_pooling float32",),
 }
