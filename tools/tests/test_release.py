@@ -274,4 +274,4 @@ def test_changelogs_have_one_style(package):
         entries = re.split(r"\n(?=- )", bullets.strip())
         wrong = [e for e in entries if not re.fullmatch(r"- [^\n]+(\n  [^ \n][^\n]*)*[.:)]", e)]
         assert not wrong, wrong
-        assert max(map(len, bullets.splitlines())) <= 120
+        assert max(map(len, bullets.splitlines())) <= 130
