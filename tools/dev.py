@@ -39,7 +39,8 @@ COMMANDS = {
     "docs": "build the site into .venv/site; --serve shows it on a local address",
     "isolate": "run one package's tests with only its declared dependencies: isolate types",
     "release": "check, build and import one package, then print its tag: release ejk-ops",
-    "wheels": "build all wheels, install them in clean environments, import and try them",
+    "wheels": "build all wheels, try ejk-modules and a plug-in in a clean environment",
+    "rehearse": "rehearse a release: install every package from a local index, upgrade, refuse",
     "run": "any hatch script or program in the environment: run python",
     "clean": "remove .venv/",
 }

@@ -5,9 +5,9 @@ version and the top heading of the changelog agree, that every dependent in the 
 new version and the package admits its siblings' versions, that the wheel holds only its own part of
 the namespace and can be imported. A dirty tree is refused, as is a tag of this version on another
 commit; hatchling leaves out files that git ignores. After that, a version without a tag gets the
-lines that tag the commit and push the tag; this program runs neither. Packages are released one at
-a time; a breaking change in one is refused until the ranges of its dependents say that they were
-adapted.
+lines that tag the commit and push the tag; this program runs neither. A bill of materials and
+checksums are written next to what was built. Packages are released one at a time; a breaking change
+in one is refused until the ranges of its dependents say that they were adapted.
 
     release.py PACKAGE [--out DIR]     check, build and import, then print the tag to make
     release.py --all --check           the checks of versions for all six, without git or building
@@ -30,6 +30,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
+
+from distribution_files import metadata_problems, write_side_files
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADING = re.compile(r"^## +\[?([^\]\s]+)", re.MULTILINE)
@@ -203,15 +205,16 @@ def import_problems(package: Package, wheel: Path) -> list[str]:
 
 def build_checked(package: Package, out: Path) -> list[Path]:
     sdist, wheel = build(package, out)
-    refuse(wheel_problems(package, wheel))
+    refuse(wheel_problems(package, wheel) + metadata_problems(wheel))
     return [sdist, wheel]
 
 
 def release(package: Package, out: Path) -> list[Path]:
-    """Builds into ``out`` what passes every check."""
+    """Builds into ``out`` what passes every check: sdist, wheel, bill of materials, checksums."""
     with tempfile.TemporaryDirectory(prefix="ejkernel-release-") as scratch:
         built = build_checked(package, Path(scratch))
         refuse(import_problems(package, built[1]))
+        built += write_side_files(*built)
         out.mkdir(parents=True, exist_ok=True)
         return [Path(shutil.copy(path, out)) for path in built]
 

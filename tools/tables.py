@@ -41,8 +41,8 @@ NO_KERNELS = (
 ON_TPU = "compiled and interpreted, never run on a chip"
 ROW = re.compile(r"^\| \[(\w+)\]\((\w+\.md)\) \| `\w+` \| `(\w+)` \| (.+) \|$", re.MULTILINE)
 PAGES = (
-    *("README.md", "docs/hardware.md", "docs/measured.md", "docs/sharding.md"),
-    *("docs/kernels/tpu.md", "docs/kernels/tpu_costs.md"),
+    *("README.md", "docs/guides/numerics.md", "docs/hardware.md", "docs/measured.md"),
+    *("docs/sharding.md", "docs/kernels/tpu.md", "docs/kernels/tpu_costs.md"),
 )
 SLOT = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -133,6 +133,41 @@ def records_table() -> str:
     return "\n".join(rows)
 
 
+def accuracy_table() -> str:
+    """Returns the errors that ``accuracy.py`` recorded: a row per operation and dtype, a column per
+    device and backend that ran."""
+    from accuracy import DTYPES, FORMS, PLATFORMS, RECORDS
+
+    records = {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))}
+    columns = [(device, p) for device in records for p in PLATFORMS if p in records[device]]
+    heads = ["operation", "inputs", *(_column_title(device, p) for device, p in columns)]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for operation in FORMS:
+        for dtype in DTYPES:
+            key = f"{operation} {dtype}"
+            cells = [_accuracy_cell(records[device][p].get(key)) for device, p in columns]
+            if any(cell != "-" for cell in cells):
+                rows.append(f"| `{operation}` | {dtype} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _column_title(device: str, platform: str) -> str:
+    if device != "cpu":
+        return f"{PLATFORMS[platform]}, {device}"
+    return {
+        "xla": "XLA, CPU",
+        "triton": "Triton, interpreted",
+        "pallas": "Pallas for TPUs, interpreted",
+    }[platform]
+
+
+def _accuracy_cell(errors: list[float] | None) -> str:
+    """The error of the output, and of the gradients where there are some."""
+    if not errors:
+        return "-"
+    return ", ".join(f"{x:.1e}".replace("e-0", "e-") if x else "0" for x in errors)
+
+
 def kernels_of(platform: str) -> str:
     """One sentence on what a kernel package holds."""
     by_operation = platforms()
@@ -190,6 +225,7 @@ def render(text: str) -> str:
     """``text`` with every slot filled."""
 
     tables = {
+        "accuracy": accuracy_table,
         "hardware": hardware_table,
         "operations": operations_table,
         "records": records_table,

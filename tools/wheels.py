@@ -1,10 +1,10 @@
-"""Build every wheel and try what a user would install, each set in a clean environment.
+"""Build every wheel and try ejk-modules and a plug-in as users install them.
 
-Run inside the hatch environment, whose uv it uses: ``python3 tools/dev.py wheels``. For each set:
-install the wheels, ``pip check``, import every portion from outside the repository, and where the
-set holds ejk-modules make one call, so that discovery through entry points is tried as installed.
-The example of a kernel package (docs/examples/short_decode) is then installed next to them, and
-tested there.
+Run inside the hatch environment, whose uv it uses: ``python3 tools/dev.py wheels``. In a clean
+environment: install the wheels, ``pip check``, import every portion from outside the repository and
+make one call, so that discovery through entry points is tried as installed. The example of a kernel
+package (docs/examples/short_decode) is then installed next to them, and tested there; and another
+project's distribution called ejkernel. ``rehearse.py`` tries every package alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from pathlib import Path
 
 import release
 
-SETS = {
-    "ejk-types alone": ["ejk-types"],
-    "ejk-ops alone": ["ejk-ops"],
-    "ejk-modules": ["ejk-types", "ejk-ops", "ejk-kernels-xla", "ejk-kernels-pallas", "ejk-modules"],
-    "all six": list(release.read_workspace(release.ROOT)),
-}
+INSTALLED = ("ejk-types", "ejk-ops", "ejk-kernels-xla", "ejk-kernels-pallas", "ejk-modules")
 
 SMOKE = """
 import importlib, sys
@@ -33,14 +28,13 @@ assert len(list(ejkernel.__path__)) == 1, list(ejkernel.__path__)
 for name in sys.argv[1:]:
     module = importlib.import_module(name)
     print(f"  {name} {module.__version__}")
-if "ejkernel.modules" in sys.argv:
-    import jax, jax.numpy as jnp
-    from ejkernel.modules import flash_attention
-    x = jax.random.normal(jax.random.key(0), (1, 16, 2, 32))
-    out = flash_attention(x, x, x, causal=True)
-    assert out.shape == x.shape and bool(jnp.isfinite(out).all())
-    assert jnp.allclose(out[:, 0], x[:, 0], atol=1e-5)
-    print(f"  flash_attention on {jax.default_backend()}, JAX {jax.__version__}")
+import jax, jax.numpy as jnp
+from ejkernel.modules import flash_attention
+x = jax.random.normal(jax.random.key(0), (1, 16, 2, 32))
+out = flash_attention(x, x, x, causal=True)
+assert out.shape == x.shape and bool(jnp.isfinite(out).all())
+assert jnp.allclose(out[:, 0], x[:, 0], atol=1e-5)
+print(f"  flash_attention on {jax.default_backend()}, JAX {jax.__version__}")
 """
 
 
@@ -118,7 +112,7 @@ def try_with_other_project(wheels: dict[str, Path], folder: Path) -> None:
         (source / "ejkernel" / name / "__init__.py").write_text("")
     (source / "pyproject.toml").write_text(STRANGER)
     other = build_wheel(source)
-    chosen = [wheels[name] for name in SETS["ejk-modules"]]
+    chosen = [wheels[name] for name in INSTALLED]
     python = new_environment(folder, chosen)
     pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps")
     for last in ([other], chosen):
@@ -145,16 +139,14 @@ def main() -> int:
         wheels = {}
         for name, package in workspace.items():
             _, wheels[name] = release.build_checked(package, root / "dist")
-        for index, (title, names) in enumerate(SETS.items()):
-            print(f"{title}:", flush=True)
-            try:
-                python = try_set([workspace[n] for n in names], wheels, root / f"clean{index}")
-                if title == "ejk-modules":
-                    print("an example of a kernel package:", flush=True)
-                    try_plug_in(python, root)
-            except subprocess.CalledProcessError as error:
-                print(f"failed: {title}: {' '.join(error.cmd[:4])} ...", file=sys.stderr)
-                return 1
+        print("ejk-modules:", flush=True)
+        try:
+            python = try_set([workspace[name] for name in INSTALLED], wheels, root / "clean")
+            print("an example of a kernel package:", flush=True)
+            try_plug_in(python, root)
+        except subprocess.CalledProcessError as error:
+            print(f"failed: {' '.join(error.cmd[:4])} ...", file=sys.stderr)
+            return 1
         print("beside another distribution called ejkernel:", flush=True)
         try_with_other_project(wheels, root / "beside")
     return 0

@@ -97,17 +97,30 @@ CALLS: dict[str, Form] = {
 
 
 def call(
-    operation: str, *, batch: int = B, length: int = S, heads: int = H, kv_heads: int = HK
+    operation: str,
+    *,
+    batch: int = B,
+    length: int = S,
+    heads: int = H,
+    kv_heads: int = HK,
+    form: Form | None = None,
+    sizes: Mapping[str, int] = SIZES,
 ) -> Call:
-    """Returns the call of an operation: normal float32 arrays, decays below 0, beta in [0, 1)."""
-    form, blocks = CALLS[operation], -(-length // 4)
-    sizes = SIZES | {"batch": batch, "heads": heads, "kv_heads": kv_heads}
+    """Returns the call of an operation: normal float32 arrays, decays below 0, beta in [0, 1).
+
+    Args:
+        form: besides required operands; None = the one in ``CALLS``.
+        sizes: of the other axes.
+    """
+    form = form or CALLS[operation]
+    blocks, d = -(-length // form.static.get("q_block_size", 4)), sizes["head_dim"]
+    sizes = {**sizes, "batch": batch, "heads": heads, "kv_heads": kv_heads}
     sizes |= dict.fromkeys(("q_len", "kv_len", "seq"), length)
     sizes["sequences"] = len(form.integers.get("query_start_loc", (0,))) - 1
     shapes: Arrays = {  # other shapes than the signature's axes
         "bias": ((1, heads, length, length), F32),
         "block_mask": ((batch, 1, blocks, blocks), "bool"),
-        "x": ((batch, length, D), F32),
+        "x": ((batch, length, d), F32),
     }
     required = ("x",) if operation == "mean_pooling" else ()
     special = {n: shapes[n] for n in (*form.optional, *required) if n in shapes}
@@ -130,6 +143,6 @@ def call(
             if name in DECAYS:
                 x = -np.abs(x)
             elif (operation, name) == ("gated_delta_rule", "key"):
-                x = x * D**-0.5  # of about length 1: the states stay bounded
+                x = x * d**-0.5  # of about length 1: the states stay bounded
             arrays[name] = array(x, jnp.float32)
     return Call(operation, arrays, form.static, abstract.gradients)

@@ -221,8 +221,9 @@ def test_a_release_is_the_commit_and_nothing_else(repository, tmp_path, capsys):
     head = release.git("rev-parse", "HEAD")
     wheel = out / "ejk_ops-0.1.0-py3-none-any.whl"
     sdist = out / "ejk_ops-0.1.0.tar.gz"
+    built = [sdist, wheel, out / "ejk_ops-0.1.0.cdx.json", out / "ejk_ops-0.1.0.sha256"]
     assert capsys.readouterr().out.splitlines() == [
-        str(sdist), str(wheel), "ejk-ops 0.1.0 has no tag. To release what was built:",
+        *map(str, built), "ejk-ops 0.1.0 has no tag. To release what was built:",
         f"git tag ejk-ops-v0.1.0 {head}", "git push origin ejk-ops-v0.1.0",
     ]  # fmt: skip
     assert release.git("tag") == ""
@@ -230,7 +231,7 @@ def test_a_release_is_the_commit_and_nothing_else(repository, tmp_path, capsys):
         assert not any("notes" in name for name in archive.namelist())
     git("tag", "ejk-ops-v0.1.0", head)
     assert release.main(["ejk-ops", "--out", str(out)]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(sdist), str(wheel)]
+    assert capsys.readouterr().out.splitlines() == list(map(str, built))
 
     stray.unlink()
     (repository / "new.txt").write_text("")
@@ -259,3 +260,18 @@ def test_the_root_says_what_to_install():
     members = release.read_workspace(ROOT)
     needed = {need.name for need in members["ejk-modules"].requirements if need.name in members}
     assert named == needed - {"ejk-kernels-triton", "ejk-modules"} | {"ejk-modules"}
+
+
+@pytest.mark.parametrize("package", dev.PACKAGES)
+def test_changelogs_have_one_style(package):
+    """A title, a version with a sentence, one bullet a change; entries end as sentences do."""
+    text = (ROOT / f"packages/ejk-{package}/CHANGELOG.md").read_text()
+    title, _, versions = text.partition("\n\n")
+    assert title == f"# Changelog of ejk-{package}"
+    for version in versions.split("## ")[1:]:
+        number, sentence, bullets = version.split("\n\n", 2)
+        assert re.fullmatch(r"\d+\.\d+\.\d+", number) and sentence.endswith(".")
+        entries = re.split(r"\n(?=- )", bullets.strip())
+        wrong = [e for e in entries if not re.fullmatch(r"- [^\n]+(\n  [^ \n][^\n]*)*[.:)]", e)]
+        assert not wrong, wrong
+        assert max(map(len, bullets.splitlines())) <= 130

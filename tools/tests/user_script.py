@@ -1,5 +1,6 @@
 """Code of users, for type checkers only: nothing here is run (tools/user_types.py)."""
 
+from dataclasses import dataclass
 from typing import assert_type
 
 import jax
@@ -14,6 +15,7 @@ from ejkernel.modules import (
     FlashAttentionConfig,
     attention,
     create_default_executor,
+    explain,
     flash_attention,
     gla_attention,
     mla_attention,
@@ -22,8 +24,8 @@ from ejkernel.modules import (
     recurrent_attention,
     scaled_dot_product_attention,
 )
-from ejkernel.ops import BwdParams, FwdParams
-from ejkernel.types import MaskInfo
+from ejkernel.ops import BwdParams, Explanation, FwdParams, Kernel, autotune
+from ejkernel.types import MaskInfo, cu_seqlens_to_lengths, segment_ids_to_mask
 
 x = jnp.ones((1, 8, 2, 16))
 host = np.ones((1, 8, 2, 16), np.float32)
@@ -71,3 +73,26 @@ def loss(q: jax.Array) -> jax.Array:
 
 dq = jax.grad(loss)(x)
 same: jax.Array = create_default_executor()(FlashAttention(), x, x, x, causal=True)
+
+
+@dataclass(frozen=True)
+class RowTile:
+    rows: int = 64
+
+
+class RowSums(Kernel[RowTile, jax.Array]):
+    def __init__(self) -> None:
+        super().__init__(name="row_sums")
+
+
+# a config has the type that its kernel was declared with, an array the class of the one given
+assert_type(autotune(RowSums(), x), RowTile)
+assert_type(create_default_executor().choose_config(RowSums(), x), RowTile)
+assert_type(autotune(FlashAttention(), x, x, x), FlashAttentionConfig)
+assert_type(explain("flash_attention", x, x, x), Explanation)
+assert_type(cu_seqlens_to_lengths(tables), jax.Array)
+counted: np.ndarray = cu_seqlens_to_lengths(np.zeros(3, np.int32))
+assert_type(segment_ids_to_mask((tables, tables)), jax.Array)
+q_ids, kv_ids, both = segment_ids_to_mask(tables, return_separate_masks=True)
+assert_type(both, jax.Array)
+assert_type(MaskInfo.from_causal().create_bias(q_len=4, kv_len=4), jax.Array | np.ndarray)

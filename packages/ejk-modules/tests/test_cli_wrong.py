@@ -21,6 +21,7 @@ from ejkernel.modules.cli.bench import keep_peers
 from ejkernel.modules.cli.interrupt import Interrupts
 from ejkernel.modules.cli.output import Output
 from ejkernel.ops import PersistentCache
+from ejkernel.ops.errors import reset_warnings
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +125,34 @@ def test_a_full_disk_is_one_line_and_leaves_no_file(capsys, monkeypatch, tmp_pat
     link.symlink_to(file)
     assert main([*words, str(link)]) == 0
     assert link.is_symlink() and len(file.read_text()) > 64
+
+
+@pytest.mark.parametrize("before", ["", "other"])
+def test_a_full_disk_takes_no_config(capsys, monkeypatch, tmp_path, before):
+    """What is imported is stored, or the import has failed; ``clear`` leaves the file as it was."""
+    file = tmp_path / "configs.json"
+    PersistentCache().put(KEY, MeanPoolingConfig(token_tile=16))
+    assert main(["cache", "export", str(file)]) == 0
+    assert main(["cache", "clear", "--all"]) == 0
+    if before:
+        PersistentCache().put(KEY.replace("0", "1"), MeanPoolingConfig(token_tile=32))
+    capsys.readouterr()
+    with full_disk(monkeypatch):
+        reset_warnings()
+        assert main(["cache", "import", str(file), "--json"]) == 2
+    told = capsys.readouterr()
+    message = json.loads(told.out)["error"]
+    assert "cannot be written" in message and "File too large" in message
+    assert told.err == f"ejk: {message}\n"
+    assert KEY not in PersistentCache()
+    if before:
+        with full_disk(monkeypatch):
+            assert main(["cache", "clear", "--all"]) == 2
+        error = capsys.readouterr().err
+        assert error.endswith(": File too large\n") and error.count("\n") == 1
+        assert KEY.replace("0", "1") in PersistentCache()
+    assert main(["cache", "import", str(file)]) == 0
+    assert KEY in PersistentCache()
 
 
 @pytest.mark.parametrize("words", [["shapes"], ["shapes", "--json"], ["completion", "bash"]])

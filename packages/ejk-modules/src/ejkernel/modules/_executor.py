@@ -11,7 +11,7 @@ from ejkernel.ops.core.route import EXECUTOR_KEYWORDS
 from ejkernel.ops.execution.executor import create_default_executor, get_default_executor
 
 if TYPE_CHECKING:
-    from ejkernel.ops import Platform, Support
+    from ejkernel.ops import Explanation, Platform, Support
 
 __all__ = ["check_call", "create_default_executor", "explain", "get_default_executor", "supports"]
 
@@ -57,7 +57,7 @@ def supports(
     return _kernel(op_name).supports(*args, platform=platform, **kwargs)
 
 
-def explain(operation: Any, *args: Any, print: bool = True, **kwargs: Any) -> Any:
+def explain(operation: Any, *args: Any, print: bool = True, **kwargs: Any) -> Explanation:
     """Say which implementation and config a call would get, and why not the others.
 
     Args:

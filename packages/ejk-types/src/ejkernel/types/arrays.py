@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from jax import export
 from jax.core import Tracer
 
 from ejkernel.types.errors import invalid
+
+Array = TypeVar("Array", jax.Array, np.ndarray)
+"""numpy in, numpy out; else an array of JAX."""
+AnyArray = jax.Array | np.ndarray
 
 EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 """Dtypes that weights and caches are stored in, and nothing is computed in."""

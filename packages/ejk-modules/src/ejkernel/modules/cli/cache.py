@@ -137,7 +137,10 @@ def _import(args: argparse.Namespace, out: Output) -> int:
         raise CommandError(f"{args.file}: {error.strerror or error}") from None
     if file.status != "ok":
         raise CommandError(f"{args.file}: {file.problem}", FAILED)
-    outcome = import_table(args.file, replace=args.replace)
+    try:
+        outcome = import_table(args.file, replace=args.replace)
+    except OSError as error:
+        raise CommandError(str(error)) from None
     counts = {name: len(keys) for name, keys in outcome.items()}
     out.data({"file": str(args.file), "counts": counts, "keys": outcome})
     words = {
@@ -168,7 +171,10 @@ def _clear(args: argparse.Namespace, out: Output) -> int:
             continue
         remaining = {key: entry for key, entry in file.entries.items() if key not in chosen}
         plain = ConfigFile.plain_path(file.path)
-        ConfigFile(plain).update(remaining, 10.0, keep=False)
+        try:
+            ConfigFile(plain).update(remaining, 10.0, keep=False)
+        except OSError as error:
+            raise CommandError(f"{file.path}: {error.strerror or error}") from None
         gone += len(chosen)
     if args.all:
         _forget_failures()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
         Keys by their outcome: "added", "replaced", "kept" (the cache had one already),
         "unknown" (of a class that this process has not declared), "illegal" (no config of this
         version).
+
+    Raises:
+        OSError: the cache cannot be written; what came before in the file is kept.
     """
     from ejkernel.modules._table import operation_class
     from ejkernel.ops import KernelNotFound, PersistentCache
@@ -86,7 +90,12 @@ def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
             outcome.setdefault("kept", []).append(config.key)
             continue
         entry = config.entry
-        cache.put(config.key, value, metadata=entry.metadata, measured=entry.measured)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="configs are kept in memory only")
+            try:
+                cache.put(config.key, value, metadata=entry.metadata, measured=entry.measured)
+            except Warning as warning:
+                raise OSError(str(warning).partition(": ")[2]) from None
         outcome.setdefault("replaced" if present else "added", []).append(config.key)
     return outcome
 

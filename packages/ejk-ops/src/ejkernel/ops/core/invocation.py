@@ -24,6 +24,7 @@ from ejkernel.ops.utils.device import device_fingerprint
 from ejkernel.ops.utils.serialization import abstractify
 
 T = TypeVar("T")
+Config = TypeVar("Config", covariant=True)
 
 
 class AnyKernel(BindingSteps, Protocol):
@@ -59,6 +60,12 @@ class AnyKernel(BindingSteps, Protocol):
     def custom_vjp(
         self, primals: tuple, cfg: Any, kwargs: Mapping[str, Any], cotangents: tuple
     ) -> tuple: ...
+
+
+class KernelOf(AnyKernel, Protocol[Config]):
+    """A kernel whose configs are of one type."""
+
+    def heuristic_cfg(self, inv: Invocation) -> Config: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,9 +22,10 @@ from ejkernel.ops.config.choice import Choice, ConfigChooser
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.binding import array_types
-from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation
+from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation, KernelOf
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.route import EXECUTOR_KEYWORDS, Route, specs_key
+from ejkernel.ops.core.types import Cfg
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation, given_fields
 from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
@@ -170,7 +171,7 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
 
     # ---- asking without running ------------------------------------------------------------
 
-    def choose_config(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Any:
+    def choose_config(self, kernel: KernelOf[Cfg], *args: Any, **kwargs: Any) -> Cfg:
         """The config that a call would run with, tuning included; arrays may be abstract."""
         options, kwargs = _split_options(kwargs)
         args, kwargs = kernel.prepare(args, kwargs)

@@ -12,7 +12,8 @@ import jax
 from ejkernel.ops import registry
 from ejkernel.ops.config.choice import AutotunePolicy, Choice
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation, call_invocation
+from ejkernel.ops.core.invocation import BoundCall, Invocation, KernelOf, call_invocation
+from ejkernel.ops.core.types import Cfg
 from ejkernel.ops.errors import AutotuneError, ConfigError, warn_once
 from ejkernel.ops.execution import multihost
 from ejkernel.ops.execution.autotuner import Autotuner, OnTrial, TuningInterrupted
@@ -60,7 +61,7 @@ class Tuner:
 
 
 def autotune(
-    kernel: AnyKernel,
+    kernel: KernelOf[Cfg],
     *args: Any,
     configs: Sequence[Any] | None = None,
     num_warmup: int = 3,
@@ -68,7 +69,7 @@ def autotune(
     validate_backward: bool | None = None,
     budget_s: float | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Cfg:
     """Returns the fastest valid config for ``kernel(*args, **kwargs)``. Stores nothing.
 
     Args:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import as_bool, int_array, is_array, mask_array, namespace, static_length
+from ejkernel.types.arrays import (
+    AnyArray,
+    Array,
+    as_bool,
+    int_array,
+    is_array,
+    mask_array,
+    namespace,
+    static_length,
+)
 from ejkernel.types.errors import invalid
 from ejkernel.types.masks.blocks import INT_MAX
 from ejkernel.types.masks.fields import MaskFields, lengths_of, per_head
@@ -30,7 +39,9 @@ def id_pair(ids: Any, kv_ids: Any = None) -> tuple[Any, Any]:
     return ids_q, ids_kv
 
 
-def segment_ids_to_qkv_masks(q_ids: Any, kv_ids: Any = None, dtype: Any = bool) -> tuple:
+def segment_ids_to_qkv_masks(
+    q_ids: Array, kv_ids: Array | None = None, dtype: Any = bool
+) -> tuple[Array, Array, Array]:
     """``(q_mask [b, q], kv_mask [b, k], mask [b, 1, q, k])`` of segment ids, in ``dtype``.
 
     q_mask and kv_mask are nonzero for ids >= 0; mask where the ids are equal and >= 0.
@@ -38,10 +49,26 @@ def segment_ids_to_qkv_masks(q_ids: Any, kv_ids: Any = None, dtype: Any = bool) 
     """
     q, kv = id_pair(q_ids, kv_ids)
     mask = (q[:, None, :, None] == kv[:, None, None, :]) & (q[:, None, :, None] >= 0)
-    return tuple(x.astype(dtype) for x in (q >= 0, kv >= 0, mask))
+    return (q >= 0).astype(dtype), (kv >= 0).astype(dtype), mask.astype(dtype)
 
 
-def segment_ids_to_mask(ids: Any, dtype: Any = bool, return_separate_masks: bool = False) -> Any:
+@overload
+def segment_ids_to_mask(
+    ids: Array | tuple[Array, Array],
+    dtype: Any = bool,
+    return_separate_masks: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def segment_ids_to_mask(
+    ids: Array | tuple[Array, Array], dtype: Any = bool, *, return_separate_masks: Literal[True]
+) -> tuple[Array, Array, Array]: ...
+
+
+def segment_ids_to_mask(
+    ids: Any, dtype: Any = bool, return_separate_masks: bool = False
+) -> AnyArray | tuple[AnyArray, AnyArray, AnyArray]:
     """Dense mask ``[b, 1, q, k]`` of ids ``[b, s]`` or of a pair ``([b, q], [b, k])``.
 
     Two tokens see each other iff their ids are equal and not negative.
@@ -51,7 +78,7 @@ def segment_ids_to_mask(ids: Any, dtype: Any = bool, return_separate_masks: bool
     return masks if return_separate_masks else masks[2]
 
 
-def mask_to_segment_ids(mask: Any, per_head: bool = False) -> tuple[Any, Any]:
+def mask_to_segment_ids(mask: Array, per_head: bool = False) -> tuple[Array, Array]:
     """``(q_ids, kv_ids)`` of a dense mask ``[b, h, q, k]`` or ``[b, q, k]`` (nonzero = visible).
 
     Heads are ORed, giving ``[b, q]`` and ``[b, k]``; ``per_head`` gives ``[b, h, q]`` and
@@ -87,8 +114,8 @@ def mask_to_segment_ids(mask: Any, per_head: bool = False) -> tuple[Any, Any]:
 
 
 def cu_seqlens_to_mask(
-    cu_q: Any, cu_kv: Any = None, *, max_q_len: int, max_kv_len: int | None = None
-) -> Any:
+    cu_q: Array, cu_kv: Array | None = None, *, max_q_len: int, max_kv_len: int | None = None
+) -> Array:
     """Dense bool ``[b, 1, max_q_len, max_kv_len]``: sequence m of q sees sequence m of k.
 
     ``[n+1]`` cumulative lengths give b = 1. ``cu_kv`` and ``max_kv_len`` default to q's.

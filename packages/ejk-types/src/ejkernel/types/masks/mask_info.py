@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from ejkernel.types.arrays import static_int, static_length
+from ejkernel.types.arrays import AnyArray, static_int, static_length
 from ejkernel.types.errors import invalid
 from ejkernel.types.masks import apply, convert, sharding, summary
 from ejkernel.types.masks.apply import intersect
@@ -151,7 +151,7 @@ class MaskInfo(Constructors):
 
     def get_or_compute_attention_mask(
         self, dtype: Any = bool, q_len: int | None = None, kv_len: int | None = None
-    ) -> Any:
+    ) -> AnyArray:
         """Dense ``[b, 1|h, q, k]`` of all constraints in ``dtype`` (1 = visible).
 
         ValueError if a length is neither given nor known from an array.
@@ -170,7 +170,7 @@ class MaskInfo(Constructors):
 
     def create_bias(
         self, dtype: Any = np.float32, *, q_len: int | None = None, kv_len: int | None = None
-    ) -> Any:
+    ) -> AnyArray:
         """Additive ``[b, 1|h, q, k]``: 0 where visible, ``finfo(dtype).min`` elsewhere.
 
         ValueError if a length is neither given nor known from an array.
@@ -178,7 +178,7 @@ class MaskInfo(Constructors):
         return convert.bias_of(convert.dense_mask(self, q_len, kv_len), dtype)
 
     @property
-    def bias(self) -> Any:
+    def bias(self) -> AnyArray:
         """``create_bias(float32)``."""
         return self.create_bias()
 
@@ -192,7 +192,7 @@ class MaskInfo(Constructors):
 
     # segments, padding, positions
 
-    def get_or_compute_segment_ids(self, per_head: bool = False) -> tuple[Any, Any]:
+    def get_or_compute_segment_ids(self, per_head: bool = False) -> tuple[AnyArray, AnyArray]:
         """Returns ``(q_ids, kv_ids)`` int32: the stored ids, else ids of the dense mask.
 
         ``[b, q]`` and ``[b, k]``, with ``per_head`` ``[b, h, q]`` and ``[b, h, k]``. From a dense
@@ -210,7 +210,7 @@ class MaskInfo(Constructors):
         q, kv = convert.segment_ids_of(self, per_head)
         return with_private(self, q_segment_ids=q, kv_segment_ids=kv)
 
-    def get_or_compute_positions(self) -> tuple[Any, Any]:
+    def get_or_compute_positions(self) -> tuple[AnyArray, AnyArray]:
         """``(q_positions, kv_positions)`` int32 ``[b, len]``.
 
         Given ones, else restarting with each run of equal ids, else the array index. Padding is
@@ -219,13 +219,13 @@ class MaskInfo(Constructors):
         return convert.positions_of(self, "q"), convert.positions_of(self, "kv")
 
     @property
-    def q_position_ids(self) -> Any:
+    def q_position_ids(self) -> AnyArray:
         """Query positions int32 ``[b, q]``, padding -1."""
         return convert.positions_of(self, "q")
 
     def get_or_compute_qkv_cu_seqlens(
         self, *, max_segments: int | None = None, out_dtype: Any = np.int32
-    ) -> tuple[Any, Any]:
+    ) -> tuple[AnyArray, AnyArray]:
         """``(cu_q, cu_kv)`` ``[b, max_segments+1]`` of the maximal runs of equal ids >= 0.
 
         As segment_ids_to_cu_seqlens; ``max_segments=None`` means the length of the axis.
@@ -237,37 +237,37 @@ class MaskInfo(Constructors):
         )
 
     @property
-    def cu_seqlens_q(self) -> Any:
+    def cu_seqlens_q(self) -> AnyArray:
         """Cumulative query lengths int32 ``[b, q_len+1]``."""
         return segment_ids_to_cu_seqlens(convert.segment_ids_of(self)[0])
 
     @property
-    def cu_seqlens_kv(self) -> Any:
+    def cu_seqlens_kv(self) -> AnyArray:
         """Cumulative key lengths int32 ``[b, kv_len+1]``."""
         return segment_ids_to_cu_seqlens(convert.segment_ids_of(self)[1])
 
     @property
-    def q_attention_mask(self) -> Any:
+    def q_attention_mask(self) -> AnyArray:
         """Queries that are not padding, bool ``[b, q]``."""
         return convert.padding_mask(self, "q")
 
     @property
-    def kv_attention_mask(self) -> Any:
+    def kv_attention_mask(self) -> AnyArray:
         """Keys that are not padding, bool ``[b, k]``."""
         return convert.padding_mask(self, "kv")
 
-    def get_qkv_masks(self, dtype: Any = bool) -> tuple[Any, Any, Any]:
+    def get_qkv_masks(self, dtype: Any = bool) -> tuple[AnyArray, AnyArray, AnyArray]:
         """``(q_attention_mask, kv_attention_mask, dense mask)`` in ``dtype``."""
         q, kv = self.q_attention_mask.astype(dtype), self.kv_attention_mask.astype(dtype)
         return q, kv, self.get_or_compute_attention_mask(dtype)
 
     @property
-    def q_lens(self) -> Any:
+    def q_lens(self) -> AnyArray:
         """Number of queries that are not padding, int32 ``[b]``."""
         return self.q_attention_mask.sum(-1).astype(np.int32)
 
     @property
-    def kv_lens(self) -> Any:
+    def kv_lens(self) -> AnyArray:
         """Number of keys that are not padding, int32 ``[b]``."""
         return self.kv_attention_mask.sum(-1).astype(np.int32)
 

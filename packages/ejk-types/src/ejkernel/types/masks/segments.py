@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ejkernel.types.arrays import (
+    Array,
     concrete_values,
     int_array,
     is_numpy,
@@ -113,13 +114,13 @@ def cu_seqlens_mask_fields(
     }
 
 
-def cu_seqlens_to_lengths(cu: Any) -> Any:
+def cu_seqlens_to_lengths(cu: Array) -> Array:
     """``lengths[m] = cu[m+1] - cu[m]``: int32 ``[n]`` or ``[b, n]``."""
     cu = _cu(cu, "cu")
     return cu[..., 1:] - cu[..., :-1]
 
 
-def lengths_to_cu_seqlens(lengths: Any) -> Any:
+def lengths_to_cu_seqlens(lengths: Array) -> Array:
     """``cu[m] = sum(lengths[:m])``: int32 ``[n+1]`` from ``[n]``, ``[b, n+1]`` from ``[b, n]``."""
     lengths = int_array(lengths, "lengths", "[n] or [batch, n]", (1, 2))
     xp = namespace(lengths)
@@ -127,12 +128,12 @@ def lengths_to_cu_seqlens(lengths: Any) -> Any:
     return xp.concatenate([zero, xp.cumsum(lengths, axis=-1, dtype=np.int32)], axis=-1)
 
 
-def cu_seqlens_to_segment_ids(cu: Any, total: int) -> Any:
+def cu_seqlens_to_segment_ids(cu: Array, total: int) -> Array:
     """Sequence of each of ``total`` tokens: int32 ``[total]`` or ``[b, total]``, padding -1."""
     return segment_ids_of_cu(_cu(cu, "cu"), static_length(total, "total"))
 
 
-def cu_seqlens_to_positions(cu: Any, total: int) -> Any:
+def cu_seqlens_to_positions(cu: Array, total: int) -> Array:
     """Place of each token in its sequence: int32 ``[total]`` or ``[b, total]``, padding -1."""
     return positions_of_cu(_cu(cu, "cu"), static_length(total, "total"))
 
@@ -174,7 +175,7 @@ def _check_contiguous(ids: Any, max_segments: int) -> None:
         raise ValueError(f"max_segments: must be at least the {most} runs, got {max_segments}")
 
 
-def segment_ids_to_cu_seqlens(ids: Any, max_segments: int | None = None) -> Any:
+def segment_ids_to_cu_seqlens(ids: Array, max_segments: int | None = None) -> Array:
     """Cumulative lengths of the maximal runs of equal ids >= 0.
 
     ids ``[s]`` or ``[b, s]``; result int32 ``[max_segments+1]`` or ``[b, max_segments+1]``, the
