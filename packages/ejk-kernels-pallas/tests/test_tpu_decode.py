@@ -23,7 +23,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.bound import bound
 from ejktest.cases.paged import in_context
-from ejktest.drawn import wild_tables
+from ejktest.drawn import grow_tree, wild_tables
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 
@@ -68,7 +68,7 @@ def expected(function, q, k, v, *indices, **options):
     for name in options.keys() - {"left", "cap"}:
         options[name] = np.asarray(options[name], np.float64)
     with jax.enable_x64(True):
-        wide = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+        wide = [np.nan_to_num(np.asarray(x).astype(np.float64)) for x in (q, k, v)]
         options |= {"scale": q.shape[-1] ** -0.5, "return_lse": True}
         return [np.asarray(x) for x in function(*wide, *indices, **options)]
 
@@ -130,12 +130,11 @@ LATENT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LATENT)
-def test_latent_against_the_reference(name):
-    """Rows of 256 whose first 128 are values; two new tokens, but one token in a context."""
-    rng, options = np.random.default_rng(0), LATENT[name]
+def check_latent(name: str, tokens: int, options: dict[str, Any]) -> None:
+    """Compares rows of 256 whose first 128 are values, of this number of new tokens."""
+    rng = np.random.default_rng(0)
     tables, pages = wild_tables(rng, LENS, 32)
-    q = rng.standard_normal((len(LENS), 2, 4, 256)).astype(np.float32)
+    q = rng.standard_normal((len(LENS), tokens, 4, 256)).astype(np.float32)
     seen = in_context(LENS, tables, pages, 32)[..., None]
     cache = np.where(seen, rng.standard_normal((pages, 32, 256)), np.nan)
     cache = cache.astype(jnp.dtype("float8_e4m3fn" if "e4m3" in name else "float32"))
@@ -146,16 +145,42 @@ def test_latent_against_the_reference(name):
 
     got, lse = jax.jit(decode)(q, cache, lens, tables)
     options = {n: x for n, x in options.items() if n != "cfg"}
-    if "sliding_window" in options:
-        options["left"] = options.pop("sliding_window")[0]
     names = {"logits_soft_cap": "cap", "softmax_aux": "aux"}
+    if "sliding_window" in options:
+        options["left"] = options["sliding_window"][0]
+        names["sliding_window"] = "window"
     options = {names.get(n, n): x for n, x in options.items()}
     with jax.enable_x64(True):
-        wide = (np.asarray(x).astype(np.float64) for x in (q, cache))
+        wide = (np.nan_to_num(np.asarray(x).astype(np.float64)) for x in (q, cache))
         want, want_lse = paged.mla_decode(*wide, lens, tables, 128, scale=256**-0.5, **options)
     check_close(np.asarray(got), np.asarray(want))
     check_close(np.asarray(lse), np.asarray(want_lse), name="lse")
     check_no_races()
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_against_the_reference(name):
+    """Two new tokens, but one token in a context."""
+    check_latent(name, 2, LATENT[name])
+
+
+TREES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tree longer than contexts": (40, dict(cfg={"pages_per_block": 1})),
+    "window": (5, dict(sliding_window=(4, 1), cfg={"pages_per_block": 2})),
+    "window of positions": (5, dict(sliding_window=(30, 1), cfg={"pages_per_block": 1})),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_latent_trees(name):
+    tokens, options = TREES[name]
+    rng = np.random.default_rng(1)
+    trees = [grow_tree(rng, tokens) for _ in LENS]
+    options = options | {"tree_mask": np.stack([ancestors for ancestors, _ in trees])}
+    if "positions" in name:
+        depths = np.stack([depth for _, depth in trees])
+        options["positions"] = (np.array(LENS)[:, None] - tokens + depths).astype(np.int32)
+    check_latent(name, tokens, options)
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
