@@ -224,6 +224,23 @@ class Launch:
         return replace(self.with_batch(size), operands=shapes), merged
 
 
+@dataclass(frozen=True)
+class SubstituteLaunch(Launch):
+    """Launch of a kernel for one architecture, with the results and the grid of ``general``.
+
+    Attributes:
+        general: the launch of the kernel for every GPU.
+    """
+
+    general: Any
+
+    def outputs(self) -> Mapping[str, jax.ShapeDtypeStruct | None]:
+        return self.general.outputs()
+
+    def grid(self, target: Target) -> tuple[int, ...]:
+        return self.general.grid(target)
+
+
 def _merge_leading(size: int, array: jax.Array, mapped: bool, batch: int) -> jax.Array:
     """Returns an operand of ``size`` calls with ``batch`` copies of its leading axis each."""
     rows, *shape = array.shape[1:] if mapped else array.shape

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ejkernel.kernels.triton.gated_delta_rule.chunks import REVERSE_SCAN_OPERANDS, ChunkLaunch
+from ejkernel.kernels.triton.gated_delta_rule.chunks import REVERSE_SCAN_OPERANDS
 from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
     CHUNK,
     COLUMNS,
@@ -40,7 +40,7 @@ from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
     store_tile,
     store_vectors,
 )
-from ejkernel.kernels.triton.launch import BATCHED, Launch
+from ejkernel.kernels.triton.launch import BATCHED, SubstituteLaunch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -186,20 +186,12 @@ def scan_gradients_sm90(
 
 
 @dataclass(frozen=True)
-class ReverseScanLaunchSm90(Launch):
+class ReverseScanLaunchSm90(SubstituteLaunch):
     """Launch of ``scan_gradients_sm90`` in the place of ``general``, of ``scan_gradients`` with 64
     columns."""
 
     kernel = scan_gradients_sm90
     batching: ClassVar = dict.fromkeys(REVERSE_SCAN_OPERANDS, BATCHED)
-
-    general: ChunkLaunch
-
-    def outputs(self):
-        return self.general.outputs()
-
-    def grid(self, target):
-        return self.general.grid(target)
 
     def options(self, target):
         return {"num_warps": 4, "num_stages": 1, "maxnreg": REGISTERS}

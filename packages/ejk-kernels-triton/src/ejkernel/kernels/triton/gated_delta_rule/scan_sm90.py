@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ejkernel.kernels.triton.gated_delta_rule.chunks import SCAN_OPERANDS, ChunkLaunch
+from ejkernel.kernels.triton.gated_delta_rule.chunks import SCAN_OPERANDS
 from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
     CHUNK,
     COLUMNS,
@@ -43,7 +43,7 @@ from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
     store_tile,
     store_vectors,
 )
-from ejkernel.kernels.triton.launch import BATCHED, Launch
+from ejkernel.kernels.triton.launch import BATCHED, SubstituteLaunch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -211,20 +211,12 @@ def scan_chunks_sm90(
 
 
 @dataclass(frozen=True)
-class ScanLaunchSm90(Launch):
+class ScanLaunchSm90(SubstituteLaunch):
     """Launch of ``scan_chunks_sm90`` in the place of ``general``, a launch of ``scan_chunks`` with
     64 columns."""
 
     kernel = scan_chunks_sm90
     batching: ClassVar = dict.fromkeys(SCAN_OPERANDS, BATCHED)
-
-    general: ChunkLaunch
-
-    def outputs(self):
-        return self.general.outputs()
-
-    def grid(self, target):
-        return self.general.grid(target)
 
     def options(self, target):
         return {"num_warps": 4, "num_stages": 1, "maxnreg": REGISTERS}

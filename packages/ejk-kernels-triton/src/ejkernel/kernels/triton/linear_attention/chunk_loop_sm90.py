@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.language import tl
-from ejkernel.kernels.triton.launch import BATCHED, Launch
+from ejkernel.kernels.triton.launch import BATCHED, SubstituteLaunch
 from ejkernel.kernels.triton.linear_attention.launch import GATE_SUMS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -259,19 +259,11 @@ def chunk_loop_sm90(
 
 
 @dataclass(frozen=True)
-class ChunkLoopSm90(Launch):
+class ChunkLoopSm90(SubstituteLaunch):
     """Launch of ``chunk_loop_sm90`` in the place of ``general``, a launch of ``chunk_loop``."""
 
     kernel = chunk_loop_sm90
     batching: ClassVar = dict.fromkeys((*GATE_SUMS, "starts"), BATCHED)
-
-    general: Launch
-
-    def outputs(self):
-        return self.general.outputs()
-
-    def grid(self, target):
-        return self.general.grid(target)
 
     def options(self, target):
         return {"num_warps": 4, "num_stages": 1}

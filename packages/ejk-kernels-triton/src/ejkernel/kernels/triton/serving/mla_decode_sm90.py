@@ -33,13 +33,13 @@ from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
 from ejkernel.kernels.triton.common.eight_bit import pair_numbers
 from ejkernel.kernels.triton.common.softmax import tanh_from_exp2
 from ejkernel.kernels.triton.language import tl
-from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.launch import SubstituteLaunch, power_of_two
 from ejkernel.kernels.triton.serving.eight_bit_scores import (
     convert_adjacent,
     split_column_pairs,
     split_digits,
 )
-from ejkernel.kernels.triton.serving.launch import CacheLaunch, PagedLaunch, sequential
+from ejkernel.kernels.triton.serving.launch import CacheLaunch, sequential
 from ejkernel.kernels.triton.serving.merge import average_factor, partial_logit
 from ejkernel.kernels.triton.serving.pages import clamp_run, load_block_pages
 from ejkernel.kernels.triton.serving.params import column_parts
@@ -471,19 +471,11 @@ def is_supported(problem: Any, tiles: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class LatentSplit(CacheLaunch):
+class LatentSplit(SubstituteLaunch, CacheLaunch):
     """Launch of ``latent_split`` in the place of ``general``, a launch of ``paged_split``."""
 
     kernel = latent_split
     batching: ClassVar = sequential("q k v lens tables begins rows counts k_scale v_scale sink")
-
-    general: PagedLaunch
-
-    def outputs(self):
-        return self.general.outputs()
-
-    def grid(self, target):
-        return self.general.grid(target)
 
     def options(self, target):
         return {"num_warps": self.general.tiles.num_warps, "num_stages": 1, "maxnreg": REGISTERS}

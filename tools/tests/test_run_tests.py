@@ -1,0 +1,62 @@
+"""Tests that need a GPU in several processes: here tests that need none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "gpu" / "run_tests.py"
+TESTS = """
+import os, time
+import pytest
+
+@pytest.mark.parametrize("number", range(6))
+def test_passes(number): pass
+
+def test_is_skipped(): pytest.skip("no reason")
+
+def test_fails(): assert 1 + 1 == 3
+
+def test_loses_the_context(): raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+def test_ends_the_process(): os._exit(3)
+
+def test_passes_at_last(): pass
+"""
+
+
+def run_script(tmp_path: Path, body: str, *options: str) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "test_of_a_gpu.py"
+    file.write_text(body)
+    command = [sys.executable, str(SCRIPT), "-m", "not gpu", "--processes", "2"]
+    return subprocess.run([*command, *options, str(file)], capture_output=True, text=True)
+
+
+def test_every_test_has_an_outcome(tmp_path):
+    """One that ends its process or loses the GPU fails, and those after it run."""
+    done = run_script(tmp_path, TESTS)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1].split()[1:5] == ["7", "3", "1", "0"]
+    for test, reason in (
+        ("fails", "assert (1 + 1) == 3"),
+        ("loses_the_context", "CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ("ends_the_process", "process ended with 3"),
+    ):
+        assert any(
+            line.startswith("FAILED") and f"test_{test} " in line and reason in line
+            for line in done.stdout.splitlines()
+        ), done.stdout
+
+
+def test_no_test_starts_after_the_limit(tmp_path):
+    done = run_script(tmp_path, TESTS, "--seconds", "0.001")
+    assert done.stdout.splitlines()[-1].split()[1:5] == ["0", "0", "0", "11"]
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("body", ["import no_such_module", ""])
+def test_nothing_to_run_is_a_failure(tmp_path, body):
+    assert run_script(tmp_path, body).returncode == 1
