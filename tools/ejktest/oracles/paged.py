@@ -79,10 +79,10 @@ def tree_row(keys, before, number, mask, positions, window):
     inside = slice(before + cut, before + new)
     seen[inside] = marked[cut:]
     if window is not None:
-        own = before + number
+        position = before + number
         if positions is not None:
-            at[inside], own = positions[cut:], positions[number]
-        distance = own - at
+            at[inside], position = positions[cut:], positions[number]
+        distance = position - at
         seen &= (distance <= window[0]) & (distance >= -window[1])
     return seen
 

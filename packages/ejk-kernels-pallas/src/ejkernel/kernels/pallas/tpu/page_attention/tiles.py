@@ -56,7 +56,7 @@ class Tiles:
         caches = 2 * self.block * p.kv_heads * p.token_bytes
         widened = columns * (p.dim + p.value_dim) * (8 if p.is_eight_bit else 4)
         nodes = 0
-        if p.tree_columns:  # marks, and masks of new tokens before those of their heads
+        if p.tree_columns:  # marks, and a mask of tokens, from which a mask of heads is made
             tokens = -(-p.tokens // 16) * 16
             nodes = tokens * (2 * 4 * trees.node_lanes(p) + 2 * 4 * columns)
         return caches + 5 * 4 * rows * columns + widened + nodes

@@ -138,13 +138,14 @@ class Steps(NamedTuple):
     scratch: Scratch
     factors: Any
 
-    def _is_single(self, span: QuerySpan) -> Any:
-        """Returns whether a block has one row, which sees all keys up to itself."""
+    def _forms(self, span: QuerySpan) -> tuple[Any, Any]:
+        """Returns whether a block has one row, which sees all keys before it, and the reverse."""
         p = self.layout.paged
         if not p.tree_columns:
-            return span.tokens == 1
+            return span.tokens == 1, span.tokens > 1
         # a row of a longer sequence has marks, and its window begins at its position
-        return (span.high - span.before == 1) & (not p.positioned)
+        is_single = (span.high - span.before == 1) & (not p.positioned)
+        return is_single, ~is_single
 
     def begin(self, span: QuerySpan, q: Any, nodes: Any) -> None:
         """Takes the heads of a block of queries apart and resets the states of its rows."""
@@ -155,14 +156,14 @@ class Steps(NamedTuple):
             for ref, value in ((s.m, FLOOR), (s.total, 0.0), (s.acc, 0.0)):
                 ref[:, :rows] = jnp.full((ref.shape[0], rows, ref.shape[2]), value, jnp.float32)
 
-        is_single = self._is_single(span)
+        is_single, is_block = self._forms(span)
 
         @pl.when(is_single)
         def _one_row() -> None:
             s.q_rows[:heads] = q[0].astype(jnp.float32)
             reset(layout.decode_rows)
 
-        @pl.when(~is_single)
+        @pl.when(is_block)
         def _many_rows() -> None:
             size = layout.tiles.queries
             if nodes is not None:
@@ -179,7 +180,8 @@ class Steps(NamedTuple):
 
     def add(self, span: QuerySpan, block: Any, kv: Any, first: Any, stop: Any) -> None:
         """Adds a block of keys, visible from ``first`` to ``stop``, to the states."""
-        start, is_single = block * self.layout.block, self._is_single(span)
+        start = block * self.layout.block
+        is_single, is_block = self._forms(span)
         if self.scratch.wide is not None:
             self.scratch.wide[...] = kv[...].astype(jnp.bfloat16)
             kv = self.scratch.wide
@@ -188,7 +190,7 @@ class Steps(NamedTuple):
         def _one_row() -> None:
             self._add_to_one_row(kv, first - start, stop - start)
 
-        @pl.when(~is_single)
+        @pl.when(is_block)
         def _many_rows() -> None:
             for head in range(self.layout.paged.kv_heads):
                 self.scratch.k[head], self.scratch.v[head] = load_head(self.layout, kv, head)
@@ -276,7 +278,7 @@ class Steps(NamedTuple):
             factors = self.factors[head]
             return factors[:, SINKS : SINKS + 1], factors[:, VALUES : VALUES + 1]
 
-        is_single = self._is_single(span)
+        is_single, is_block = self._forms(span)
 
         @pl.when(is_single)
         def _one_row() -> None:
@@ -293,7 +295,7 @@ class Steps(NamedTuple):
             if lse is not None:
                 lse[0] = row_lse
 
-        @pl.when(~is_single)
+        @pl.when(is_block)
         def _many_rows() -> None:
             lane = lax.broadcasted_iota(jnp.int32, (size, layout.lse_lanes), 1)
 
