@@ -1,4 +1,4 @@
-"""Runs three type checkers on a user's code: ``tools/tests/user_script.py``, READMEs and guides.
+"""Runs three type checkers on a user's code: ``user_script.py``, READMEs and pages of the site.
 
 The files are copied into a folder outside the repository and checked from there, so that the
 checkers find the packages as they are installed. Run inside the environment:
@@ -15,11 +15,23 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = (
+    "README.md",
+    "packages/*/README.md",
+    "docs/*.md",
+    "docs/guides/*.md",
+    "docs/operations/*.md",
+)
+PARTS_OF_FILES = ("docs/writing-a-kernel.md",)
+"""Pages whose blocks are parts of the files of a package, which is checked itself."""
 SCRIPTS = (
     "tools/tests/user_script.py",
-    "README.md",
-    "packages/ejk-modules/README.md",
-    *sorted(str(guide.relative_to(ROOT)) for guide in ROOT.glob("docs/guides/*.md")),
+    *sorted(
+        name
+        for pattern in PAGES
+        for page in ROOT.glob(pattern)
+        if (name := str(page.relative_to(ROOT))) not in PARTS_OF_FILES
+    ),
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from pydoc_data import topics
 from typing import Any
 
@@ -239,4 +240,11 @@ def main(steps: int = 200, batch: int = 8, length: int = 128) -> tuple[Params, l
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    main(parser.parse_args().steps)
+    steps = parser.parse_args().steps
+    if steps < 1:
+        parser.error(f"argument --steps: given {steps}, expected at least 1")
+    try:
+        main(steps)
+    except KeyboardInterrupt:
+        print("hybrid.py: stopped", file=sys.stderr)
+        sys.exit(130)

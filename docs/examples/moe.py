@@ -20,6 +20,7 @@ rows travel to the devices of their experts and back, by ``all_to_all``.
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from typing import NamedTuple
 
@@ -216,10 +217,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--devices", type=int, help="run one layer over this many, on a CPU")
-    chosen = parser.parse_args()
-    if chosen.devices is None:
-        main(chosen.steps)
-    else:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", chosen.devices)
-        spread(chosen.devices)
+    options = parser.parse_args()
+    for name, value in vars(options).items():
+        if value is not None and value < 1:
+            parser.error(f"argument --{name}: given {value}, expected at least 1")
+    try:
+        if options.devices is None:
+            main(options.steps)
+        else:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", options.devices)
+            spread(options.devices)
+    except KeyboardInterrupt:
+        print("moe.py: stopped", file=sys.stderr)
+        sys.exit(130)

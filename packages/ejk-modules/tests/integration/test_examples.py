@@ -1,7 +1,5 @@
 """The programs in docs/examples do what they say."""
 
-import importlib.util
-import pathlib
 import re
 import subprocess
 import sys
@@ -13,21 +11,12 @@ import numpy as np
 import pytest
 
 import ejkernel.modules as modules
-
-FOLDER = pathlib.Path(__file__).parents[4] / "docs" / "examples"
-
-
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+from ejktest.examples import FOLDER, load_example
 
 
 @pytest.fixture(scope="module")
 def moe():
-    return load("moe")
+    return load_example("moe")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +80,7 @@ def test_experts_learn(moe, capsys):
 
 @pytest.fixture(scope="module")
 def serve():
-    return load("serve")
+    return load_example("serve")
 
 
 def attend_to_all(layer, q, k, v):
@@ -178,7 +167,7 @@ def test_a_server_keeps_its_cache_in_place(serve):
 
 def test_hybrid_learns_and_decodes_as_it_was_trained(capsys):
     """Token by token with the states: the logits of all tokens at once, past the window."""
-    hybrid = load("hybrid")
+    hybrid = load_example("hybrid")
     params, history = hybrid.main(steps=30, batch=4, length=48)
     assert np.mean(history[-5:]) < 0.8 * np.mean(history[:3])
     assert "The assert statement " in capsys.readouterr().out
@@ -190,7 +179,7 @@ def test_hybrid_learns_and_decodes_as_it_was_trained(capsys):
 
 
 def test_a_shared_prefix_equals_a_prefix_in_every_table():
-    example = load("shared_prefix")
+    example = load_example("shared_prefix")
     example.PART = 96  # several parts, and a rest
     query, prefix, caches, lengths, tables = example.make(5, 208, 40)
     out = example.attend(query, prefix, caches, lengths, tables)

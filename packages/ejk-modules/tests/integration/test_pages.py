@@ -18,6 +18,8 @@ def test_page(operation):
     text = (PAGES / f"{operation}.md").read_text()
     assert text.startswith(f"# {operation}\n")
     assert f"[{operation}]({operation}.md)" in (PAGES / "README.md").read_text()
+    entry = rf"\.\. api:: ejkernel\.modules\n\n +{operation}\b"
+    assert re.search(entry, text), "arguments come from the docstring"
     code = re.findall(r"```python\n(.*?)```", text, re.S)
     assert code
     with jax.default_matmul_precision("highest"):
