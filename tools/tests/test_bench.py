@@ -121,16 +121,27 @@ def test_unknown_names(tmp_path, capsys):
 def test_scaling_times_one_device_of_several_and_all_of_them(tmp_path, capsys):
     sizes = scaling.Sizes((256,), 2, 16, 2, 64, 2, 2)
     options = {"cases": "ring zigzag *,flash heads", "rounds": 1, "target_s": 1e-4}
-    args = argparse.Namespace(devices="2", out=tmp_path, **options)
+    args = argparse.Namespace(devices="2", out=tmp_path, budget_s=None, **options)
     assert scaling.main(args, sizes) == 0
     rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
-    modes, kinds = ("fwd", "fwd+bwd"), ("alone", "together")
-    assert [(r["kind"], r["mode"]) for r in rows] == list(itertools.product(kinds, modes)) * 2
+    modes, kinds = ("fwd", "fwd+bwd"), ("together", "alone")
+    order = [(r["kind"], r["case"].split()[0], r["mode"]) for r in rows]
+    assert order == list(itertools.product(kinds, ("flash", "ring"), modes))
     assert all(r["ms"] > 0 and r["share"] > 0 and r["devices"] == 2 for r in rows)
+    assert not any(r["unwanted"] for r in rows)
     sent = [r["collectives"] for r in rows]
+    assert not any(sent[:2])  # heads need nothing of each other
     assert set(sent[2]) == set(sent[3]) == {"collective-permute"}
-    assert not any(sent[4:])  # heads need nothing of each other
-    assert capsys.readouterr().out.count("collective-permute") == 2
+    out = capsys.readouterr().out
+    assert out.count("collective-permute") == 2 and out.count("[target") == 4
+
+
+def test_scaling_says_what_it_had_no_time_for(tmp_path, capsys):
+    args = argparse.Namespace(devices="2", out=tmp_path, budget_s=1.0, cases="gla *")
+    assert scaling.main(args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(line.endswith("not run: no time left") for line in lines)
+    assert len(json.loads((tmp_path / "scaling.json").read_text())["rows"]) == len(lines)
 
 
 def test_one_device_of_several_computes_its_part():

@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import flash_attention, ring_attention
 from ejkernel.types import InvalidArgument, MaskInfo, Rule
+from ejkernel.types.attention.context import strategy
 from ejkernel.types.attention.context.ring import Ring, Schedule
+from ejkernel.types.attention.context.transport import GatheredTransport
 from ejktest.attention import Call, arrays, check, run
 from ejktest.drawn import array
 
@@ -142,12 +144,91 @@ STRATEGIES = [("ring", case) for case in CASES] + [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "case"), STRATEGIES, ids=[f"{s}-{case[2]}" for s, case in STRATEGIES]
+    ("way", "case"), STRATEGIES, ids=[f"{s}-{case[2]}" for s, case in STRATEGIES]
 )
-def test_against_oracle(strategy: str, case: tuple[int, str, Call]) -> None:
+def test_against_oracle(way: str, case: tuple[int, str, Call]) -> None:
     n, layout, call = case
     x = arrays(call)
-    check(call, x, *run(partial(on_ring, n, layout, strategy), call, x))
+    check(call, x, *run(partial(on_ring, n, layout, way), call, x))
+
+
+def test_own_keys_wait_for_no_gathered_ones() -> None:
+    transport = GatheredTransport(Ring("sp", 4, True), Schedule(0, 4), ("own keys",))
+    assert transport.keys(None, 0) is transport.local_keys
+
+
+IN_GROUPS = Call(
+    "groups",
+    q=64,
+    k=64,
+    h=8,
+    hk=4,
+    d=8,
+    sinks=(8, 1),
+    dropout=0.2,
+    mask={"q_segment_ids": IDS, "causal": True, "sliding_window": (20, 0)},
+)
+
+
+def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks, dropout and ids of the heads of each group, in the order of the sequence."""
+    monkeypatch.setattr(strategy, "GROUP_BYTES", 1)
+    x = arrays(IN_GROUPS)
+    check(IN_GROUPS, x, *run(partial(on_ring, 2, "zigzag", "ulysses"), IN_GROUPS, x))
+
+
+INSTRUCTION = re.compile(r"^ +(?:ROOT )?(%[\w.-]+) = .*? ([\w-]+)\((.*)$")
+
+
+def exchanges_before(program: str) -> list[set[str]]:
+    """Returns, of each all-to-all of the main computation, those that it waits for."""
+    sources: dict[str, set[str]] = {}
+    waiting = []
+    for line in program[program.index("ENTRY") :].splitlines():
+        instruction = INSTRUCTION.match(line)
+        if instruction is None:
+            continue
+        name, op, operands = instruction.groups()
+        before = set().union(*(sources.get(x, set()) for x in re.findall(r"%[\w.-]+", operands)))
+        sources[name] = before
+        if op == "all-to-all":
+            waiting.append(before)
+            sources[name] = before | {name}
+    return waiting
+
+
+@pytest.mark.parametrize(("groups", "passes"), [(1, 1), (2, 1), (2, 2)])
+def test_a_group_of_heads_waits_for_no_other(
+    groups: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exchanges of one group depend on no kernel of another, so that they may overlap."""
+    if groups > 1:
+        monkeypatch.setattr(strategy, "GROUP_BYTES", 1)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("sp",))
+    types = [jax.ShapeDtypeStruct((1, 256, n, 16), jnp.float32) for n in (8, 4, 4)]
+
+    def attend(q, k, v):
+        cfg = {"context_parallel": "ulysses"}
+        return ring_attention(q, k, v, axis_name="sp", causal=True, cfg=cfg)
+
+    shared = jax.shard_map(
+        attend, mesh=mesh, in_specs=(P(None, "sp"),) * 3, out_specs=P(None, "sp"), check_vma=False
+    )
+
+    def both(*arrays):
+        out, pull = jax.vjp(shared, *arrays)
+        return pull(out)
+
+    program = jax.jit(shared if passes == 1 else both).lower(*types).compile().as_text()
+    waiting = exchanges_before(program)
+    # queries, keys and values of all groups travel before anything is computed
+    assert sum(not before for before in waiting) == 3 * groups
+    last = [before for before in waiting if len(before) == max(map(len, waiting))]
+    if passes == 1:  # outputs wait for the queries, keys and values of their group
+        assert [len(before) for before in last] == [3] * groups
+    else:  # and gradients for the cotangents of theirs
+        assert len(last) >= groups
+        assert all(len(before) < len(set().union(*last)) for before in last)
 
 
 def test_vmap_inside_and_scan_over_steps() -> None:

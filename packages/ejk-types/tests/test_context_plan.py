@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +14,7 @@ from hypothesis import strategies as st
 from ejkernel.types import Rule
 from ejkernel.types.attention.context.pieces import Chunks, Piece
 from ejkernel.types.attention.context.ring import Plan, Ring
+from ejkernel.types.attention.context.strategy import count_head_groups
 
 BOTH, FIRST, LAST = Chunks(0, 2), Chunks(0, 1), Chunks(1, 1)
 CAUSAL = Rule(causal=True)
@@ -91,3 +96,26 @@ def test_a_window_needs_its_neighbours_alone() -> None:
     plan = Plan.make(Ring("sp", 8, False), [Rule(causal=True, window=(64, 0))], 64, 64)
     assert plan.schedule.count == 2
     assert len(plan.distinct) == 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "tokens", "heads", "kv_heads", "bias", "groups"),
+    [
+        (2, 32768, 16, 16, None, 4),
+        (8, 8192, 16, 16, None, 2),  # two heads a device
+        (2, 32768, 16, 4, None, 2),
+        (2, 32768, 16, 2, None, 1),  # one key head a device
+        (2, 32768, 16, 1, None, 1),
+        (2, 4096, 16, 16, None, 1),  # too little to send
+        (2, 12288, 16, 16, None, 2),  # room for three, which do not divide the key heads
+        (2, 32768, 16, 16, "given", 1),
+        (3, 32768, 16, 16, None, 1),  # heads do not divide
+    ],
+)
+def test_long_sequences_exchange_heads_in_groups(
+    devices: int, tokens: int, heads: int, kv_heads: int, bias: Any, groups: int
+) -> None:
+    shapes = {"query": (1, tokens, heads, 128), "key": (1, tokens, kv_heads, 128)}
+    call = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    ring = Ring("sp", devices, zigzag=False)
+    assert count_head_groups({**call, "bias": bias}, ring) == groups

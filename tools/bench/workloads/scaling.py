@@ -1,8 +1,11 @@
 """One call over several devices: the time of each, and that of one device with the same work.
 
-``alone`` rows: the kernels of one device of several without communication, on a machine with any
-number of devices (``bench.one_of_many``). ``together`` rows: the call itself, over all devices
-there are; how much of the communication kernels hide is read from a profile of the GPUs.
+``together`` rows: the call itself, over all devices there are; how much of the communication
+kernels hide is read from a profile of the GPUs. ``alone`` rows: the kernels of one device of
+several without communication, on a machine with any number of devices (``bench.one_of_many``).
+
+Rows are printed and written one by one. A row that fails says why, and what ``--budget-s`` leaves
+no time for is said to be left out, also where a program hangs.
 """
 
 from __future__ import annotations
@@ -10,10 +13,10 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import itertools
-import math
 import os
 import re
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +28,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from bench import one_of_many, overlap, report
-from ejkernel import modules
+from bench.scaling_cases import CASES, Case, Function, Shapes, Sizes
 from ejkernel.modules.bench.case import forward_and_backward
 from ejkernel.modules.bench.runner import MOST_COMPILERS
 from ejkernel.modules.bench.timing import Program, Timing, time_together
@@ -39,58 +41,10 @@ COLLECTIVES = re.compile(
 )
 BACKWARD = 3.5
 """Operations of both passes over those of the forward pass."""
-STRATEGIES = (
-    ("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("ulysses", "contiguous"),
-)  # fmt: skip
-GRADIENTS = (0, 1, 2)
-
-Function = Callable[..., Any]
-Shapes = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the calls."""
-
-    tokens: tuple[int, ...] = (65536, 131072)
-    heads: int = 16
-    dim: int = 128
-    batch: int = 4
-    length: int = 8192
-    query_heads: int = 32
-    kv_heads: int = 8
-    rows: int = 64
-    page: int = 64
-    context: int = 131072
-    latent: int = 512
-    rope: int = 64
-    latent_heads: int = 128
-
-
-@dataclass(frozen=True)
-class Case:
-    """A call, and what one of its devices computes.
-
-    Attributes:
-        name: for the table.
-        over_mesh: the call over a mesh whose axis is ``x``; shapes of its arrays; their specs.
-        local: of a number of devices, the call of one and its shapes.
-        even: of a number of devices, a call on one device, its shapes, and how often it has the
-            work of one of them.
-        flops: operations of the forward pass, 0 where memory limits it.
-        trained: whether gradients are timed too.
-    """
-
-    name: str
-    over_mesh: tuple[Callable[[Any], Function], Shapes, tuple[P, ...]]
-    local: Callable[[int], tuple[Function, Shapes]]
-    even: Callable[[int], tuple[Function, Shapes, int]]
-    flops: float = 0.0
-    trained: bool = True
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        return ("fwd", "fwd+bwd") if self.trained else ("fwd",)
+GRACE_S = 20.0
+"""Seconds after the budget in which the row that runs may end."""
+LEAST_S = 5.0
+"""Seconds that a row needs at least: with fewer left it is not begun."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +62,20 @@ class Row:
     even_temp_mb: float | None = None
     collectives: Mapping[str, int] = field(default_factory=dict)
     hidden: float | None = None
+    target: float | None = None
+    unwanted: tuple[str, ...] = ()
     note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Returns whether the row reaches its target, and what it sends that it should not."""
+        words = []
+        if self.target is not None and self.share is not None:
+            met = "met" if self.share >= self.target else "MISSED"
+            words.append(f"target {self.target:.2f} {met}")
+        if self.unwanted:
+            words.append(f"UNWANTED {', '.join(self.unwanted)}")
+        return "; ".join(words)
 
     def __str__(self) -> str:
         head = f"{self.case:<28} {self.mode:<8} {self.kind:<8} n={self.devices}"
@@ -118,115 +85,8 @@ class Row:
         sent = " ".join(f"{n} {kind}" for kind, n in self.collectives.items())
         hidden = "" if self.hidden is None else f", {self.hidden:.0%} hidden"
         memory = f" {self.temp_mb:8.0f} MiB (even {self.even_temp_mb:.0f})"
-        return f"{head} {self.ms:9.3f} ms {self.share:5.2f}{rate}{memory} {sent}{hidden}"
-
-
-# ---- cases --------------------------------------------------------------------------------------
-
-
-def causal(q: Any, k: Any, v: Any) -> Any:
-    return modules.flash_attention(q, k, v, causal=True)
-
-
-def ring_cases(sizes: Sizes) -> Iterator[Case]:
-    """A sequence that devices share."""
-
-    def attend(axis: str, strategy: str, layout: Any, *arrays: Any) -> Any:
-        return modules.ring_attention(
-            *arrays, axis_name=axis, causal=True, layout=layout,
-            cfg={"context_parallel": strategy},
-        )  # fmt: skip
-
-    for tokens in sizes.tokens:
-
-        def shapes(length: int) -> Shapes:
-            return ((1, length, sizes.heads, sizes.dim),) * 3
-
-        def even(n: int, tokens: int = tokens) -> tuple[Function, Shapes, int]:
-            # as many pairs of queries and keys
-            length = 2 * sizes.dim * round(tokens / math.sqrt(n) / (2 * sizes.dim))
-            return causal, shapes(length), 1
-
-        for strategy, layout in STRATEGIES:
-            form = (strategy, layout)
-
-            def local(n: int, tokens: int = tokens, form: Any = form) -> tuple[Function, Shapes]:
-                return partial(attend, f"x{n}", *form), shapes(tokens // n)
-
-            on_axis = partial(attend, "x", *form)
-            length = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
-            yield Case(
-                f"{strategy} {layout} {length}",
-                (lambda _, f=on_axis: f, shapes(tokens), (P(None, "x"),) * 3),
-                local,
-                even,
-                2.0 * tokens**2 * sizes.heads * sizes.dim,
-            )
-
-
-def flash_cases(sizes: Sizes) -> Iterator[Case]:
-    """Rows or heads over devices, which need nothing of each other."""
-
-    def shapes(batch: int, heads: int, kv_heads: int) -> Shapes:
-        keys = (batch, sizes.length, kv_heads, sizes.dim)
-        return (batch, sizes.length, heads, sizes.dim), keys, keys
-
-    b, h, hk = sizes.batch, sizes.query_heads, sizes.kv_heads
-    for word, spec in (("batch", P("x")), ("heads", P(None, None, "x"))):
-
-        def local(n: int, word: str = word) -> tuple[Function, Shapes]:
-            return causal, shapes(b // n, h, hk) if word == "batch" else shapes(b, h // n, hk // n)
-
-        yield Case(
-            f"flash {word}",
-            (lambda _: causal, shapes(b, h, hk), (spec,) * 3),
-            local,
-            lambda n: (causal, shapes(b, h, hk), n),
-            2.0 * b * sizes.length**2 * h * sizes.dim,
-        )
-
-
-def serving_cases(sizes: Sizes) -> Iterator[Case]:
-    """Heads of a paged cache over devices, and the pages of one long sequence."""
-    rows, page, h, hk = sizes.rows, sizes.page, sizes.query_heads, sizes.kv_heads
-    columns = sizes.length // page
-    tables = jnp.arange(rows * columns, dtype=jnp.int32).reshape(rows, columns)
-    lengths = jnp.full((rows,), sizes.length, jnp.int32)
-
-    def decode(*arrays: Any) -> Any:
-        return modules.page_attention(*arrays, lengths, tables)
-
-    def shapes(n: int) -> Shapes:
-        cache = (rows * columns, page, hk // n, sizes.dim)
-        return (rows, 1, h // n, sizes.dim), cache, cache
-
-    heads = P(None, None, "x")
-    yield Case(
-        "paged decoding heads",
-        (lambda _: decode, shapes(1), (heads,) * 3),
-        lambda n: (decode, shapes(n)),
-        lambda n: (decode, shapes(1), n),
-        trained=False,
-    )
-    width = sizes.latent + sizes.rope
-
-    def latent(n: int, **where: Any) -> Function:
-        context = jnp.asarray([sizes.context // n], jnp.int32)
-        pages = jnp.arange(sizes.context // n // page, dtype=jnp.int32)[None]
-        options = {"latent_dim": sizes.latent, **where}
-        return lambda q, cache: modules.mla_decode(q, cache, context, pages, **options)
-
-    def latent_shapes(n: int) -> Shapes:
-        return (1, sizes.latent_heads, width), (sizes.context // n // page, page, width)
-
-    specs = (P(), P("x"))
-    yield Case(
-        "latent decoding pages",
-        (lambda mesh: latent(1, mesh=mesh, in_specs=specs), latent_shapes(1), specs),
-        lambda n: (latent(n), latent_shapes(n)),
-        lambda n: (latent(1), latent_shapes(1), n),
-        trained=False,
-    )
+        verdict = f" [{self.verdict}]" if self.verdict else ""
+        return f"{head} {self.ms:9.3f} ms {self.share:5.2f}{rate}{memory} {sent}{hidden}{verdict}"
 
 
 # ---- measuring ----------------------------------------------------------------------------------
@@ -243,13 +103,14 @@ class Run:
 
     def lower(self) -> Any:
         function = self.function
-        run = forward_and_backward(function, GRADIENTS) if self.mode == "fwd+bwd" else function
+        if self.mode == "fwd+bwd":
+            function = forward_and_backward(function, tuple(range(len(self.shapes))))
         places = self.shardings or (None,) * len(self.shapes)
         types = [
             jax.ShapeDtypeStruct(shape, dtype(), sharding=sharding)
             for shape, sharding in zip(self.shapes, places, strict=True)
         ]
-        return jax.jit(run).lower(*types)
+        return jax.jit(function).lower(*types)
 
     def program(self, compiled: Any) -> Program:
         """Returns the program with arrays."""
@@ -308,7 +169,7 @@ class Measurement:
         )
         ms, even_ms = (times[name].median * 1e3 for name in (self.kind, "even"))
         flops = self.case.flops / self.n * (BACKWARD if self.mode == "fwd+bwd" else 1.0)
-        collectives = COLLECTIVES.findall(program.compiled.as_text()) if together else ()
+        sent = Counter(COLLECTIVES.findall(program.compiled.as_text()) if together else ())
         profiled = together and jax.default_backend() == "gpu"
         return replace(
             self.failed(""),
@@ -317,7 +178,9 @@ class Measurement:
             tflops=flops / (ms * 1e-3) / 1e12 if flops else None,
             temp_mb=temp_mb(program),
             even_temp_mb=temp_mb(even),
-            collectives=dict(Counter(collectives)),
+            collectives=dict(sent),
+            target=self.case.target if together else None,
+            unwanted=tuple(kind for kind in sent if kind not in self.case.sends),
             hidden=overlap.profiled_share(program) if profiled else None,
         )
 
@@ -328,14 +191,15 @@ class Measurement:
 def measurements(args: argparse.Namespace, sizes: Sizes) -> Iterator[Measurement]:
     """Yields what the command asks for, as far as there are devices."""
     counts = [n for n in map(int, args.devices.split(",")) if n > 1]
-    kinds = [("alone", n) for n in counts]
-    kinds += [("together", n) for n in counts if n <= len(jax.devices())]
-    for cases in (ring_cases, flash_cases, serving_cases):
-        for case in cases(sizes):
-            if any(fnmatch.fnmatchcase(case.name, glob) for glob in args.cases.split(",")):
-                yield from (
-                    Measurement(case, mode, kind, n) for kind, n in kinds for mode in case.modes
-                )
+    together = [n for n in counts if n <= len(jax.devices())]
+    # the rows that need several devices first
+    kinds = (("together", together), ("alone", counts))
+    every = [case for cases in CASES for case in cases(sizes)]
+    globs = args.cases.split(",")
+    chosen = [case for case in every if any(fnmatch.fnmatchcase(case.name, g) for g in globs)]
+    for kind, numbers in kinds:
+        for case in chosen:
+            yield from (Measurement(case, mode, kind, n) for n in numbers for mode in case.modes)
 
 
 class Compiler:
@@ -345,7 +209,7 @@ class Compiler:
         self.pool = ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, MOST_COMPILERS)))
         self.evens: dict[Any, Any] = {}
 
-    def programs(self, m: Measurement) -> Callable[[], tuple[Program, Program]]:
+    def programs(self, m: Measurement) -> Callable[[float | None], tuple[Program, Program]]:
         """Lowers two programs and begins to compile them; returns a function that waits."""
         run, lowered = m.lower()
         compiled, same = self.pool.submit(lowered.compile), (m.case.even(m.n)[1], m.mode)
@@ -353,19 +217,42 @@ class Compiler:
             even, lowered = m.lower_even()
             self.evens[same] = even, self.pool.submit(lowered.compile)
         even, compiled_even = self.evens[same]
-        return lambda: (run.program(compiled.result()), even.program(compiled_even.result()))
+
+        def wait(seconds: float | None) -> tuple[Program, Program]:
+            begun = compiled.result(seconds), compiled_even.result(seconds)
+            return run.program(begun[0]), even.program(begun[1])
+
+        return wait
 
 
-def rows_of(args: argparse.Namespace, sizes: Sizes) -> Iterator[Row]:
+class Clock:
+    """The time that a command has; without a budget there is no end."""
+
+    def __init__(self, budget_s: float | None) -> None:
+        self.end = None if budget_s is None else time.monotonic() + budget_s
+
+    @property
+    def left(self) -> float | None:
+        return None if self.end is None else self.end - time.monotonic()
+
+    def is_short(self) -> bool:
+        return self.left is not None and self.left < LEAST_S
+
+
+def rows_of(args: argparse.Namespace, sizes: Sizes, clock: Clock) -> Iterator[Row]:
     """Yields the rows of one case, pass and kind after the other, whose programs compile together.
 
-    One that fails says why: sizes that devices do not divide, too little memory.
+    One that fails says why: sizes that devices do not divide, too little memory, no time.
     """
     compiler = Compiler()
 
     def attempt(m: Measurement, function: Callable[..., Any], *arguments: Any) -> Any:
+        if clock.is_short():
+            return m.failed("not run: no time left")
         try:
             return function(*arguments)
+        except TimeoutError:
+            return m.failed("not run: no time left to compile")
         except Exception as error:
             return m.failed(f"not run: {type(error).__name__}: {first_line(str(error))[:120]}")
 
@@ -375,7 +262,7 @@ def rows_of(args: argparse.Namespace, sizes: Sizes) -> Iterator[Row]:
             pending.append((m, attempt(m, compiler.programs, m)))
         for m, programs in pending:
             if not isinstance(programs, Row):
-                programs = attempt(m, programs)
+                programs = attempt(m, programs, clock.left)
             if isinstance(programs, Row):
                 yield programs
                 continue
@@ -383,16 +270,34 @@ def rows_of(args: argparse.Namespace, sizes: Sizes) -> Iterator[Row]:
                 print(f"{time.monotonic() - started:.1f} s until the first program", flush=True)
                 started = 0.0
             yield attempt(m, m.row, *programs, args)
+    compiler.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def main(args: argparse.Namespace, sizes: Sizes = Sizes()) -> int:
+def main(args: argparse.Namespace, sizes: Sizes | None = None) -> int:
     """Prints a row for each case, pass and number of devices; writes ``scaling.json``."""
-    rows = []
-    for row in rows_of(args, sizes):
-        print(row, flush=True)
-        rows.append(asdict(row))
-    device = jax.devices()[0].device_kind
-    report.write_json(args.out, "scaling", {"device": device, "rows": rows})
+    sizes = sizes or Sizes()
+    rows: list[dict[str, Any]] = []
+    clock, device = Clock(args.budget_s), jax.devices()[0].device_kind
+    # a collective whose other device has failed never returns
+    watch = threading.Timer((args.budget_s or 0.0) + GRACE_S, give_up)
+    watch.daemon = True
+    if args.budget_s is not None:
+        watch.start()
+    try:
+        for row in rows_of(args, sizes, clock):
+            print(row, flush=True)
+            rows.append(asdict(row))
+            report.write_json(args.out, "scaling", {"device": device, "rows": rows})
+    finally:
+        watch.cancel()
     if not rows:
         print("scaling: no case has such a name", file=sys.stderr)
     return 0 if rows else 2
+
+
+def give_up() -> None:
+    """Ends the process, whatever it waits for."""
+    print(
+        "scaling: ended, a row did not return in time; the rows before it are written", flush=True
+    )
+    os._exit(3)

@@ -533,6 +533,96 @@ def test_a_donated_cache_is_written_in_place(xla):
     assert re.search(r"input_output_alias=\{ \{1\}: \(\d+", compiled.as_text())
 
 
+def int8(*shape, seed):
+    return jnp.asarray(np.random.default_rng(seed).integers(-100, 100, shape), jnp.int8)
+
+
+POOL = P(None, None, "tp")  # pages and page_size whole, key heads over tp
+TABLES = jnp.asarray([[3, 1, 0], [0, 6, 2], [4, 4, 4], [5, 2, 1]], jnp.int32)
+LENGTHS = jnp.asarray([5, 11, 2, 9], jnp.int32)
+OF_HEADS = jnp.linspace(0.01, 0.02, 4)
+
+
+def paged_call():
+    """Rows over dp, heads and an 8-bit cache with scales of its heads over tp."""
+    pools = int8(7, 4, 4, 8, seed=1), int8(7, 4, 4, 8, seed=2)
+    arrays = (qkv()[0][:, :1], *pools, LENGTHS, TABLES, OF_HEADS)
+
+    def attend(q, k, v, lengths, tables, scale):
+        return modules.page_attention(
+            q, k, v, lengths, tables, k_scale=scale, v_scale=scale, platform="xla"
+        )
+
+    return attend, arrays, (BSHD, POOL, POOL, DP, DP, P("tp"))
+
+
+def ragged_call():
+    """Packed rows, heads and an 8-bit cache with scales of its heads over tp."""
+    arrays = (qkv()[0][0, :7], int8(7, 4, 8, 8, seed=1), LENGTHS, TABLES, OF_HEADS)
+    starts = jnp.asarray([0, 1, 3, 4, 7], jnp.int32)
+
+    def attend(q, pages, lengths, tables, scale):
+        return modules.ragged_page_attention(
+            q, pages, lengths, tables, starts, 4, k_scale=scale, v_scale=scale, platform="xla"
+        )
+
+    return attend, arrays, (P(None, "tp"), POOL, P(), P(), P("tp"))
+
+
+def latent_call():
+    """Rows over dp and query heads over tp, all latent rows on every device."""
+    q = jax.random.normal(jax.random.key(0), (4, 8, 24))
+    arrays = q, int8(7, 4, 24, seed=1), LENGTHS, TABLES
+
+    def attend(q, cache, lengths, tables):
+        return modules.mla_decode(
+            q, cache, lengths, tables, latent_dim=16, k_scale=0.01, platform="xla"
+        )
+
+    return attend, arrays, (P("dp", "tp"), P(), DP, DP)
+
+
+def flash_call():
+    """8-bit queries, keys and values, with scales of rows and heads."""
+    narrow = [x.astype(jnp.float8_e4m3fn) for x in qkv()]
+    arrays = (*narrow, jnp.full((4, 8), 0.5), jnp.full((4, 4), 0.25))
+
+    def attend_narrow(q, k, v, of_queries, of_keys):
+        scales = {"q_scale": of_queries, "k_scale": of_keys, "v_scale": of_keys}
+        return attend(q, k, v, **scales, out_dtype=jnp.float32)
+
+    return attend_narrow, arrays, (BSHD, BSHD, BSHD, P("dp", "tp"), P("dp", "tp"))
+
+
+def grouped_call(*, experts):
+    """8-bit matrices with scales of their columns: columns or experts over tp."""
+    lhs = jax.random.normal(jax.random.key(0), (16, 8))
+    scales = jnp.linspace(0.01, 0.02, 32).reshape(4, 8)
+    sizes = jnp.asarray([5, 0, 9, 2], jnp.int32)
+
+    def multiply(lhs, rhs, scales):
+        return modules.grouped_matmul(lhs, rhs, sizes, rhs_scale=scales, platform="xla")
+
+    specs = (P("tp"), P("tp")) if experts else (P(None, None, "tp"), P(None, "tp"))
+    return multiply, (lhs, int8(4, 8, 8, seed=1), scales), (P(), *specs)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        pytest.param(paged_call, {}, id="paged"),
+        pytest.param(ragged_call, {}, id="ragged", marks=pytest.mark.slow),
+        pytest.param(latent_call, {}, id="latent", marks=pytest.mark.slow),
+        pytest.param(flash_call, {}, id="flash", marks=pytest.mark.slow),
+        pytest.param(partial(grouped_call, experts=False), {}, id="columns"),
+        pytest.param(partial(grouped_call, experts=True), {"all-reduce": 1}, id="experts"),
+    ],
+)
+def test_narrow_arrays_stay_where_they_are(call, expected, xla):
+    function, arrays, specs = call()
+    assert collectives(partitioned_program(function, arrays, specs)) == expected
+
+
 def test_nothing_changes_where_no_array_can_be_sharded(xla):
     """One device, a shard_map over the full mesh, exported programs, TPUs: no region is left."""
     arrays, mesh = qkv(), mesh_of((2, 4), "dp", "tp")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextvars
 import hashlib
 import itertools
+import math
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -293,17 +294,23 @@ def may_be_sharded(arrays: Any) -> bool:
     leaves = jax.tree.leaves(arrays)
     if not any(isinstance(x, compat.Tracer) for x in leaves):
         return False
+    return automatic_devices(leaves) > 1
+
+
+def automatic_devices(leaves: Iterable[Any]) -> int:
+    """Returns over how many devices the compiler may shard arrays, as their types say.
+
+    1 where types have no mesh, or say themselves how arrays are sharded.
+    """
     meshes = (*map(compat.mesh_of, leaves), *compat.ambient_mesh())
     mesh = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
-    return mesh is not None and _is_automatic(mesh)
-
-
-def _is_automatic(mesh: Any) -> bool:
-    """Returns whether the compiler shards arrays over an axis of ``mesh``, and no type does."""
+    if mesh is None:
+        return 1
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    auto = [n for n, kind in kinds.items() if kind == jax.sharding.AxisType.Auto]
-    explicit = jax.sharding.AxisType.Explicit in kinds.values()
-    return not explicit and any(mesh.shape[axis] > 1 for axis in auto)
+    if jax.sharding.AxisType.Explicit in kinds.values():
+        return 1
+    auto = (mesh.shape[n] for n, kind in kinds.items() if kind == jax.sharding.AxisType.Auto)
+    return math.prod(auto)
 
 
 def run_region(

@@ -12,7 +12,7 @@ import numpy as np
 
 from ejkernel.ops.batch_invariance import batch_invariant
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
-from ejkernel.ops.partition import Words, run_region
+from ejkernel.ops.partition import Words, automatic_devices, run_region
 
 
 def run_partitioned(
@@ -52,6 +52,11 @@ class PartitionedKernel:
         axes = [words for several in self._axes.values() for words in several]
         shapes = [x.shape for x in leaves]
         self._words = list(map(self.rule.words, axes, shapes))
+        # states that devices which share the sequence keep for the gradients: axes and types
+        self._saved_states: list[tuple[str, Any]] = []
+        devices = automatic_devices(leaves)
+        if self.call.passes_states and self.rule.sequence and devices > 1:
+            self._saved_states = self.call.saved_state_types(self._arguments, devices)
 
     def __repr__(self) -> str:
         return f"partitioned {self.kernel!r}"
@@ -71,7 +76,7 @@ class PartitionedKernel:
             forward = getattr(work.kernel, "without_gradients", work.kernel.forward)
             return forward(work, arrays)[0], ()
 
-        return self._run_forward(run, work, arrays)
+        return self._run_forward(run, work, arrays, saves=False)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The outputs, and the arrays that ``backward`` reads besides."""
@@ -90,21 +95,29 @@ class PartitionedKernel:
         return outputs, ()
 
     def _run_forward(
-        self, forward: Callable[..., Any], work: Work, arrays: Arrays
+        self, forward: Callable[..., Any], work: Work, arrays: Arrays, *, saves: bool = True
     ) -> tuple[tuple[Any, ...], Any]:
         structures: list[Any] = []
+
+        saved_states = self._saved_states if saves else []
 
         def run_pass(shard: Any, *leaves: Any) -> tuple[Any, ...]:
             a = self._local_arguments(shard, leaves)
             if self._passes_states(shard):
                 _, outputs, types = structures[0]
-                shapes = self._local_shapes(shard, types, outputs)
-                # the backward pass computes its own
-                saved = [jnp.zeros(x.shape, x.dtype) for x in shapes[outputs:]]
-                return *self._shared_outputs(shard, a, shapes[:outputs]), *saved
+                shapes = self._local_shapes(shard, types, outputs, saves=saves)
+                first_state = len(shapes) - len(saved_states)
+                # what the kernel saves for its backward pass, that pass computes
+                saved = [jnp.zeros(x.shape, x.dtype) for x in shapes[outputs:first_state]]
+                results, states = self._shared_outputs(
+                    shard, a, shapes[:outputs], shapes[first_state:]
+                )
+                return *results, *saved, *states
             local = self._local_work(work, shard, a)
             outputs, saved = forward(local, self._operands(local, a))
-            flat, structure = jax.tree.flatten((tuple(outputs), saved))
+            # of devices that do not share the sequence, nobody reads the states
+            states = [jnp.zeros(x.shape, x.dtype) for x in self._on_device(shard, saved_states)]
+            flat, structure = jax.tree.flatten((tuple(outputs), (saved, states)))
             structures.append((structure, len(outputs), list(map(_type_of, flat))))
             return tuple(flat)
 
@@ -112,7 +125,7 @@ class PartitionedKernel:
             run_pass,
             list(arrays.values()),
             self._words_of(arrays),
-            lambda types: self._words_of_results(types, structures[0][1]),
+            lambda types: self._words_of_results(types, structures[0][1], saves=saves),
             self.rule,
         )
         return jax.tree.unflatten(structures[0][0], results)
@@ -136,9 +149,17 @@ class PartitionedKernel:
             if self._passes_states(shard):
                 types = list(map(_type_of, inputs[first : first + len(outputs)]))
 
+                def changed(*floats: Any) -> dict[str, Any]:
+                    return self._local_arguments(shard, _replaced(leaves, smooth, floats))
+
+                if self._saved_states:
+                    states = inputs[last - len(self._saved_states) : last]
+                    return self.call.share_gradients(
+                        changed, floats, shard, self._run_local, states, cotangents
+                    )
+
                 def shared(*floats: Any) -> tuple[Any, ...]:
-                    changed = _replaced(leaves, smooth, floats)
-                    return self._shared_outputs(shard, self._local_arguments(shard, changed), types)
+                    return self._shared_outputs(shard, changed(*floats), types)[0]
 
                 # what devices have in common is a sum: each would count its cotangent again
                 once = zip(cotangents, of_results, strict=False)
@@ -158,8 +179,8 @@ class PartitionedKernel:
             of_floats, pull, others = jax.vjp(
                 lambda *floats: _split(operands(*floats)), *floats, has_aux=True
             )
-            saved = jax.tree.unflatten(structure, inputs[first:last])
-            gradients = local.kernel.backward(local, of_floats | others, *saved, cotangents)
+            forward, (saved, _) = jax.tree.unflatten(structure, inputs[first:last])
+            gradients = local.kernel.backward(local, of_floats | others, forward, saved, cotangents)
             return pull({name: _gradient(gradients, name, x) for name, x in of_floats.items()})
 
         words = self._words_of(arrays)
@@ -184,29 +205,44 @@ class PartitionedKernel:
     def _passes_states(self, shard: Any) -> bool:
         return self.call.passes_states and bool(self._sequence_word(shard))
 
+    def _run_local(self, a: Mapping[str, Any]) -> Any:
+        return self.kernel.run_canonical(cfg=self.cfg, **a)
+
     def _shared_outputs(
-        self, shard: Any, a: Mapping[str, Any], types: Sequence[Any]
-    ) -> tuple[Any, ...]:
-        """Returns the outputs of ``forward`` on one device; zeros that the call does not request.
+        self,
+        shard: Any,
+        a: Mapping[str, Any],
+        types: Sequence[Any],
+        saved_states: Sequence[Any] = (),
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the outputs of ``forward`` on one device, and the states that it saves.
 
-        ``types``: of those outputs on this device.
+        Outputs that the call does not request are zeros.
+
+        Args:
+            types, saved_states: the types of both on this device.
         """
-
-        def run(part: Mapping[str, Any]) -> Any:
-            return self.kernel.run_canonical(cfg=self.cfg, **part)
-
-        outputs = self.call.share_sequence(a, shard, run)
+        states: tuple[Any, ...] = ()
+        if saved_states:
+            outputs, states = self.call.share_and_save(a, shard, self._run_local, saved_states)
+        else:
+            outputs = self.call.share_sequence(a, shard, self._run_local)
         shaped = [x.reshape(t.shape) for x, t in zip(outputs, types, strict=False)]
-        return *shaped, *(jnp.zeros(t.shape, t.dtype) for t in types[len(shaped) :])
+        return (*shaped, *(jnp.zeros(t.shape, t.dtype) for t in types[len(shaped) :])), states
 
-    def _local_shapes(self, shard: Any, types: Sequence[Any], outputs: int) -> list[Any]:
+    def _on_device(self, shard: Any, saved_states: Sequence[tuple[str, Any]]) -> list[Any]:
+        """Returns the types of saved states on one device; without a shard, of the whole call."""
+        types = [kind for _, kind in saved_states]
+        if shard is None:
+            return types
+        words = [self.rule.words(axes.split(), kind.shape) for axes, kind in saved_states]
+        return _parts_of(shard, types, words)
+
+    def _local_shapes(
+        self, shard: Any, types: Sequence[Any], outputs: int, *, saves: bool
+    ) -> list[Any]:
         """Returns the types that results of the forward pass have on one device."""
-        local = []
-        for x, words in zip(types, self._words_of_results(types, outputs), strict=True):
-            parts = [shard.parts(word) if word else 1 for word in words]
-            shape = tuple(n // part for n, part in zip(x.shape, parts, strict=True))
-            local.append(jax.ShapeDtypeStruct(shape, x.dtype))
-        return local
+        return _parts_of(shard, types, self._words_of_results(types, outputs, saves=saves))
 
     def _counted_once(self, shard: Any, x: jax.Array, words: Words) -> jax.Array:
         """Returns zeros in place of an array that other devices of the sequence have as well."""
@@ -258,14 +294,33 @@ class PartitionedKernel:
     def _words_of(self, arrays: Arrays) -> list[Words]:
         return [self._words[int(index)] for index in arrays]
 
-    def _words_of_results(self, types: Sequence[Any], outputs: int) -> list[Words]:
-        """The words of the results of the forward pass: its outputs, and the arrays it saves."""
+    def _words_of_results(
+        self, types: Sequence[Any], outputs: int, *, saves: bool = True
+    ) -> list[Words]:
+        """The words of the results of the forward pass: its outputs, and the arrays it saves.
+
+        ``saves``: whether the last of them are saved states.
+        """
         forms: list[tuple[str, ...]] = []
         for axes in self.kernel.forward_axes(self._arguments, outputs):
             named = axes.startswith("=")
             forms.append(self._axes[axes[1:]][0] if named else tuple(axes.split()))
-        forms += [tuple(self.kernel.saved_axes.split())] * (len(types) - outputs)
+        saved_states = [tuple(axes.split()) for axes, _ in self._saved_states] if saves else []
+        forms += [tuple(self.kernel.saved_axes.split())] * (
+            len(types) - outputs - len(saved_states)
+        )
+        forms += saved_states
         return [self.rule.words(form, x.shape) for form, x in zip(forms, types, strict=True)]
+
+
+def _parts_of(shard: Any, types: Sequence[Any], words: Sequence[Words]) -> list[Any]:
+    """Returns the types of arrays on one device, of arrays with these words."""
+    local = []
+    for x, of_axes in zip(types, words, strict=True):
+        parts = [shard.parts(word) if word else 1 for word in of_axes]
+        shape = tuple(n // part for n, part in zip(x.shape, parts, strict=True))
+        local.append(jax.ShapeDtypeStruct(shape, x.dtype))
+    return local
 
 
 def _replaced(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:

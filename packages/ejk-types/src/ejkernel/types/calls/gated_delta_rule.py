@@ -1,17 +1,18 @@
 """The call of gated_delta_rule."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.calls.linear import LinearCall
+from ejkernel.types.calls.linear import LinearCall, state_dtype
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, F, I, invalid
 from ejkernel.types.states.line import LocalSequences
-from ejkernel.types.states.recurrence import delta_effect
+from ejkernel.types.states.recurrence import Passed, delta_effect, delta_effect_of
+from ejkernel.types.states.saved import states_of
 
 
 class GatedDeltaRule(LinearCall):
@@ -52,8 +53,35 @@ class GatedDeltaRule(LinearCall):
     def passed_arrays(cls, a: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
         """States, and their transitions."""
         b, heads, width = a["key"].shape[0], cls.num_heads(a), a["key"].shape[3]
-        transition = jax.ShapeDtypeStruct((b, heads, width, width), jnp.float32)
+        transition = jax.ShapeDtypeStruct((b, heads, width, width), state_dtype(a))
         return super().passed_arrays(a) | {("batch", "heads", "key_dim", "key_dim"): transition}
+
+    @classmethod
+    def saved_state_types(cls, a: Mapping[str, Any], devices: int) -> list[tuple[str, Any]]:
+        """States, transitions, and the queries that have gone through the steps of a device."""
+        types, q, heads = super().saved_state_types(a, devices), a["query"], cls.num_heads(a)
+        shape = (*q.shape[:2], heads, q.shape[3])
+        queries = ("batch seq heads key_dim", jax.ShapeDtypeStruct(shape, q.dtype))
+        return [*types, queries] if types else []
+
+    @classmethod
+    def saved_arrays(cls, passed: Passed) -> tuple[Any, ...]:
+        return passed.state, passed.effect.transition, passed.effect.queries
+
+    @classmethod
+    def passed_of(
+        cls,
+        a: Mapping[str, Any],
+        s: LocalSequences,
+        run: Callable[..., Any],
+        saved_states: Sequence[Any],
+    ) -> Passed:
+        width = a["key"].shape[3]
+        state = states_of(saved_states[0], (width, a["value"].shape[3]))
+        transition = states_of(saved_states[1], (width, width))
+        return Passed(
+            state, delta_effect_of(saved_states[2].astype(state.dtype), transition, a["value"])
+        )
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:

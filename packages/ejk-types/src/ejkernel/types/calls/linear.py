@@ -1,6 +1,6 @@
 """The calls of all recurrent operations: one state per batch row or packed sequence."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,16 @@ from ejkernel.types.calls.sharding_notes import over_note, size_note
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, invalid, out_of_range
 from ejkernel.types.states.line import Line, LocalSequences
-from ejkernel.types.states.recurrence import Decays, decay_effect, run_over_devices, sum_of
+from ejkernel.types.states.recurrence import (
+    Decays,
+    Passed,
+    decay_effect,
+    gradients_of_states,
+    run_from_state,
+    run_over_devices,
+    sum_of,
+)
+from ejkernel.types.states.saved import states_along_tokens, states_of, types_along_tokens
 
 
 class LinearCall(Call):
@@ -46,7 +55,7 @@ class LinearCall(Call):
     def passed_arrays(cls, a: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
         """Returns the types of the states that devices of a sequence pass on, by axes."""
         shape = (a["query"].shape[0], cls.num_heads(a), a["key"].shape[3], a["value"].shape[3])
-        state = jax.ShapeDtypeStruct(shape, jnp.float32)
+        state = jax.ShapeDtypeStruct(shape, state_dtype(a))
         return {("batch", "heads", "key_dim", "v_dim"): state}
 
     @classmethod
@@ -58,9 +67,60 @@ class LinearCall(Call):
     def share_sequence(
         cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]
     ) -> tuple[Any, ...]:
-        line = Line.of_shard(shard, "seq", reverse=a["reverse"])
-        sequences = LocalSequences.of_line(line, a["cu_seqlens"])
-        return run_over_devices(a, sequences, run, cls.effect_of)
+        return run_over_devices(a, _sequences(a, shard), run, cls.effect_of)[0]
+
+    @classmethod
+    def saved_state_types(cls, a: Mapping[str, Any], devices: int) -> list[tuple[str, Any]]:
+        return types_along_tokens(cls.passed_arrays(a).values(), a, devices)
+
+    @classmethod
+    def share_and_save(
+        cls, a: Arguments, shard: Any, run: Callable[..., Any], saved_states: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        outputs, passed = run_over_devices(a, _sequences(a, shard), run, cls.effect_of)
+        return outputs, states_along_tokens(cls.saved_arrays(passed), saved_states)
+
+    @classmethod
+    def saved_arrays(cls, passed: Passed) -> tuple[Any, ...]:
+        """Returns the arrays that gradients need, in the order of ``saved_state_types``."""
+        return (passed.state,)
+
+    @classmethod
+    def passed_of(
+        cls,
+        a: Mapping[str, Any],
+        s: LocalSequences,
+        run: Callable[..., Any],
+        saved_states: Sequence[Any],
+    ) -> Passed:
+        """Returns what gradients need, of which the forward pass has saved a part."""
+        state = states_of(saved_states[0], (a["key"].shape[3], a["value"].shape[3]))
+        return Passed(state, cls.effect_of(a, s, run, state.dtype))
+
+    @classmethod
+    def share_gradients(
+        cls,
+        arguments: Callable[..., Arguments],
+        floats: Sequence[Any],
+        shard: Any,
+        run: Callable[..., Any],
+        saved_states: Sequence[Any],
+        cotangents: Sequence[Any],
+    ) -> tuple[Any, ...]:
+        a = arguments(*floats)
+        sequences = _sequences(a, shard)
+        passed = cls.passed_of(a, sequences, run, saved_states)
+        do, of_last = cotangents
+        _, heads, dk, dv = passed.state.shape
+        do = do.reshape(*a["query"].shape[:2], heads, dv)
+        of_last = of_last.reshape(-1, heads, dk, dv) if a["return_state"] else None
+        of_states = gradients_of_states(sequences, passed, do, of_last)
+
+        def from_state(*floats: Any) -> Any:
+            return run_from_state(arguments(*floats), sequences, run, passed.state)
+
+        (o, final), pull = jax.vjp(from_state, *floats)
+        return pull((do.astype(o.dtype), of_states.astype(final.dtype)))
 
     @classmethod
     def num_heads(cls, a: Mapping[str, Any]) -> int:
@@ -118,6 +178,16 @@ class LinearCall(Call):
                 decay = -np.abs(rng.standard_normal(gate.shape)) / 16
                 samples[name] = jnp.asarray(decay, gate.dtype)
         return samples
+
+
+def state_dtype(a: Mapping[str, Any]) -> Any:
+    """Returns the dtype in which states accumulate."""
+    return result_dtype(a["query"], a["key"], a["value"], jnp.float32)
+
+
+def _sequences(a: Mapping[str, Any], shard: Any) -> LocalSequences:
+    line = Line.of_shard(shard, "seq", reverse=a["reverse"])
+    return LocalSequences.of_line(line, a["cu_seqlens"])
 
 
 class LayerOfShard(int):

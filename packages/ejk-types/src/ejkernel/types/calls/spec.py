@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -297,6 +297,39 @@ class Call:
         """Returns the requested outputs of a call of which each device has some of the tokens.
 
         ``a``: the arguments of one shard; ``run``: computes a call of one device.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def saved_state_types(cls, a: Mapping[str, Any], devices: int) -> list[tuple[str, Any]]:
+        """Returns what devices that share a sequence keep for its gradients: axes and types.
+
+        Empty: gradients are JAX's, through ``share_sequence``. ``a``: the arguments of the full
+        call; ``devices``: the most that may share it.
+        """
+        return []
+
+    @classmethod
+    def share_and_save(
+        cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any], saved_states: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns ``share_sequence``, and arrays of the types ``saved_states`` on one device."""
+        raise NotImplementedError
+
+    @classmethod
+    def share_gradients(
+        cls,
+        arguments: Callable[..., Arguments],
+        floats: Sequence[Any],
+        shard: Any,
+        run: Callable[[Arguments], Any],
+        saved_states: Sequence[Any],
+        cotangents: Sequence[Any],
+    ) -> tuple[Any, ...]:
+        """Returns the gradients of ``floats``, of which ``arguments`` makes one shard's arguments.
+
+        ``saved_states``: of ``share_and_save``; ``cotangents``: of the output, and of the last
+        states on every device.
         """
         raise NotImplementedError
 

@@ -8,13 +8,19 @@ by a linear map, so that it is never waited for:
 Of linear attention with decays, ``transition`` multiplies by the decay of all tokens, and
 ``read_t`` is the query of token t with the decay up to it. Of the delta rule, both are what the
 kernel itself gives for values of zero and the identity as state: the steps' matrices
-multiplied, and the queries that have gone through them. Gradients are JAX's, through the kernel.
+multiplied, and the queries that have gone through them.
+
+Gradients need one backward pass of the kernel, from the state that reached the device. The
+gradient of that state is ``read`` transposed, of the output's gradient, and ``transition``
+transposed, of the gradient of the state after, which comes from the devices behind. Gradients of
+states so pass back as states pass on, before the kernel runs. The forward pass saves its states for
+them; where it cannot, gradients are JAX's, through both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,14 +66,35 @@ class Effect:
 
     compose = apply
 
+    def transposed(self, transition: jax.Array) -> jax.Array:
+        """Returns the transition of gradients, which pass from later tokens to earlier ones."""
+        return jnp.swapaxes(transition, -1, -2) if self.is_matrix else transition
+
+    def read_back(self, do: jax.Array, state: jax.Array) -> jax.Array:
+        """Returns the gradient of a state from what the tokens read of it."""
+        kind = jax.ShapeDtypeStruct(state.shape, state.dtype)
+        return jax.linear_transpose(self.read, kind)(do.astype(state.dtype))[0]
+
+
+EffectOf = Callable[[Arguments, LocalSequences, Run, Any], Effect]
+
+
+class Passed(NamedTuple):
+    """The part of a forward pass that a device needs for its gradients.
+
+    Attributes:
+        state: that reaches it, ``[batch or 1, heads, key_dim, v_dim]``.
+        effect: what the state changes.
+    """
+
+    state: jax.Array
+    effect: Effect
+
 
 def run_over_devices(
-    a: Arguments,
-    sequences: LocalSequences,
-    run: Run,
-    effect_of: Callable[[Arguments, LocalSequences, Run, Any], Effect],
-) -> tuple[jax.Array, ...]:
-    """Returns the output, and the last states if the call requests them.
+    a: Arguments, sequences: LocalSequences, run: Run, effect_of: EffectOf
+) -> tuple[tuple[jax.Array, ...], Passed]:
+    """Returns the output, the last states if the call requests them, and a part for gradients.
 
     ``a``: the arguments of one device; ``run``: computes a call of one device.
     """
@@ -80,10 +107,53 @@ def run_over_devices(
         s.line, s.leaving(final), through, apply=effect.apply, compose=effect.compose
     )
     o = (o.astype(final.dtype) + effect.read(state)).astype(o.dtype)
+    passed = Passed(state, effect)
     if not a["return_state"]:
-        return (o,)
+        return (o,), passed
     changed = effect.apply(effect.transition, state)
-    return o, s.last_states(final + jnp.where(like(s.enters, final), changed, 0))
+    return (o, s.last_states(final + jnp.where(like(s.enters, final), changed, 0))), passed
+
+
+def run_from_state(
+    a: Arguments, sequences: LocalSequences, run: Run, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, and the states behind this device's tokens, from the state before them.
+
+    A state that enters is no function of this device's arguments: its gradient passes on.
+    """
+    s, initial = sequences, a["initial_state"]
+    if initial is None:
+        rows = state.shape[0] if s.cu_seqlens is None else s.cu_seqlens.shape[0] - 1
+        initial = jnp.zeros((rows, *state.shape[1:]), state.dtype)
+    start = jnp.where(like(s.enters, initial), state.astype(initial.dtype), initial)
+    cu = {"cu_seqlens": s.cu_seqlens, "return_state": True}
+    return run({**a, **cu, "initial_state": start})
+
+
+def gradients_of_states(
+    sequences: LocalSequences, passed: Passed, do: jax.Array, of_last: jax.Array | None
+) -> jax.Array:
+    """Returns the gradients of the states behind this device's tokens, as ``run_from_state`` has.
+
+    ``of_last``: of the last states, on every device; None: nobody reads them.
+    """
+    s, (state, effect) = sequences, passed
+    ends, back = None, effect.read_back(do, state)
+    through = effect.transposed(effect.transition)
+    if of_last is not None:
+        ends = jnp.where(like(s.ends_here, of_last), of_last, 0)
+        entered = jnp.where(like(s.enters, ends), ends, 0)
+        if s.cu_seqlens is not None:
+            entered = jnp.sum(entered, 0, keepdims=True)
+        back = back + effect.apply(through, entered.astype(back.dtype))
+    through = jnp.where(s.passes_through, through, 0)
+    # a packed sequence that does not enter gives nothing back
+    back = jnp.where(jnp.any(s.enters), back, 0)
+    line = replace(s.line, reverse=not s.line.reverse)
+    coming = states_before(line, back, through, apply=effect.apply, compose=effect.compose)
+    if s.cu_seqlens is not None:
+        coming = jnp.where(s.leaves[:, None, None, None], coming, 0)
+    return coming if ends is None else coming + ends
 
 
 class Decays(NamedTuple):
@@ -147,7 +217,12 @@ def delta_effect(a: Arguments, s: LocalSequences, run: Run, dtype: Any) -> Effec
     }
     queries, final = run(part)
     transition = final if cu is None else final[1:]
-    return Effect(queries.astype(dtype), transition, None, True, _precision(value))
+    return delta_effect_of(queries.astype(dtype), transition, value)
+
+
+def delta_effect_of(queries: jax.Array, transition: jax.Array, value: jax.Array) -> Effect:
+    """Returns the effect of a state in the delta rule, from what the kernel gives for it."""
+    return Effect(queries, transition, None, True, _precision(value))
 
 
 def _precision(x: Any) -> Any:

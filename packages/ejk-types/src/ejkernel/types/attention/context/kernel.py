@@ -17,6 +17,7 @@ from ejkernel.types.attention.context.strategy import (
     STRATEGIES,
     Choice,
     choose_strategy,
+    count_head_groups,
     divides_heads,
     requested_strategy,
 )
@@ -41,6 +42,7 @@ class ContextProblem:
         exchanged: the problem of the one kernel call after exchanging heads for sequence; None:
             heads do not divide.
         mods: static parts of the functions of a logit's indices, by the names of arguments.
+        head_groups: groups of heads that an exchange takes one after the other.
     """
 
     ring: Ring
@@ -50,6 +52,7 @@ class ContextProblem:
     calls: tuple[tuple[Piece, Any], ...] = ()
     exchanged: Any = None
     mods: tuple[tuple[str, ModForm], ...] = ()
+    head_groups: int = 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -100,7 +103,11 @@ class ContextParallel:
         plan = make_plan(ring, rules, *lengths, joined=not (a["dropout_prob"] or mods))
         choice = choose_strategy(a, ring, plan, rules)
         forms = tuple((name, mod.form) for name, mod in mods.items())
-        static = ContextProblem(ring, plan, tuple(options.items()), choice, mods=forms)
+        dense = any(part.attention_mask is not None for part in parts)
+        groups = 1 if dense else count_head_groups(a, ring)
+        static = ContextProblem(
+            ring, plan, tuple(options.items()), choice, mods=forms, head_groups=groups
+        )
         calls, exchanged = self._problems(static, a)
         return replace(static, calls=calls, exchanged=exchanged)
 
@@ -120,7 +127,7 @@ class ContextParallel:
             if not divides_heads(a, static.ring):
                 problems.append(None)
                 return
-            exchange = ulysses.Exchange(static.ring, a["query"].shape[2])
+            exchange = ulysses.Exchange(static.ring, a["query"].shape[2], static.head_groups)
             floats = exchange.floats(ulysses.floats_of(arrays))
             defaults = self.flash.call.boundary.defaults
             arguments = exchange.arguments(defaults, static, floats, arrays)
@@ -169,10 +176,14 @@ class ContextParallel:
         if n == 1:
             return ()
         steps = problem.plan.schedule.count
-        return (
+        notes = (
             f"context_parallel: auto is {choice.strategy} over {n} devices: {choice.reason}",
             f"a device needs the keys of {steps} of {n} devices",
         )
+        groups = problem.head_groups
+        if choice.strategy != "ulysses" or groups == 1:
+            return notes
+        return (*notes, f"heads go in {groups} groups, one while another is computed")
 
     def call_of(self, work: Any, piece: Piece) -> tuple[Any, Any]:
         """Returns the problem and the tiles of the kernel call of a piece."""

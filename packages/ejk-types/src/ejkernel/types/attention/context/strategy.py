@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,11 @@ STRATEGIES = ("all_gather", "ring", "ulysses")
 HIDDEN_INTENSITY = 2000.0
 GATHERED_BYTES = 2**30
 """Most bytes of gathered keys and values that "auto" keeps on a device."""
+
+GROUP_BYTES = 2**24
+"""Least bytes of queries on a device for which a group of heads is exchanged on its own."""
+MOST_GROUPS = 4
+"""Most groups: the first exchange and the last, which nothing hides, are a quarter of all."""
 
 
 class Choice(NamedTuple):
@@ -41,6 +47,23 @@ def divides_heads(a: Mapping[str, Any], ring: Ring) -> bool:
     """Returns whether every device can have the same number of query heads."""
     heads = a["query"].shape[2]
     return ring.size > 1 and heads > 0 and heads % ring.size == 0
+
+
+def count_head_groups(a: Mapping[str, Any], ring: Ring) -> int:
+    """Returns in how many groups heads are exchanged for sequence, 1 for small calls.
+
+    A group has whole key heads. A bias would be gathered for each group.
+    """
+    q, kv_heads = a["query"], a["key"].shape[2]
+    if not divides_heads(a, ring) or kv_heads % ring.size or a.get("bias") is not None:
+        return 1
+    size = math.prod(q.shape) * np.dtype(q.dtype).itemsize
+    fitting = (
+        groups
+        for groups in range(MOST_GROUPS, 1, -1)
+        if kv_heads // ring.size % groups == 0 and size >= groups * GROUP_BYTES
+    )
+    return next(fitting, 1)
 
 
 def choose_strategy(a: Mapping[str, Any], ring: Ring, plan: Plan, rules: Sequence[Rule]) -> Choice:

@@ -1,16 +1,19 @@
 """Heads for sequence: every device attends with a share of the heads over the full sequence.
 
-All-to-alls exchange the sharded axis of queries, keys and values before one kernel call, and that
-of its output after it. A key head that several devices need is sent to each of them. The gradient
-of an exchange is JAX's: the reverse exchange, summed over the copies of a key head.
+All-to-alls exchange the sharded axis of queries, keys and values before a kernel call, and that of
+its output after it. Long sequences go in groups of heads, each with a kernel call of its own, which
+depend on nothing of each other: one group travels while another is computed. A key head that
+several devices need is sent to each of them. The gradient of an exchange is JAX's: the reverse
+exchange, summed over the copies of a key head.
 
 Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv 2309.14509).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import jax
@@ -30,18 +33,51 @@ FLOATS = ("query", "key", "value", "bias", "softmax_aux")
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchange of one call between the devices of a ring."""
+    """The exchange of one group of heads between the devices of a ring.
+
+    Attributes:
+        ring: the devices.
+        heads: query heads of the call.
+        groups, group: number of groups, and the index of this one. Each device's share of the heads
+            has as many of each group.
+        gathered: values per token of all devices, which groups share, by the ids of the local ones.
+    """
 
     ring: Ring
     heads: int
+    groups: int = 1
+    group: int = 0
+    gathered: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def of_groups(self) -> list[Exchange]:
+        """Returns the exchange of every group."""
+        return [replace(self, group=group) for group in range(self.groups)]
 
     @property
     def local_heads(self) -> int:
-        return self.heads // self.ring.size
+        return self.heads // (self.ring.size * self.groups)
 
     @property
     def first_head(self) -> Any:
-        return self.ring.device_index() * self.local_heads
+        share = self.local_heads * self.groups
+        return self.ring.device_index() * share + self.group * self.local_heads
+
+    def of_group(self, x: jax.Array) -> jax.Array:
+        """Returns the heads of the group, of ``[b, tokens, heads, ...]``."""
+        if self.groups == 1:
+            return x
+        (b, t, _, *tail), n = x.shape, self.ring.size
+        return x.reshape(b, t, n, self.groups, -1, *tail)[:, :, :, self.group].reshape(
+            b, t, -1, *tail
+        )
+
+    def joined(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """Returns ``[b, tokens, heads, ...]`` of the parts of all groups."""
+        if self.groups == 1:
+            return parts[0]
+        (b, t, _, *tail), n = parts[0].shape, self.ring.size
+        by_device = [x.reshape(b, t, n, 1, -1, *tail) for x in parts]
+        return jnp.concatenate(by_device, 3).reshape(b, t, -1, *tail)
 
     def _chunk_order(self) -> np.ndarray:
         """Indices of the chunks in the order in which devices have them."""
@@ -59,11 +95,12 @@ class Exchange:
 
     def to_heads(self, x: jax.Array) -> jax.Array:
         """``[b, all tokens, local heads, ...]`` of ``[b, local tokens, heads, ...]``."""
+        x = self.of_group(x)
         x = jax.lax.all_to_all(x, self.ring.axis_name, 2, 1, tiled=True)
         return self.in_order(x, 1)
 
     def to_tokens(self, x: jax.Array) -> jax.Array:
-        """``[b, local tokens, heads, ...]`` of ``[b, all tokens, local heads, ...]``."""
+        """``[b, local tokens, group's heads, ...]`` of ``[b, all tokens, local heads, ...]``."""
         x = self.in_order(x, 1, back=True)
         return jax.lax.all_to_all(x, self.ring.axis_name, 1, 2, tiled=True)
 
@@ -78,7 +115,10 @@ class Exchange:
 
     def tokens(self, ids: jax.Array) -> jax.Array:
         """Values per token ``[..., all tokens]``, perhaps per head, of the local query heads."""
-        ids = jax.lax.all_gather(ids, self.ring.axis_name, axis=ids.ndim - 1, tiled=True)
+        if id(ids) not in self.gathered:
+            everywhere = jax.lax.all_gather(ids, self.ring.axis_name, axis=ids.ndim - 1, tiled=True)
+            self.gathered[id(ids)] = ids, everywhere
+        ids = self.gathered[id(ids)][1]
         if ids.ndim == 3 and ids.shape[1] == self.heads:
             ids = jax.lax.dynamic_slice_in_dim(ids, self.first_head, self.local_heads, 1)
         return self.in_order(ids, ids.ndim - 1)
@@ -166,8 +206,17 @@ def _call(work: Any, exchange: Exchange, floats: Arrays, arrays: Arrays) -> tupl
 
 def forward(work: Any, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Array], RowScales]:
     """Returns o ``[b, q, h, dv]``, lse ``[b, q, h]`` and the row values that gradients need."""
+    exchange = _exchange(work, arrays)
+    parts = [_forward_of_group(work, arrays, group) for group in exchange.of_groups()]
+    return jax.tree.map(lambda *x: exchange.joined(x), *parts)
+
+
+def _exchange(work: Any, arrays: Arrays) -> Exchange:
+    return Exchange(work.problem.ring, arrays["query"].shape[2], work.problem.head_groups)
+
+
+def _forward_of_group(work: Any, arrays: Arrays, exchange: Exchange) -> Any:
     flash, query = work.kernel.flash, arrays["query"]
-    exchange = Exchange(work.problem.ring, query.shape[2])
     floats = exchange.floats(floats_of(arrays))
     call, operands = _call(work, exchange, floats, arrays)
     o, rows = flash.part(call, operands)
@@ -181,9 +230,18 @@ def backward(
     work: Any, arrays: Arrays, outputs: tuple[Any, ...], scales: RowScales, cotangents: Any
 ) -> Mapping[str, Any]:
     """Returns gradients by the names of the arrays."""
-    flash, acc, (o, _), (do, dlse) = work.kernel.flash, scales.m.dtype, outputs, cotangents
-    exchange = Exchange(work.problem.ring, arrays["query"].shape[2])
+    acc, (o, _), (do, dlse) = scales.m.dtype, outputs, cotangents
     delta = (do.astype(acc) * o.astype(acc)).sum(-1) - dlse.astype(acc)
+    groups = _exchange(work, arrays).of_groups()
+    parts = [_backward_of_group(work, arrays, group, scales, delta, do) for group in groups]
+    # each is zero in the heads of the other groups
+    return jax.tree.map(lambda *x: reduce(jnp.add, x), *parts)
+
+
+def _backward_of_group(
+    work: Any, arrays: Arrays, exchange: Exchange, scales: RowScales, delta: Any, do: Any
+) -> Arrays:
+    flash = work.kernel.flash
     scales, delta, do = jax.tree.map(exchange.to_heads, (scales, delta, do))
     floats, pull = jax.vjp(exchange.floats, floats_of(arrays))
     gradients, live = {}, dict(floats)

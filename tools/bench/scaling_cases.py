@@ -1,0 +1,260 @@
+"""The calls over several devices that ``bench scaling`` times, and what one device computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ejkernel import modules
+
+STRATEGIES = (
+    ("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("ulysses", "contiguous"),
+)  # fmt: skip
+SENDS = {
+    "ring": ("collective-permute",),
+    "all_gather": ("all-gather", "reduce-scatter"),
+    "ulysses": ("all-to-all",),
+}
+
+Function = Callable[..., Any]
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the calls."""
+
+    tokens: tuple[int, ...] = (65536, 131072)
+    heads: int = 16
+    dim: int = 128
+    batch: int = 4
+    length: int = 8192
+    query_heads: int = 32
+    kv_heads: int = 8
+    rows: int = 64
+    page: int = 64
+    context: int = 131072
+    latent: int = 512
+    rope: int = 64
+    latent_heads: int = 128
+    experts: int = 16
+    packed_rows: int = 16384
+    width: int = 4096
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and what one of its devices computes.
+
+    Attributes:
+        name: for the table.
+        over_mesh: the call over a mesh whose axis is ``x``; shapes of its arrays; their specs.
+        local: of a number of devices, the call of one and its shapes.
+        even: of a number of devices, a call on one device, its shapes, and how often it has the
+            work of one of them.
+        flops: operations of the forward pass, 0 where memory limits it.
+        trained: whether gradients are timed too.
+        target: the least share that is good enough; None: the row is for comparison.
+        sends: kinds of collectives that the call needs.
+    """
+
+    name: str
+    over_mesh: tuple[Callable[[Any], Function], Shapes, tuple[P, ...]]
+    local: Callable[[int], tuple[Function, Shapes]]
+    even: Callable[[int], tuple[Function, Shapes, int]]
+    flops: float = 0.0
+    trained: bool = True
+    target: float | None = None
+    sends: tuple[str, ...] = ()
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return ("fwd", "fwd+bwd") if self.trained else ("fwd",)
+
+
+def causal(q: Any, k: Any, v: Any) -> Any:
+    return modules.flash_attention(q, k, v, causal=True)
+
+
+def ring_cases(sizes: Sizes) -> Iterator[Case]:
+    """A sequence that devices share."""
+
+    def attend(axis: str, strategy: str, layout: Any, *arrays: Any) -> Any:
+        return modules.ring_attention(
+            *arrays, axis_name=axis, causal=True, layout=layout,
+            cfg={"context_parallel": strategy},
+        )  # fmt: skip
+
+    for tokens in sizes.tokens:
+
+        def shapes(length: int) -> Shapes:
+            return ((1, length, sizes.heads, sizes.dim),) * 3
+
+        def even(n: int, tokens: int = tokens) -> tuple[Function, Shapes, int]:
+            # as many pairs of queries and keys
+            length = 2 * sizes.dim * round(tokens / math.sqrt(n) / (2 * sizes.dim))
+            return causal, shapes(length), 1
+
+        for strategy, layout in STRATEGIES:
+            form = (strategy, layout)
+
+            def local(n: int, tokens: int = tokens, form: Any = form) -> tuple[Function, Shapes]:
+                return partial(attend, f"x{n}", *form), shapes(tokens // n)
+
+            on_axis = partial(attend, "x", *form)
+            length = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+            yield Case(
+                f"{strategy} {layout} {length}",
+                (lambda _, f=on_axis: f, shapes(tokens), (P(None, "x"),) * 3),
+                local,
+                even,
+                2.0 * tokens**2 * sizes.heads * sizes.dim,
+                target=0.93 if form == ("ring", "zigzag") else None,
+                sends=SENDS[strategy],
+            )
+
+
+def flash_cases(sizes: Sizes) -> Iterator[Case]:
+    """Rows or heads over devices, which need nothing of each other."""
+
+    def shapes(batch: int, heads: int, kv_heads: int) -> Shapes:
+        keys = (batch, sizes.length, kv_heads, sizes.dim)
+        return (batch, sizes.length, heads, sizes.dim), keys, keys
+
+    b, h, hk = sizes.batch, sizes.query_heads, sizes.kv_heads
+    for word, spec in (("batch", P("x")), ("heads", P(None, None, "x"))):
+
+        def local(n: int, word: str = word) -> tuple[Function, Shapes]:
+            return causal, shapes(b // n, h, hk) if word == "batch" else shapes(b, h // n, hk // n)
+
+        yield Case(
+            f"flash {word}",
+            (lambda _: causal, shapes(b, h, hk), (spec,) * 3),
+            local,
+            lambda n: (causal, shapes(b, h, hk), n),
+            2.0 * b * sizes.length**2 * h * sizes.dim,
+            target=0.97,
+        )
+
+
+def serving_cases(sizes: Sizes) -> Iterator[Case]:
+    """Heads of a paged cache over devices, and the pages of one long sequence."""
+    rows, page, h, hk = sizes.rows, sizes.page, sizes.query_heads, sizes.kv_heads
+    columns = sizes.length // page
+    tables = jnp.arange(rows * columns, dtype=jnp.int32).reshape(rows, columns)
+    lengths = jnp.full((rows,), sizes.length, jnp.int32)
+
+    def decode(*arrays: Any) -> Any:
+        return modules.page_attention(*arrays, lengths, tables)
+
+    def shapes(n: int) -> Shapes:
+        cache = (rows * columns, page, hk // n, sizes.dim)
+        return (rows, 1, h // n, sizes.dim), cache, cache
+
+    heads = P(None, None, "x")
+    yield Case(
+        "paged decoding heads",
+        (lambda _: decode, shapes(1), (heads,) * 3),
+        lambda n: (decode, shapes(n)),
+        lambda n: (decode, shapes(1), n),
+        trained=False,
+        target=0.96,
+    )
+    starts = jnp.arange(rows + 1, dtype=jnp.int32)
+
+    def decode_packed(*arrays: Any) -> Any:
+        return modules.ragged_page_attention(*arrays, lengths, tables, starts, rows)
+
+    def packed_shapes(n: int) -> Shapes:
+        cache = (rows * columns, page, 2 * hk // n, sizes.dim)
+        return (rows, h // n, sizes.dim), cache
+
+    yield Case(
+        "ragged decoding heads",
+        (lambda _: decode_packed, packed_shapes(1), (P(None, "x"), heads)),
+        lambda n: (decode_packed, packed_shapes(n)),
+        lambda n: (decode_packed, packed_shapes(1), n),
+        trained=False,
+        target=0.96,
+    )
+    width = sizes.latent + sizes.rope
+
+    def latent(n: int, **where: Any) -> Function:
+        context = jnp.asarray([sizes.context // n], jnp.int32)
+        pages = jnp.arange(sizes.context // n // page, dtype=jnp.int32)[None]
+        options = {"latent_dim": sizes.latent, **where}
+        return lambda q, cache: modules.mla_decode(q, cache, context, pages, **options)
+
+    def latent_shapes(n: int) -> Shapes:
+        return (1, sizes.latent_heads, width), (sizes.context // n // page, page, width)
+
+    specs = (P(), P("x"))
+    yield Case(
+        "latent decoding pages",
+        (lambda mesh: latent(1, mesh=mesh, in_specs=specs), latent_shapes(1), specs),
+        lambda n: (latent(n), latent_shapes(n)),
+        lambda n: (latent(1), latent_shapes(1), n),
+        trained=False,
+        target=0.83,
+        sends=("all-reduce",),
+    )
+
+
+def matmul_cases(sizes: Sizes) -> Iterator[Case]:
+    """Columns of experts' matrices over devices, and whole experts with rows on every device."""
+    experts, rows, width = sizes.experts, sizes.packed_rows, sizes.width
+    counts = jnp.full((experts,), rows // experts, jnp.int32)
+
+    def multiply(lhs: Any, rhs: Any) -> Any:
+        first = None if rhs.shape[0] == experts else 0
+        return modules.grouped_matmul(lhs, rhs, counts, first)
+
+    def shapes(experts: int, columns: int) -> Shapes:
+        return (rows, width), (experts, width, columns)
+
+    forms = (
+        ("columns", P(None, None, "x"), lambda n: shapes(experts, width // n)),
+        ("experts", P("x"), lambda n: shapes(experts // n, width)),
+    )
+    for word, spec, of_device in forms:
+
+        def local(n: int, of_device: Any = of_device) -> tuple[Function, Shapes]:
+            return multiply, of_device(n)
+
+        yield Case(
+            f"grouped {word}",
+            (lambda _: multiply, shapes(experts, width), (P(), spec)),
+            local,
+            lambda n: (multiply, shapes(experts, width), n),
+            # rows of a device that has some of the experts are the other devices' too
+            2.0 * rows * width * width,
+            target=0.97 if word == "columns" else None,
+            sends=("all-reduce",),
+        )
+
+
+def linear_cases(sizes: Sizes) -> Iterator[Case]:
+    """Heads of linear attention over devices."""
+
+    def attend(q: Any, k: Any, v: Any, g: Any) -> Any:
+        return modules.gla_attention(q, k, v, -jnp.abs(g) / 16)
+
+    def shapes(n: int) -> Shapes:
+        return ((sizes.batch, sizes.length, sizes.query_heads // n, sizes.dim),) * 4
+
+    yield Case(
+        "gla heads",
+        (lambda _: attend, shapes(1), (P(None, None, "x"),) * 4),
+        lambda n: (attend, shapes(n)),
+        lambda n: (attend, shapes(1), n),
+        target=0.97,
+    )
+
+
+CASES = (flash_cases, serving_cases, matmul_cases, linear_cases, ring_cases)
