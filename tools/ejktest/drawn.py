@@ -44,3 +44,15 @@ def wild_tables(
         start += n
     tables[tables < 0] = rng.choice([-1, 2**30, 2**31 - 1, -(2**31), pages], (tables < 0).sum())
     return tables, pages
+
+
+def grow_tree(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ancestors ``[count, count]`` of each node of a random tree, itself included, and
+    their depths. A node follows its parent, and there may be several roots."""
+    ancestors, depths = np.eye(count, dtype=bool), np.zeros(count, np.int32)
+    for node in range(1, count):
+        parent = rng.integers(-1, node)  # -1: another root
+        if parent >= 0:
+            ancestors[node] |= ancestors[parent]
+            depths[node] = depths[parent] + 1
+    return ancestors, depths

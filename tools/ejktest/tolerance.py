@@ -39,6 +39,8 @@ def measure(actual, reference) -> Error:
         raise AssertionError(f"shape {a.shape}, expected {r.shape}")
     if np.isnan(a).any():
         raise AssertionError(f"{np.isnan(a).sum()} of {a.size} entries are NaN")
+    if np.isnan(r).any():  # no error would be too large
+        raise AssertionError(f"{np.isnan(r).sum()} of {r.size} entries of the reference are NaN")
     infinite = np.isinf(r)
     if not np.array_equal(a[infinite], r[infinite]) or np.isinf(a[~infinite]).any():
         raise AssertionError("infinities differ from the reference")

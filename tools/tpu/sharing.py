@@ -23,7 +23,9 @@ from tools.tpu import chips  # noqa: E402
 
 FORMS = (
     ("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("ulysses", "contiguous"),
+    ("ring_remote_copy", "zigzag"),
 )  # fmt: skip
+SENDING = re.compile(r"%ejkernel_flash_fwd_send[.\d]* = .*custom-call\(")
 DEVICES = 4
 COLLECTIVES = "collective-permute|all-gather|all-to-all|reduce-scatter|all-reduce"
 NAME = re.compile(r"%[\w.-]+")
@@ -108,7 +110,9 @@ def main(argv: list[str] | None = None) -> int:
                 sent = list(transfers(program))
                 hidden = sum(transfer.kernels > 0 for transfer in sent)
                 label = f"{chip:<6} {' '.join(form):<20} {'both' if backward else 'forward':<8}"
-                print(f"{label} {len(sent)} transfers, a kernel runs during {hidden}", flush=True)
+                text = f"{label} {len(sent)} transfers, a kernel runs during {hidden}"
+                kernels = len(SENDING.findall(program))
+                print(text + (f"; {kernels} kernels send" if kernels else ""), flush=True)
                 # at the end the gradients of two arrays go home, with nothing left to compute
                 last = 2 if backward else 0
                 exposed += form[0] == "ring" and len(sent) - hidden > last

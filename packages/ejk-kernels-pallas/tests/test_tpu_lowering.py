@@ -140,6 +140,7 @@ def test_compiles(chip):
         pytest.skip("tools/tpu is not part of this checkout")
     command = [sys.executable, script, "--child", "compile", "--chips", chip, "--calls"]
     calls = "d64", "causal gqa", "float32 d256", "grouped odd", "grouped int8", "ragged read mqa"
+    calls += "ragged tree", "latent tree"
     done = subprocess.run(
         [*map(str, command), *calls],
         capture_output=True,
@@ -148,4 +149,4 @@ def test_compiles(chip):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert len(rows) == 10 and not [row for row in rows if "error" in row]
+    assert len(rows) == 12 and not [row for row in rows if "error" in row]

@@ -5,6 +5,7 @@ Memory that nobody wrote is NaN, pages hold NaN where no context reaches, and ra
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types.arrays import quantise
 from ejktest.bound import bound
 from ejktest.cases.paged import in_context
-from ejktest.drawn import wild_tables
+from ejktest.drawn import grow_tree, wild_tables
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 
@@ -49,11 +50,11 @@ def check_no_races() -> None:
     assert not simulator.races.races_found
 
 
-def draw(h=4, hk=2, d=128, ps=16, dtype="float32", cache=None):
+def draw(h=4, hk=2, d=128, ps=16, dtype="float32", cache=None, rows=ROWS, lens=LENS):
     """Queries, new keys and values, a cache, lengths, tables and starts."""
     rng = np.random.default_rng(0)
-    tables, pages = wild_tables(rng, LENS, ps)
-    starts = np.cumsum([FIRST, *ROWS]).astype(np.int32)
+    tables, pages = wild_tables(rng, lens, ps)
+    starts = np.cumsum([FIRST, *rows]).astype(np.int32)
     shape = (starts[-1] + TAIL, h, d)
     q = rng.standard_normal(shape).astype(jnp.dtype(dtype))
     keys, values = (rng.standard_normal((shape[0], hk, d)).astype(q.dtype) for _ in range(2))
@@ -61,19 +62,20 @@ def draw(h=4, hk=2, d=128, ps=16, dtype="float32", cache=None):
     if cache == "int8":
         pool = np.clip(np.round(pool * 40), -128, 127)
     else:
-        pool = np.where(in_context(LENS, tables, pages, ps)[..., None, None], pool, np.nan)
+        pool = np.where(in_context(lens, tables, pages, ps)[..., None, None], pool, np.nan)
     return q, keys, values, pool.astype(jnp.dtype(cache or dtype)), tables, starts
 
 
 def expected(q, pool, tables, starts, lens=LENS, **options):
     names = {"sliding_window": "left", "logits_soft_cap": "cap", "softmax_aux": "aux"}
     options = {names.get(n, n): x for n, x in options.items() if n != "cfg"}
-    for name in options.keys() - {"left", "cap", "return_lse"}:
+    of_trees = {"tree_mask", "positions", "window"}
+    for name in options.keys() - {"left", "cap", "return_lse"} - of_trees:
         options[name] = np.asarray(options[name], np.float64)
     with jax.enable_x64(True):
         wide = [np.nan_to_num(np.asarray(x).astype(np.float64)) for x in (q, pool)]
         o = paged.ragged_page_attention(
-            *wide, lens, tables, starts, len(ROWS), scale=q.shape[-1] ** -0.5, **options
+            *wide, lens, tables, starts, len(lens), scale=q.shape[-1] ** -0.5, **options
         )
         return [np.asarray(x) for x in o] if "return_lse" in options else [np.asarray(o)]
 
@@ -108,6 +110,71 @@ def test_reads_pages(name):
     check_no_races()
 
 
+# a chain and a branching tree of several blocks of queries, a short context, the end of a block
+TREES = (1, 0, 20, 40, 3, 6, 17), (140, 7, 300, 61, 2, 128, 130)
+
+
+def grow_trees(rows, lens, *, chains=()):
+    """Returns the mask of the new tokens and their positions; ``chains`` are causal sequences."""
+    rng, starts = np.random.default_rng(1), np.cumsum([FIRST, *rows])
+    mask = rng.random((starts[-1] + TAIL, max(rows))) < 0.5  # rows of no sequence: anything
+    positions = rng.integers(0, 1000, len(mask)).astype(np.int32)
+    for r, count in enumerate(rows):
+        at, (ancestors, depths) = slice(starts[r], starts[r + 1]), grow_tree(rng, count)
+        if r in chains:
+            ancestors, depths = np.tri(count, dtype=bool), np.arange(count)
+        mask[at, :count], positions[at] = ancestors, max(lens[r] - count, 0) + depths
+    return mask, positions
+
+
+TREE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "float32, lse": ({}, dict(return_lse=True)),
+    "window": ({}, dict(sliding_window=(10, 3))),
+    "bfloat16, window of positions, cap, sinks": (
+        dict(dtype="bfloat16"),
+        dict(sliding_window=(30, 2), logits_soft_cap=2.0, softmax_aux=SINKS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TREE_CASES)
+def test_trees(name):
+    shape, options = TREE_CASES[name]
+    rows, lens = TREES
+    q, _, _, pool, tables, starts = draw(**shape, rows=rows, lens=lens)
+    trees = dict(zip(("tree_mask", "positions"), grow_trees(rows, lens, chains=(2,)), strict=True))
+    if "positions" not in name:
+        del trees["positions"]
+
+    def run(*arrays):
+        return ragged_page_attention(*arrays, len(rows), cfg=CFG, **options, **trees)
+
+    results = jax.jit(run)(q, pool, np.array(lens, np.int32), tables, starts)
+    results = [np.asarray(x) for x in jax.tree.leaves(results)]
+    window = options.get("sliding_window")
+    wanted = {n: x for n, x in options.items() if n != "sliding_window"} | trees
+    wanted = expected(q, pool, tables, starts, lens, window=window, **wanted)
+    for got, want in zip(results, wanted, strict=True):
+        check_close(got, want, name=name)
+    assert not results[0][:FIRST].any() and not results[0][-TAIL:].any()
+    check_no_races()
+
+
+def test_a_chain_equals_causal_rows_bit_by_bit():
+    rows, lens = (1, 20, 3), (140, 300, 9)
+    q, _, _, pool, tables, starts = draw(rows=rows, lens=lens)
+    arrays = q, pool, np.array(lens, np.int32), tables, starts
+    mask, _ = grow_trees(rows, lens, chains=range(3))
+
+    @partial(jax.jit, static_argnums=0)
+    def run(is_tree, *arrays):
+        tree_mask = mask if is_tree else None
+        return ragged_page_attention(*arrays, 3, cfg=CFG, tree_mask=tree_mask)
+
+    ours, causal = (np.asarray(run(is_tree, *arrays)) for is_tree in (True, False))
+    np.testing.assert_array_equal(ours, causal)
+
+
 PACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": (dict(dtype="bfloat16"), dict(sliding_window=40)),
     "packed, scales": (
@@ -115,6 +182,7 @@ PACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(q_scale=0.05, k_scale=0.02, v_scale=np.array([0.02, 0.01], np.float32)),
     ),
     "packed, padding": (dict(h=3, hk=1, d=72, cache="float8_e4m3fn"), dict(k_scale=0.5)),
+    "tree": ({}, {}),
 }
 
 
@@ -132,6 +200,8 @@ def test_writes_pages(name):
         cache = cache.reshape(*pool.shape[:2], groups, 4, 128)
     lens, ends = np.array(LENS, np.int32), np.array([0, 0, len(ROWS)], np.int32)
     arrays = q, keys, values, cache, lens, tables, starts, ends
+    if name == "tree":
+        options = {"tree_mask": grow_trees(ROWS, LENS)[0]}
     run = jax.jit(lambda *x: ragged_page_attention_v3(*x, cfg=CFG, **options))
     got, written = map(np.asarray, run(*arrays))
 
@@ -159,19 +229,30 @@ def test_writes_pages(name):
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 def test_tiles_fit(kind):
     chip = facts_of(kind)
-    for h, hk, ps in ((32, 8, 16), (64, 8, 256), (8, 1, 64), (16, 16, 1)):
+    # blocks of 144 queries: strips of 512 rows would not divide them
+    sizes = (
+        (32, 8, 16, 512),
+        (64, 8, 256, 512),
+        (8, 1, 64, 512),
+        (16, 16, 1, 512),
+        (32, 8, 16, 144),
+    )
+    for h, hk, ps, tokens in sizes:
         for cache in ("bfloat16", "int8", "float32"):
-            problem = ragged_page_attention.problem(call(h, hk, ps, cache).arguments)
+            asked = call(h, hk, ps, cache, tokens=tokens)
+            problem = ragged_page_attention.problem(asked.arguments)
             t = tiles.choose(problem, chip)
             layout = tiles.Layout(problem, t, chip)
             assert layout.vmem() <= tiles.memory_for(chip)
             assert layout.block % tiles.LANES == 0 and layout.rows % layout.strip == 0
 
 
-def call(h: int, hk: int, ps: int, cache: str, d: int = 128, dtype: str = "bfloat16") -> Any:
+def call(
+    h: int, hk: int, ps: int, cache: str, d: int = 128, dtype: str = "bfloat16", tokens: int = 512
+) -> Any:
     """Returns what the registry hands to the hooks."""
     arrays = {
-        "queries": ((512, h, d), dtype),
+        "queries": ((tokens, h, d), dtype),
         "kv_pages": ((64, ps, 2 * hk, d), cache),
         "context_lens": ((8,), "int32"),
         "block_tables": ((8, 8192), "int32"),

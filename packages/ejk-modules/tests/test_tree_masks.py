@@ -10,6 +10,7 @@ import pytest
 
 import ejkernel.modules as modules
 from ejkernel.ops import interpret_mode
+from ejktest.drawn import grow_tree
 from ejktest.oracles import paged as oracle
 from ejktest.tolerance import check_close
 
@@ -26,17 +27,6 @@ def on(platform):
     return interpret_mode() if platform == "triton" else contextlib.nullcontext()
 
 
-def grown(rng, count):
-    """Ancestors ``[count, count]`` and depths of a tree in which a node follows its parent."""
-    ancestors, depth = np.eye(count, dtype=bool), np.zeros(count, np.int32)
-    for node in range(1, count):
-        parent = rng.integers(-1, node)  # -1: another root
-        if parent >= 0:
-            ancestors[node] |= ancestors[parent]
-            depth[node] = depth[parent] + 1
-    return ancestors, depth
-
-
 def call_of(sizes, *, seed=0, dtype=np.float32, columns=None):
     """Arguments of a ragged call whose sequences have a random tree each, and its positions."""
     rng = np.random.default_rng(seed)
@@ -48,7 +38,7 @@ def call_of(sizes, *, seed=0, dtype=np.float32, columns=None):
     mask = rng.random((tokens, columns)) < 0.3  # rows behind the last sequence: anything
     positions = np.zeros(tokens, np.int32)
     for r, count in enumerate(new):
-        ancestors, depth = grown(rng, count)
+        ancestors, depth = grow_tree(rng, count)
         rows = slice(starts[r], starts[r + 1])
         mask[rows] = False
         mask[rows, :count] = ancestors[:, :columns]
@@ -186,7 +176,7 @@ def test_latent_trees(platform, dtype, options):
     rng = np.random.default_rng(2)
     b, q, dc = 3, 6, LATENT + 16
     lens = np.array([50, 6, 81], np.int32)
-    trees = [grown(rng, q) for _ in range(b)]
+    trees = [grow_tree(rng, q) for _ in range(b)]
     mask = np.stack([ancestors for ancestors, _ in trees])
     depth = np.stack([depth for _, depth in trees])
     positions = (lens[:, None] - q + depth).astype(np.int32) if "at" in options else None

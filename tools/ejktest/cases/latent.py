@@ -193,11 +193,27 @@ def check_expanded(form: str, mla_attention: Callable[..., Any]) -> None:
 
 
 def _latent(
-    heads: int, cache: str = BF16, page: int = 64, width: int = 576, **options: Any
+    heads: int,
+    cache: str = BF16,
+    page: int = 64,
+    width: int = 576,
+    *optional: str,
+    q_len: int | None = None,
+    **options: Any,
 ) -> AbstractCall:
     sizes = {"batch": 64, "heads": heads, "cache_dim": width, "pages": 8192, "page_size": page}
     sizes["max_blocks"] = 8192 // page
-    return abstract_call("mla_decode", sizes, dtypes={"latent_cache": cache}, options=options)
+    form = 0
+    if q_len is not None:
+        sizes["q_len"], form = q_len, 1
+    return abstract_call(
+        "mla_decode",
+        sizes,
+        *optional,
+        dtypes={"latent_cache": cache},
+        forms={"query": form},
+        options=options,
+    )
 
 
 COMPILED = {
@@ -213,6 +229,10 @@ COMPILED_TPU = {
     "latent 128 heads": _latent(128, width=640),
     "latent 16 heads": _latent(16, width=640, return_lse=True),
     "latent int8": _latent(128, "int8", width=640, k_scale=0.05),
+    "latent tree": _latent(16, BF16, 64, 640, "tree_mask", q_len=40),
+    "latent tree window": _latent(
+        128, BF16, 64, 640, "tree_mask", "positions", q_len=8, sliding_window=1000
+    ),
     "latent e4m3 page 256": _latent(64, "float8_e4m3fn", 256, width=640, sliding_window=1000),
     "latent expanded": abstract_call(
         "mla_attention",

@@ -182,7 +182,12 @@ SMALL = {
 
 
 def _ragged(
-    cache: str = "bfloat16", page: int = 16, *, writes: bool = True, **sizes: int
+    cache: str = "bfloat16",
+    page: int = 16,
+    *optional: str,
+    writes: bool = True,
+    window: int | None = None,
+    **sizes: int,
 ) -> AbstractCall:
     sizes = {"tokens": 16440, "sequences": 64, "max_blocks": 8192 // page} | sizes
     sizes["page_size"] = page
@@ -190,7 +195,9 @@ def _ragged(
     if writes:
         operation, pool = "ragged_page_attention_v3", "kv_cache"
     scales = {} if cache == "bfloat16" else {"k_scale": 0.05, "v_scale": 0.05}
-    return abstract_call(operation, SERVER | sizes, dtypes={pool: cache}, options=scales)
+    options: dict[str, Any] = scales if window is None else scales | {"sliding_window": window}
+    sizes = SERVER | sizes
+    return abstract_call(operation, sizes, *optional, dtypes={pool: cache}, options=options)
 
 
 def reading_ahead(rows: int) -> AbstractCall:
@@ -216,4 +223,8 @@ COMPILED_TPU = {
     "ragged read": _ragged(writes=False, **_LONG),
     "ragged read e4m3": _ragged("float8_e4m3fn", writes=False, **_LONG),
     "ragged read mqa": _ragged(writes=False, heads=8, kv_heads=1),
+    "ragged tree": _ragged("bfloat16", 16, "tree_mask", writes=False, max_new=64, **_LONG),
+    "ragged tree window": _ragged(
+        "int8", 16, "tree_mask", "positions", window=1000, max_new=300, **_LONG
+    ),
 }

@@ -68,17 +68,21 @@ def tree_row(keys, before, number, mask, positions, window):
     """Keys ``[keys]`` that row ``number`` of the new tokens sees, which follow ``before`` others.
 
     mask ``[new, columns]``, positions ``[new]`` or None: of one sequence, as a call gives them.
+    ``before`` is negative where the first of the new tokens are not in the context.
     """
     new = mask.shape[0]
-    seen = np.arange(keys) < before
-    marked = mask[number, : min(new, mask.shape[1])]
-    seen[before : before + len(marked)] = marked
-    seen[before + number] = True
+    marked = np.zeros(new, bool)
+    marked[: mask.shape[1]] = mask[number, :new]
+    marked[number] = True
+    seen, at = np.arange(keys) < before, np.arange(keys)
+    cut = max(-before, 0)
+    inside = slice(before + cut, before + new)
+    seen[inside] = marked[cut:]
     if window is not None:
-        at = np.arange(keys)
+        position = before + number
         if positions is not None:
-            at[before : before + new] = positions
-        distance = at[before + number] - at
+            at[inside], position = positions[cut:], positions[number]
+        distance = position - at
         seen &= (distance <= window[0]) & (distance >= -window[1])
     return seen
 

@@ -14,7 +14,9 @@ import numpy as np
 def _attend(q, k, v, scale, seen):
     """Probabilities ``[h, t]`` over the seen keys ``[h, t]`` and the output ``[h, dv]``."""
     x = scale * jnp.einsum("hd,thd->ht", q, k)
-    p = jax.nn.softmax(jnp.where(seen, x, -jnp.inf), axis=-1)
+    sees = seen.any(axis=-1, keepdims=True)  # heads of another key head may see nothing
+    p = jax.nn.softmax(jnp.where(seen, x, jnp.where(sees, -jnp.inf, 0.0)), axis=-1)
+    p = jnp.where(sees, p, 0.0)
     return p, jnp.einsum("ht,thd->hd", p, v)
 
 

@@ -78,12 +78,16 @@ class SoftmaxKernel:
 
     def part(self, work: Any, arrays: Arrays) -> tuple[jax.Array, Rows]:
         """Returns o ``[b, q, h, dv]`` and ``Rows`` ``[b, q, h]`` over these keys, without sinks."""
-        p = work.problem
         (o, lse), saved = self.forward(work, arrays)  # ty: ignore[missing-attribute]
-        base, *tail = jax.tree.leaves(saved) or [lse / self.row_unit(p) - self.row_shift(p)]
-        m = jnp.where(lse > -jnp.inf, base + self.row_shift(p), -jnp.inf)
+        return o, self.rows_of(work.problem, lse, saved)
+
+    def rows_of(self, problem: Problem, lse: jax.Array, saved: Any) -> Rows:
+        """Returns ``Rows`` ``[b, q, h]`` from what the forward pass returns and saves."""
+        shift = self.row_shift(problem)
+        base, *tail = jax.tree.leaves(saved) or [lse / self.row_unit(problem) - shift]
+        m = jnp.where(lse > -jnp.inf, base + shift, -jnp.inf)
         rows = (m, tail[0] if tail else jnp.zeros_like(m))
-        return o, Rows(*(x.swapaxes(1, 2) for x in rows))
+        return Rows(*(x.swapaxes(1, 2) for x in rows))
 
     def part_gradients(
         self,

@@ -14,6 +14,7 @@ from ejkernel.types.attention.context import masks, passes, ulysses
 from ejkernel.types.attention.context.pieces import Chunks, Piece
 from ejkernel.types.attention.context.ring import Plan, Ring
 from ejkernel.types.attention.context.strategy import (
+    STRATEGIES,
     Choice,
     choose_strategy,
     count_head_groups,
@@ -63,14 +64,16 @@ class ContextTiles:
     """The strategy and the tiles of its kernel calls.
 
     Attributes:
-        strategy: "ring", "all_gather" or "ulysses".
+        strategy: one of the kernel's ``strategies``.
         calls: tiles of each piece, in the order of ``ContextProblem.calls``.
         exchanged: tiles of the call after an exchange.
+        full_shards: tiles of a call of full shards, where a strategy of one kernel has such calls.
     """
 
     strategy: str
     calls: tuple[Any, ...]
     exchanged: Any = None
+    full_shards: Any = None
 
 
 class ContextParallel:
@@ -83,6 +86,7 @@ class ContextParallel:
     call: ClassVar[Any]
     flash: ClassVar[Any]
     """The kernel that computes the pieces."""
+    strategies: ClassVar[tuple[str, ...]] = STRATEGIES
     vary_over: ClassVar[Any]
     has_backward: ClassVar[bool] = True
     partitioned: ClassVar[bool] = True
@@ -148,7 +152,7 @@ class ContextParallel:
     def apply_config(
         self, chosen: ContextTiles, cfg: Any, problem: ContextProblem, target: Any
     ) -> ContextTiles:
-        strategy = requested_strategy(cfg)
+        strategy = requested_strategy(cfg, self.strategies)
         if strategy == "ulysses" and problem.exchanged is None and problem.ring.size > 1:
             heads = "the number of heads does not divide by the devices of the axis"
             raise ValueError(f"cfg: context_parallel='ulysses': {heads}")

@@ -49,13 +49,14 @@ def parts_of(
     return parts
 
 
-def _by_index(part: MaskInfo) -> bool:
+def is_by_index(part: MaskInfo) -> bool:
+    """Returns whether a mask has a rule between indices in the whole sequence."""
     return part.q_positions is None and part.kv_positions is None and not part.rule.trivial
 
 
 def index_rules(parts: Parts) -> tuple[Rule, ...]:
     """The rules that hold between indices in the whole sequence."""
-    return tuple(part.rule for part in parts if _by_index(part))
+    return tuple(part.rule for part in parts if is_by_index(part))
 
 
 def sees_itself(parts: Parts) -> bool:
@@ -127,7 +128,7 @@ def _piece_of(
         if not is_stretched(part, 3):
             dense = columns(dense, source, kv_len, keys)
         fields["attention_mask"] = dense
-    if _by_index(part) and part.rule.chunk is None:
+    if is_by_index(part) and part.rule.chunk is None:
         if shift is None:
             fields |= NO_RULE
         else:

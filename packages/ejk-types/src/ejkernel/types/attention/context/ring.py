@@ -155,11 +155,13 @@ def run_steps(
     *,
     first_differs: bool = False,
     convert: Callable[[Any], Any] = lambda state: state,
+    unroll: int = 1,
 ) -> Any:
     """``state = body(step, state, first, last)`` for every step; one loop for those in between.
 
     The last step stands alone because nothing is sent on after it, the first one where nothing has
     arrived before it. ``convert``: makes the state of the first step what a loop carries.
+    ``unroll``: steps in a turn of the loop.
     """
     begin = 0
     if first_differs and count > 1:
@@ -171,5 +173,5 @@ def run_steps(
         def between(t: Any, s: Any) -> Any:
             return body(t, s, False, False)
 
-        state = jax.lax.fori_loop(begin, count - 1, between, convert(state))
+        state = jax.lax.fori_loop(begin, count - 1, between, convert(state), unroll=unroll)
     return body(count - 1, state, count == 1, True)

@@ -31,14 +31,14 @@ class Choice(NamedTuple):
     reason: str
 
 
-def requested_strategy(cfg: Any) -> str | None:
-    """Returns the strategy that a config names; None: it leaves the choice."""
+def requested_strategy(cfg: Any, strategies: Sequence[str] = STRATEGIES) -> str | None:
+    """Returns which of a kernel's ``strategies`` a config names; None: it leaves the choice."""
     named = cfg.get if isinstance(cfg, Mapping) else lambda name: getattr(cfg, name, None)
     strategy = None if cfg is None else named("context_parallel")
     if strategy in (None, "auto"):
         return None
-    if strategy not in STRATEGIES:
-        legal = ", ".join(("auto", *STRATEGIES))
+    if strategy not in strategies:
+        legal = ", ".join(("auto", *strategies))
         raise ValueError(f"cfg: context_parallel={strategy!r}, expected one of {legal}")
     return strategy
 

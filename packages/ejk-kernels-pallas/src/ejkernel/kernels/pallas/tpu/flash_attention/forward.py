@@ -102,7 +102,7 @@ def finish_rows(
         ref[0, 0] = jnp.broadcast_to(row, (layout.tiles.block_q, LANES)).T[:1]
 
 
-def _kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) -> None:
+def flash_kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) -> None:
     sink = all_refs[0] if with_sink else None
     refs = list(all_refs[1:] if with_sink else all_refs)
     q_ref, k_ref, v_ref, *refs = refs
@@ -140,27 +140,20 @@ def _kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) -> None
         finish_rows(layout, added, [m_ref, l_ref, acc_ref], (o_ref, lse_ref, base_ref))
 
 
-def forward(
-    layout: Layout,
-    table: Any,
+def operands_of(
+    specs: Specs,
     arrays: tuple[jax.Array, ...],
     sink: jax.Array | None,
-    pairs: list[tuple[jax.Array, jax.Array]],
-) -> list[jax.Array]:
-    """o ``[b, h, q, dv]`` and lse float32 ``[b, h, 1, q]`` of padded, head-major q, k, v.
-
-    Third is lse as ``Layout.raw_logits``, large where a row sees no key, for the gradients.
-    """
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+) -> tuple[list[Any], ...]:
+    """Returns the operands of ``flash_kernel``, their block specs, its outputs and its scratch."""
+    layout = specs.layout
     p, rows = layout.problem, layout.tiles.block_q
     d, dv = layout.dim, layout.value_dim
-    specs, scalars = Specs(layout), [] if sink is None else [sink]
+    scalars = [] if sink is None else [sink]
     of_queries, of_keys = ([pair[side] for pair in pairs] for side in (0, 1))
     row = (specs.statistic(), (p.batch, p.heads, 1, layout.q_padded), "float32")
-    return launch_kernel(
-        functools.partial(_kernel, sink is not None),
-        "ejkernel_flash_fwd",
-        specs,
-        table,
+    return (
         [*scalars, *arrays, *of_queries, *of_keys],
         [
             *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in scalars),
@@ -173,7 +166,32 @@ def forward(
             *(pltpu.VMEM((rows, width), jnp.float32) for width in (LANES, LANES, dv)),
             *(pltpu.VMEM((rows, LANES), jnp.int32) for _ in pairs),
         ],
+    )
+
+
+def forward(
+    layout: Layout,
+    table: Any,
+    arrays: tuple[jax.Array, ...],
+    sink: jax.Array | None,
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+) -> list[jax.Array]:
+    """o ``[b, h, q, dv]`` and lse float32 ``[b, h, 1, q]`` of padded, head-major q, k, v.
+
+    Third is lse as ``Layout.raw_logits``, large where a row sees no key, for the gradients.
+    """
+    specs = Specs(layout)
+    operands, in_specs, outputs, scratch = operands_of(specs, arrays, sink, pairs)
+    return launch_kernel(
+        functools.partial(flash_kernel, sink is not None),
+        "ejkernel_flash_fwd",
+        specs,
+        table,
+        operands,
+        in_specs,
+        outputs,
+        scratch,
         accumulators=1,
-        columns=d + dv,
+        columns=layout.dim + layout.value_dim,
         moved=2 * arrays[0].nbytes,
     )

@@ -22,11 +22,12 @@ from ejkernel.kernels.pallas.tpu.common.masks import (
     tile_rules,
     visits,
 )
-from ejkernel.kernels.pallas.tpu.flash_attention import tiles
+from ejkernel.kernels.pallas.tpu.flash_attention import ring, tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.dkv import key_gradients
 from ejkernel.kernels.pallas.tpu.flash_attention.dq import query_gradient
 from ejkernel.kernels.pallas.tpu.flash_attention.forward import forward
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, padded
+from ejkernel.kernels.pallas.tpu.flash_attention.send_keys import attend_and_send
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles
 from ejkernel.kernels.pallas.tpu.flash_attention.unshifted import (
     forward_unshifted,
@@ -34,13 +35,20 @@ from ejkernel.kernels.pallas.tpu.flash_attention.unshifted import (
 )
 from ejkernel.kernels.pallas.tpu.grouped_matmul.implementation import grouped_matmul
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.varying import vary_like
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
-from ejkernel.types.attention.context.kernel import ContextParallel
+from ejkernel.types.attention.context.kernel import (
+    ContextParallel,
+    ContextProblem,
+    ContextTiles,
+)
+from ejkernel.types.attention.context.strategy import STRATEGIES
 from ejkernel.types.attention.latent import EINSUMS, RowProducts
 from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.attention.row_products import products_in_order
+from ejkernel.types.attention.rows import Rows
 from ejkernel.types.calls import arguments
 from ejkernel.types.calls.shared_sequence import ShardedCall
 from ejkernel.types.masks.hidden import cleared, seen_keys
@@ -109,8 +117,31 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             o, lse, base = forward_unshifted(unshifted, table, operands)
         else:
             o, lse, base = forward(layout, table, operands, sink, pairs)
-        lse, base = (x[:, :, 0, : p.q_len] for x in (lse, base))
-        return (_natural(o, p.q_len, p.value_dim), lse), base
+        return _forward_results(p, o, lse, base)
+
+    def visitors(self, work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
+        """Returns keys and values as ``part_of_visitors`` takes them."""
+        layout, _, _ = _prepare(work, "fwd", arrays)
+        return _operands(layout, _clear_hidden(work.problem, arrays))[1:]
+
+    def part_of_visitors(
+        self, work: Work, arrays: Arrays, visitors: tuple[jax.Array, ...], axis_name: str | None
+    ) -> tuple[tuple[jax.Array, Rows], tuple[jax.Array, ...]]:
+        """Returns ``part`` over visiting keys, and the keys that visit next.
+
+        ``axis_name``: along which the kernel sends the keys to the next device; None: it does not.
+        """
+        p = work.problem
+        layout, *rules = _prepare(work, "fwd", arrays)
+        table, pairs = vary_like(rules, arrays["q"])  # positions differ along the ring alone
+        operands = (_operands(layout, arrays)[0], *visitors)
+        if axis_name is None:
+            results = forward(layout, table, operands, None, pairs)
+        else:
+            *results, k, v = attend_and_send(layout, table, operands, pairs, axis_name)
+            visitors = (k, v)
+        (o, lse), base = _forward_results(p, *results)
+        return (o, self.rows_of(p, lse, base)), visitors
 
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
         p = work.problem
@@ -129,6 +160,14 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             "k": _natural(dk, p.kv_len, p.dim),
             "v": _natural(dv, p.kv_len, p.value_dim),
         }
+
+
+def _forward_results(
+    p: Problem, o: jax.Array, lse: jax.Array, base: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Returns outputs and saved rows of the forward kernel as users see them."""
+    lse, base = (x[:, :, 0, : p.q_len] for x in (lse, base))
+    return (_natural(o, p.q_len, p.value_dim), lse), base
 
 
 def kernel_lists(work: Work, arrays: Arrays, kernel: str) -> Any:
@@ -211,13 +250,33 @@ class RingAttention(ContextParallel, PallasKernel):
     """Flash attention over a sequence that is sharded along a mesh axis, on TPUs.
 
     Call it inside ``shard_map``. Dtypes, head dims, masks and ``cfg`` are as in
-    ``flash_attention``, which computes every piece of the visiting keys.
+    ``flash_attention``, which computes every piece of the visiting keys. ``cfg`` of
+    ``context_parallel="ring_remote_copy"``: the kernel of a forward step sends the keys on itself,
+    by remote copies; gradients as with "ring".
     """
 
     call = calls.RingAttention
     reads = arguments.RING | {"precision"}
     chip = staticmethod(current_chip)
     flash = flash_attention
+    strategies = (*STRATEGIES, ring.STRATEGY)
+
+    def apply_config(
+        self, chosen: ContextTiles, cfg: Any, problem: ContextProblem, target: Chip
+    ) -> ContextTiles:
+        applied = super().apply_config(chosen, cfg, problem, target)
+        if applied.strategy != ring.STRATEGY:
+            return applied
+        (piece, p), chunks = problem.calls[0], problem.ring.chunks
+        lengths = p.q_len // piece.q.count * chunks, p.kv_len // piece.kv.count * chunks
+        shards = replace(p, q_len=lengths[0], kv_len=lengths[1])
+        tiles = self.flash.apply_config(self.flash.choose(shards, target), cfg, shards, target)
+        return replace(applied, full_shards=tiles)
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        if work.tiles.strategy == ring.STRATEGY and work.problem.ring.size > 1:
+            return ring.forward_sending(work, arrays)
+        return super().forward(work, arrays)
 
 
 mla_attention = FlashMLA()

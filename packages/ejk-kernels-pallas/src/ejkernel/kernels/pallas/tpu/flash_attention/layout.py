@@ -108,10 +108,15 @@ class Layout:
             return scores if sign(self.problem) > 0.0 else -scores
         return jnp.tanh(scores * (self.problem.scale / cap))
 
-    def compiler_params(self, semantics: Sequence[Any], vmem: int) -> Any:
+    def compiler_params(
+        self, semantics: Sequence[Any], vmem: int, collective_id: int | None = None
+    ) -> Any:
         limit = min(self.chip.vmem, max(vmem, 16 * 2**20))
         return pltpu.CompilerParams(
-            dimension_semantics=tuple(semantics), vmem_limit_bytes=int(limit)
+            dimension_semantics=tuple(semantics),
+            vmem_limit_bytes=int(limit),
+            collective_id=collective_id,
+            has_side_effects=collective_id is not None,
         )
 
 

@@ -107,11 +107,14 @@ def launch_kernel(
     accumulators: int,
     columns: int,
     moved: int,
+    hbm_outputs: Sequence[Any] = (),
+    collective_id: int | None = None,
 ) -> list[jax.Array]:
     """Launches ``body(layout, table, *refs)``; outputs are block spec, shape and dtype each.
 
     ``columns``: of the matmuls of a visited pair, for the cost; ``moved``: bytes in addition to
-    the inner blocks.
+    the inner blocks; ``hbm_outputs``: types of further outputs, in device memory;
+    ``collective_id``: of the barrier semaphore of a kernel that talks to others.
     """
     layout, p, t = specs.layout, specs.layout.problem, specs.layout.tiles
     outer, inner = (t.block_kv, t.block_q) if specs.keys_outer else (t.block_q, t.block_kv)
@@ -124,11 +127,16 @@ def launch_kernel(
             num_scalar_prefetch=1,
             grid=specs.grid,
             in_specs=in_specs,
-            out_specs=[spec for spec, _, _ in outputs],
+            out_specs=[
+                *(spec for spec, _, _ in outputs),
+                *(pl.BlockSpec(memory_space=pltpu.HBM) for _ in hbm_outputs),
+            ],
             scratch_shapes=scratch,
         ),
-        out_shape=[result(shape, dtype, *operands) for _, shape, dtype in outputs],
-        compiler_params=layout.compiler_params(specs.semantics, t.vmem(p, outer, accumulators)),
+        out_shape=[*(result(shape, dtype, *operands) for _, shape, dtype in outputs), *hbm_outputs],
+        compiler_params=layout.compiler_params(
+            specs.semantics, t.vmem(p, outer, accumulators), collective_id
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * visited * columns, transcendentals=visited, bytes_accessed=moved + blocks
         ),

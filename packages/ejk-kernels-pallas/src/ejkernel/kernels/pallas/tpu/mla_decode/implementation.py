@@ -30,6 +30,7 @@ class MLADecode(XlaGradients, PallasKernel, StagedKernel):
     reads = (
         arguments.PAGES
         | arguments.DECODE_OPTIONS
+        | arguments.TREE
         | {"query", "latent_cache", "latent_dim", "k_scale", "return_lse"}
     )
     stages: ClassVar[Mapping[str, Stage]] = {"decode": decode_pages}

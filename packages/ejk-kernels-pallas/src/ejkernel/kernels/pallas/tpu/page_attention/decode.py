@@ -15,6 +15,9 @@ columns of its keys.
 Bound: memory, 2 hk d elements a token for 4 h d FLOPs; a latent cache of 640 columns makes 230
 FLOPs a byte with 128 rows, where both limits meet on v5e.
 
+Where the new tokens are nodes of a tree, a block that holds some of them gets a mask in scratch: of
+each token first, then of its heads by a matmul with zeros and ones.
+
 Sources: Milakov and Gimelshein 2018 (online softmax); Kwon et al. 2023 (paged caches).
 """
 
@@ -31,6 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
+from ejkernel.kernels.pallas.tpu.common.trees import encode_nodes, sees_all, visible_keys
 from ejkernel.kernels.pallas.tpu.page_attention.tiles import Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types.serving.problem import PagedProblem
@@ -62,8 +66,8 @@ def matching_heads(p: PagedProblem, columns: int) -> jax.Array:
 
 def visible_range(p: PagedProblem, start: Any, end: Any) -> tuple[Any, Any]:
     """Returns the first visible token and the end of them: scalars, or ``[rows, 1]`` where a
-    sequence has several new tokens."""
-    if p.tokens == 1:
+    sequence has several new tokens; of a tree those that any row sees."""
+    if p.tokens == 1 or p.tree_columns:
         return start, end
     row = lax.broadcasted_iota(jnp.int32, (query_rows(p), 1), 0)
     ends = end - (p.tokens - 1 - lax.div(row, p.heads))
@@ -72,8 +76,22 @@ def visible_range(p: PagedProblem, start: Any, end: Any) -> tuple[Any, Any]:
     return jnp.maximum(ends - 1 - p.window_left, start), ends
 
 
+def mask_tree(p: PagedProblem, nodes: Any, mask: Any, start: Any, end: Any) -> None:
+    """Stores which tokens from ``start`` on each row sees as a node of a tree, as zeros and ones.
+
+    ``nodes``: marks of each new token (``common.trees``). ``mask``: ``[rows, tokens]``.
+    """
+    rows, tokens = mask.shape
+    seen = visible_keys(p, nodes, 0, end - p.tokens, p.tokens, start, tokens)
+    row, token = (lax.broadcasted_iota(jnp.int32, (rows, seen.shape[0]), axis) for axis in (0, 1))
+    heads = jnp.where(lax.div(row, p.heads) == token, 1.0, 0.0).astype(jnp.bfloat16)
+    seen = jnp.where(seen, 1.0, 0.0).astype(jnp.bfloat16)
+    mask[...] = jnp.dot(heads, seen, preferred_element_type=jnp.float32)
+
+
 def _kernel(p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], *refs: Any) -> None:
     starts, ends, table, next_table, q_ref, factor_ref, *blocks = refs
+    nodes, blocks = (blocks[0], blocks[1:]) if p.tree_columns else (None, blocks)
     latent, counts = p.layout.is_latent, 1 if p.layout.is_latent else 2
     pools, blocks = blocks[:counts], blocks[counts:]
     outputs, scratch = blocks[: 1 + p.return_lse], blocks[1 + p.return_lse :]
@@ -137,6 +155,11 @@ def _kernel(p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], *refs: Any)
         seen = (column >= first_column) & (column < (high_token - base) * p.kv_heads)
         if p.kv_heads > 1:
             seen &= mask_ref[...] > 0.0
+        elif nodes is not None:
+            before, block_end = end - p.tokens, base + t.block
+            is_visible = sees_all(p, nodes[0], before, end - 1, base, block_end)
+            pl.when(~is_visible)(lambda: mask_tree(p, nodes[0], mask_ref, base, end))
+            seen &= (mask_ref[...] > 0.0) | is_visible
         x = jnp.where(seen, x, HIDDEN)
         m = jnp.maximum(m_old, jnp.max(x, axis=1, keepdims=True))
         alpha, probabilities = jnp.exp(m_old - m), jnp.exp(x - m)
@@ -198,6 +221,10 @@ def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:
     length = p.page_size * p.kv_heads
     pools = [arrays[name].reshape(p.pages, length, -1) for name in ("k", "v") if name in arrays]
     factors = row_factors(p, arrays)
+    nodes = []
+    if p.tree_columns:
+        rows_of_nodes = encode_nodes(p, arrays["tree"], arrays.get("positions"))
+        nodes = [jnp.pad(rows_of_nodes, ((0, 0), (0, -p.tokens % 16), (0, 0)))]
     table = (1, 1, tables.shape[2])
     query, *outputs = (
         ((p.batch, rows, width), dtype)
@@ -222,6 +249,7 @@ def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:
                 ),
                 of_rows(query[0]),
                 of_rows(factors.shape),
+                *[of_rows(x.shape) for x in nodes],
                 *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(pools),
             ],
             out_specs=[of_rows(shape) for shape, _ in outputs],
@@ -247,5 +275,5 @@ def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:
         ),
         interpret=chip.interpret,
         name="ejkernel_decode",
-    )(starts, ends, tables, tables, arrays["q"], factors, *pools)
+    )(starts, ends, tables, tables, arrays["q"], factors, *nodes, *pools)
     return {"o": o, "lse": lse[0][..., 0]} if lse else {"o": o}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ejkernel.kernels.pallas.tpu.common import trees
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.ops.params import config_field
 from ejkernel.types.serving.problem import ITEMSIZE, PagedProblem
@@ -54,7 +55,11 @@ class Tiles:
         rows = -(-p.tokens * p.heads // 16) * 16
         caches = 2 * self.block * p.kv_heads * p.token_bytes
         widened = columns * (p.dim + p.value_dim) * (8 if p.is_eight_bit else 4)
-        return caches + 5 * 4 * rows * columns + widened
+        nodes = 0
+        if p.tree_columns:  # marks, and a mask of tokens, from which a mask of heads is made
+            tokens = -(-p.tokens // 16) * 16
+            nodes = tokens * (2 * 4 * trees.node_lanes(p) + 2 * 4 * columns)
+        return caches + 5 * 4 * rows * columns + widened + nodes
 
 
 def page_rows(p: PagedProblem, tokens: int) -> int:

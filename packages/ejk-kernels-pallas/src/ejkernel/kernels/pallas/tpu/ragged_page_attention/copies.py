@@ -21,6 +21,7 @@ class QuerySpan(NamedTuple):
 
     Attributes:
         sequence: its number. row: its first packed row. tokens: its rows.
+        number: its first row among the new ones of the sequence.
         position: position of its first row in the sequence, negative where the context is short.
         low, high: first token that any row sees, and the end of them.
         first, stop: blocks of keys; at least one, which may have no visible token.
@@ -29,11 +30,17 @@ class QuerySpan(NamedTuple):
     sequence: Any
     row: Any
     tokens: Any
+    number: Any
     position: Any
     low: Any
     high: Any
     first: Any
     stop: Any
+
+    @property
+    def before(self) -> Any:
+        """Tokens of the sequence before its new ones."""
+        return self.position - self.number
 
 
 class Memories(NamedTuple):
@@ -45,6 +52,7 @@ class Memories(NamedTuple):
         lse: ``[T, 1, lanes]``, a lane for each head, or None.
         pool: ``[pages, page_size, rows of a token, width]``; the output where the call writes it.
         new: rows of the new tokens as the cache has them, ``[T, rows of a token, width]``, or None.
+        nodes: ``[T, 1, lanes]``, which new tokens a row sees (``common.trees``), or None.
     """
 
     starts: Any
@@ -55,6 +63,7 @@ class Memories(NamedTuple):
     lse: Any
     pool: Any
     new: Any
+    nodes: Any = None
 
 
 class Buffers(NamedTuple):
@@ -66,6 +75,7 @@ class Buffers(NamedTuple):
         pending: tokens of the copies that have not been waited for: of each output buffer, and of
             the new keys.
         semaphores: two for each kind of copy.
+        nodes: two buffers of rows of ``Memories.nodes``, or None.
     """
 
     table: Any
@@ -77,9 +87,10 @@ class Buffers(NamedTuple):
     hidden: Any
     pending: Any
     semaphores: Any
+    nodes: Any = None
 
 
-TABLE, QUERIES, KEYS, OUTPUTS, LSE, WRITES, GAPS, LSE_GAPS = range(8)
+TABLE, QUERIES, KEYS, OUTPUTS, LSE, WRITES, GAPS, LSE_GAPS, NODES = range(9)
 
 
 @dataclass(frozen=True)
@@ -99,12 +110,15 @@ class Copies:
         row = starts[sequence] + index * size
         left = starts[sequence + 1] - row
         tokens, length = jnp.minimum(left, size), self.hbm.lens[sequence]
-        position = length - left
-        high = jnp.clip(position + tokens, 0, length)
-        low = 0 if p.window_left is None else jnp.clip(position - p.window_left, 0, high)
+        number, position = index * size, length - left
+        high, oldest = jnp.clip(position + tokens, 0, length), position
+        if p.tree_columns:
+            # any row may see any new token, and the window of a branch begins with the new ones
+            high, oldest = length, position - number
+        low = 0 if p.window_left is None else jnp.clip(oldest - p.window_left, 0, high)
         first = low // self.layout.block
         stop = jnp.maximum(pl.cdiv(high, self.layout.block), first + 1)
-        return QuerySpan(sequence, row, tokens, position, low, high, first, stop)
+        return QuerySpan(sequence, row, tokens, number, position, low, high, first, stop)
 
     def visible_tokens(self, span: QuerySpan, block: Any) -> tuple[Any, Any]:
         """Returns the first token of a block of keys that any row sees, and the end of them."""
@@ -142,10 +156,16 @@ class Copies:
         rows = pl.ds(0, span.tokens)
         source = self.hbm.q.at[pl.ds(span.row, span.tokens)]
         self._copy(QUERIES, slot, source, self.vmem.q.at[slot, rows]).start()
+        if self.hbm.nodes is not None:
+            source = self.hbm.nodes.at[pl.ds(span.row, span.tokens)]
+            self._copy(NODES, slot, source, self.vmem.nodes.at[slot, rows]).start()
 
     def wait_queries(self, span: QuerySpan, slot: Any) -> None:
         rows = self.vmem.q.at[slot, pl.ds(0, span.tokens)]
         self._copy(QUERIES, slot, rows, rows).wait()
+        if self.hbm.nodes is not None:
+            rows = self.vmem.nodes.at[slot, pl.ds(0, span.tokens)]
+            self._copy(NODES, slot, rows, rows).wait()
 
     def fetch_keys(self, span: QuerySpan, block: Any, table_slot: Any, slot: Any) -> None:
         """Starts the copies of the visible tokens of a block: from pages, and of the new ones from

@@ -101,7 +101,13 @@ class RaggedPageAttention(Ragged):
     """
 
     call = calls.RaggedPageAttention
-    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"return_lse"}
+    reads = (
+        arguments.RAGGED
+        | arguments.DECODE_OPTIONS
+        | arguments.CACHE_SCALES
+        | arguments.TREE
+        | {"return_lse"}
+    )
     cache = "kv_pages"
     stages: ClassVar[Mapping[str, Stage]] = {"attend": attend_pages}
 
@@ -119,6 +125,7 @@ class RaggedPageAttentionv3(Ragged):
         arguments.RAGGED_UPDATE
         | arguments.DECODE_OPTIONS
         | arguments.CACHE_SCALES
+        | arguments.TREE
         | {"q_scale", "return_lse"}
     )
     cache = "kv_cache"

@@ -13,6 +13,9 @@ which all see all keys; and one with a mask. The last two take the heads apart f
 of keys, and then loop over kv heads, whose tiles are as in flash attention: the matmuls of a strip
 of rows are issued before the exponentials of the strip above it.
 
+Where new tokens are nodes of a tree, blocks of keys that hold some of them have a mask of their
+marks, and those that no row of the block of queries sees are not multiplied.
+
 Bound: decoding is limited by memory (2 hk d elements a token for 4 h d FLOPs), prefill by the
 matrix units: a key that is fetched meets 1024 rows of its kv head where there are as many.
 
@@ -34,6 +37,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.masks import fit
+from ejkernel.kernels.pallas.tpu.common.trees import encode_nodes, sees_all, visible_keys
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import overlapped
 from ejkernel.kernels.pallas.tpu.page_attention.decode import FLOOR, HIDDEN, dot
 from ejkernel.kernels.pallas.tpu.ragged_page_attention.copies import (
@@ -59,6 +63,7 @@ class Scratch(NamedTuple):
         q, k, v: heads apart, ``[kv heads, rows or tokens, width]``.
         wide: an 8-bit block of keys and values in bfloat16.
         m, total, acc: maximum (equal in all lanes), sum (by lane) and output of each row.
+        nodes: ``[tokens, lanes]``, which new tokens each row sees, or None.
     """
 
     q_rows: Any
@@ -70,6 +75,7 @@ class Scratch(NamedTuple):
     m: Any
     total: Any
     acc: Any
+    nodes: Any = None
 
 
 class Position(NamedTuple):
@@ -132,7 +138,16 @@ class Steps(NamedTuple):
     scratch: Scratch
     factors: Any
 
-    def begin(self, span: QuerySpan, q: Any) -> None:
+    def _forms(self, span: QuerySpan) -> tuple[Any, Any]:
+        """Returns whether a block has one row, which sees all keys before it, and the reverse."""
+        p = self.layout.paged
+        if not p.tree_columns:
+            return span.tokens == 1, span.tokens > 1
+        # a row of a longer sequence has marks, and its window begins at its position
+        is_single = (span.high - span.before == 1) & (not p.positioned)
+        return is_single, ~is_single
+
+    def begin(self, span: QuerySpan, q: Any, nodes: Any) -> None:
         """Takes the heads of a block of queries apart and resets the states of its rows."""
         layout, s = self.layout, self.scratch
         heads = layout.heads
@@ -141,14 +156,18 @@ class Steps(NamedTuple):
             for ref, value in ((s.m, FLOOR), (s.total, 0.0), (s.acc, 0.0)):
                 ref[:, :rows] = jnp.full((ref.shape[0], rows, ref.shape[2]), value, jnp.float32)
 
-        @pl.when(span.tokens == 1)
+        is_single, is_block = self._forms(span)
+
+        @pl.when(is_single)
         def _one_row() -> None:
             s.q_rows[:heads] = q[0].astype(jnp.float32)
             reset(layout.decode_rows)
 
-        @pl.when(span.tokens > 1)
+        @pl.when(is_block)
         def _many_rows() -> None:
             size = layout.tiles.queries
+            if nodes is not None:
+                s.nodes[...] = nodes[...].reshape(s.nodes.shape)
             s.q_rows[: size * heads] = q[...].astype(jnp.float32).reshape(size * heads, -1)
 
             def gather(kv_head: Any, carry: None) -> None:
@@ -161,26 +180,52 @@ class Steps(NamedTuple):
 
     def add(self, span: QuerySpan, block: Any, kv: Any, first: Any, stop: Any) -> None:
         """Adds a block of keys, visible from ``first`` to ``stop``, to the states."""
-        size = self.layout.block
-        start = block * size
-        sees_all = start + size <= span.position + 1
-        if self.layout.paged.window_left is not None:
-            last = span.position + span.tokens - 1
-            sees_all &= start >= last - self.layout.paged.window_left
+        start = block * self.layout.block
+        is_single, is_block = self._forms(span)
         if self.scratch.wide is not None:
             self.scratch.wide[...] = kv[...].astype(jnp.bfloat16)
             kv = self.scratch.wide
 
-        @pl.when(span.tokens == 1)
+        @pl.when(is_single)
         def _one_row() -> None:
             self._add_to_one_row(kv, first - start, stop - start)
 
-        @pl.when(span.tokens > 1)
+        @pl.when(is_block)
         def _many_rows() -> None:
             for head in range(self.layout.paged.kv_heads):
                 self.scratch.k[head], self.scratch.v[head] = load_head(self.layout, kv, head)
-            pl.when(sees_all)(lambda: self._add_to_rows(None))
-            pl.when(~sees_all)(lambda: self._add_to_rows(span.position - start))
+            is_visible = self._sees_all(span, start)
+            pl.when(is_visible)(lambda: self._add_to_rows(None))
+            pl.when(~is_visible)(lambda: self._add_visible(span, start))
+
+    def _sees_all(self, span: QuerySpan, start: Any) -> Any:
+        """Returns whether all rows of a block of queries see all keys of a block."""
+        p, stop = self.layout.paged, start + self.layout.block
+        last = span.position + span.tokens - 1
+        if self.scratch.nodes is not None:
+            return sees_all(p, self.scratch.nodes[...], span.before, last, start, stop)
+        sees = stop <= span.position + 1
+        if p.window_left is not None:
+            sees &= start >= last - p.window_left
+        return sees
+
+    def _add_visible(self, span: QuerySpan, start: Any) -> None:
+        """Adds a block to rows of which each sees some of its tokens."""
+        layout = self.layout
+        p, size, tokens = layout.paged, layout.tiles.queries, layout.block
+        if self.scratch.nodes is not None:
+            count = span.high - span.before
+            nodes = self.scratch.nodes[...]
+            seen = visible_keys(p, nodes, span.number, span.before, count, start, tokens)
+            # long prefills have blocks of which no row has a mark
+            pl.when(jnp.max(seen.astype(jnp.float32)) > 0)(lambda: self._add_to_rows(seen))
+            return
+        query, key = (lax.broadcasted_iota(jnp.int32, (size, tokens), n) for n in (0, 1))
+        distance, offset = key - query, span.position - start
+        seen = distance <= offset
+        if p.window_left is not None:
+            seen &= distance >= offset - p.window_left
+        self._add_to_rows(seen)
 
     def _add_to_one_row(self, kv: Any, first: Any, stop: Any) -> None:
         """Adds a block to the heads of a single row, which sees the tokens of a range."""
@@ -201,20 +246,11 @@ class Steps(NamedTuple):
 
         overlapped(range(layout.paged.kv_heads), scores, add)
 
-    def _add_to_rows(self, offset: Any) -> None:
-        """Adds a block to all rows of a block of queries.
-
-        ``offset``: position of the first query minus that of the first key; None: no mask.
-        """
+    def _add_to_rows(self, visible: jax.Array | None) -> None:
+        """Adds a block to all rows of a block of queries, its ``visible`` tokens or all."""
         layout, s = self.layout, self.scratch
-        p, size, strip = layout.paged, layout.tiles.queries, layout.strip
-        seen = None
-        if offset is not None:
-            query, key = (lax.broadcasted_iota(jnp.int32, (size, layout.block), n) for n in (0, 1))
-            distance = key - query
-            seen = distance <= offset
-            if p.window_left is not None:
-                seen &= distance >= offset - p.window_left
+        p, size, strip, seen = layout.paged, layout.tiles.queries, layout.strip, visible
+        if seen is not None:
             # rows of a strip are the queries, once for each of its heads
             seen = jnp.concatenate([seen.astype(jnp.int32)] * (strip // size), axis=0) > 0
 
@@ -242,7 +278,9 @@ class Steps(NamedTuple):
             factors = self.factors[head]
             return factors[:, SINKS : SINKS + 1], factors[:, VALUES : VALUES + 1]
 
-        @pl.when(span.tokens == 1)
+        is_single, is_block = self._forms(span)
+
+        @pl.when(is_single)
         def _one_row() -> None:
             shape = (layout.decode_rows, layout.lse_lanes)
             row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
@@ -257,7 +295,7 @@ class Steps(NamedTuple):
             if lse is not None:
                 lse[0] = row_lse
 
-        @pl.when(span.tokens > 1)
+        @pl.when(is_block)
         def _many_rows() -> None:
             lane = lax.broadcasted_iota(jnp.int32, (size, layout.lse_lanes), 1)
 
@@ -302,6 +340,9 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
     refs: list[Any] = list(all_refs)
     call_starts, call_lens, valid, tables, q, factors, pool, *refs = refs
     new, refs = (refs[0], refs[1:]) if layout.writes else (None, refs)
+    nodes, node_buffers, node_scratch = None, None, None
+    if layout.paged.tree_columns:
+        nodes, *refs, node_buffers, node_scratch = refs
     o, *refs = refs
     lse = refs.pop(0) if layout.paged.return_lse else None
     if layout.writes:
@@ -310,12 +351,12 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
         refs = [*refs[:4], None, refs[4], None, *refs[5:]]
     scalars: Any = refs[9:11]
     starts, lens = scalars
-    buffers, refs = Buffers(*refs[:9]), refs[11:]
+    buffers, refs = Buffers(*refs[:9], nodes=node_buffers), refs[11:]
     canonicalize_ranges(layout, (call_starts, call_lens, valid), starts, lens)
     if not layout.paged.is_eight_bit:
         refs = [*refs[:5], None, *refs[5:]]
-    copies = Copies(layout, Memories(starts, lens, tables, q, o, lse, pool, new), buffers)
-    steps = Steps(layout, Scratch(*refs), factors)
+    copies = Copies(layout, Memories(starts, lens, tables, q, o, lse, pool, new, nodes), buffers)
+    steps = Steps(layout, Scratch(*refs, nodes=node_scratch), factors)
     count, rows, size = layout.problem.sequences, layout.problem.rows, layout.tiles.queries
 
     def has_rows(sequence: Any) -> Any:
@@ -364,7 +405,8 @@ def _kernel(layout: Layout, *all_refs: Any) -> None:
         @pl.when(begins)
         def _begin() -> None:
             copies.wait_queries(span, at.q_slot)
-            steps.begin(span, buffers.q.at[at.q_slot])
+            rows = None if nodes is None else buffers.nodes.at[at.q_slot]
+            steps.begin(span, buffers.q.at[at.q_slot], rows)
 
         copies.wait_keys(span, at.keys, at.kv_slot)
         copies.clear_hidden(span, at.keys, at.kv_slot)
@@ -454,6 +496,8 @@ def attend(
     scalars = [arrays[name].astype(jnp.int32) for name in ("starts", "lens", "valid")]
     operands = [*scalars, tables, arrays["q"], factors, pool]
     operands += [new] if layout.writes else []
+    if p.tree_columns:
+        operands.append(encode_nodes(p, arrays["tree"], arrays.get("positions"))[:, None])
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     specs = [hbm, hbm, pl.BlockSpec(memory_space=pltpu.VMEM), *[hbm] * (len(operands) - 6)]
     outputs = [result(arrays["q"].shape, p.query_dtype, *operands)]
@@ -464,6 +508,8 @@ def attend(
     block = (layout.block, layout.token_rows, width)
     state = max(layout.rows, layout.decode_rows)
     f32 = functools.partial(pltpu.VMEM, dtype=jnp.dtype(jnp.float32))
+    node_shapes = (2, t.queries, 1, layout.node_lanes), (t.queries, layout.node_lanes)
+    node_buffers = [pltpu.VMEM(shape, jnp.int32) for shape in node_shapes]
     return tuple(
         pl.pallas_call(
             functools.partial(_kernel, layout),
@@ -481,7 +527,7 @@ def attend(
                     pltpu.VMEM((CHUNK, *queries[1:]), dtype),
                     *([f32((CHUNK, *sums))] if p.return_lse else []),
                     pltpu.SMEM((3,), jnp.int32),
-                    pltpu.SemaphoreType.DMA((8, 2)),
+                    pltpu.SemaphoreType.DMA((9 if p.tree_columns else 8, 2)),
                     pltpu.SMEM((p.batch + 1,), jnp.int32),
                     pltpu.SMEM((p.batch,), jnp.int32),
                     # rows of a score tile of one token may reach past its heads
@@ -492,6 +538,7 @@ def attend(
                     *([pltpu.VMEM(block, jnp.bfloat16)] if p.is_eight_bit else []),
                     *[f32((p.kv_heads, state, LANES))] * 2,
                     f32((p.kv_heads, state, width)),
+                    *(node_buffers if p.tree_columns else []),
                 ],
             ),
             out_shape=outputs,

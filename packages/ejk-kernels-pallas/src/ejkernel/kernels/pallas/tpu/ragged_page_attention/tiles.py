@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ejkernel.kernels.pallas.tpu.common import trees
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.ops.params import config_field
 from ejkernel.types.serving.problem import ITEMSIZE, PagedProblem, RaggedProblem
@@ -97,8 +98,12 @@ class Layout:
 
     @property
     def strip(self) -> int:
-        """Rows of a score tile of a block of queries."""
-        return min(STRIP, self.rows)
+        """Rows of a score tile of a block of queries, of some of its heads."""
+        size = self.tiles.queries
+        return size * max(n for n in range(1, self.group + 1) if self._fits_strip(n))
+
+    def _fits_strip(self, heads: int) -> bool:
+        return self.group % heads == 0 and (heads == 1 or heads * self.tiles.queries <= STRIP)
 
     @property
     def block(self) -> int:
@@ -114,6 +119,11 @@ class Layout:
         """Lanes of the log-sum-exp of a token: one for each head."""
         return -(-self.heads // LANES) * LANES
 
+    @property
+    def node_lanes(self) -> int:
+        """Lanes of the marks of a row; 0 where rows are causal."""
+        return trees.node_lanes(self.paged) if self.paged.tree_columns else 0
+
     def vmem(self) -> int:
         """Bytes of vector memory, about: buffers, converted heads, states and spills."""
         p, size = self.paged, ITEMSIZE[self.paged.query_dtype]
@@ -125,7 +135,8 @@ class Layout:
         rows = p.kv_heads * max(self.rows, self.decode_rows)
         states = rows * 4 * (self.width + 2 * LANES)
         spills = 12 * self.strip * self.block
-        return caches + queries * (5 * size + 8) + states + spills
+        nodes = self.tiles.queries * self.node_lanes * 3 * 4
+        return caches + queries * (5 * size + 8) + states + spills + nodes
 
 
 def row_width(p: PagedProblem) -> int:
@@ -187,6 +198,8 @@ def choose(problem: RaggedProblem, chip: Chip) -> Tiles:
     # rows a key is used for: 561 operations a byte are the balance of v6e
     queries = max(1024 // padded_group(p) // 16, 1) * 16
     queries = min(queries, -(-problem.rows // 16) * 16, 256)
+    if p.tree_columns:  # new tokens that no mark can name are of no use
+        queries = min(queries, -(-p.tree_columns // 16) * 16)
     t = Tiles(whole_pages(p, tokens // p.page_size), queries)
     while Layout(problem, t, chip).vmem() > memory_for(chip):
         smaller = replace(t, pages=whole_pages(p, t.pages // 2))
