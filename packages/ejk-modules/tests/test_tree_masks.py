@@ -169,17 +169,24 @@ def test_trees_that_are_written_first(platform):
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [(np.int8, {}), (np.float32, {"window": (5, 1)}), (np.float32, {"window": (5, 1), "at": True})],
+    [
+        (np.int8, {}),
+        (np.float32, {"window": (5, 1)}),
+        (np.float32, {"window": (5, 1), "ahead": 0}),
+        (np.float32, {"window": (5, 1), "ahead": 2, "rows": 1}),
+    ],
 )
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_latent_trees(platform, dtype, options):
     rng = np.random.default_rng(2)
-    b, q, dc = 3, 6, LATENT + 16
+    b, q, dc = 3, options.get("rows", 6), LATENT + 16
     lens = np.array([50, 6, 81], np.int32)
     trees = [grow_tree(rng, q) for _ in range(b)]
     mask = np.stack([ancestors for ancestors, _ in trees])
     depth = np.stack([depth for _, depth in trees])
-    positions = (lens[:, None] - q + depth).astype(np.int32) if "at" in options else None
+    positions = None
+    if "ahead" in options:
+        positions = (lens[:, None] - q + depth + options["ahead"]).astype(np.int32)
     query = rng.standard_normal((b, q, H, dc)).astype(np.float32)
     tables = rng.permutation(b * COLUMNS).reshape(b, COLUMNS).astype(np.int32)
     cache = rng.standard_normal((b * COLUMNS, PS, dc)) * (40 if dtype == np.int8 else 1)

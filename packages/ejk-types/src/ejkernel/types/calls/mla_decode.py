@@ -69,8 +69,10 @@ class MLADecode(DecodeCall, PagedCall):
         for name in ("tree_mask", "positions"):
             if a[name] is not None and a[name].shape[1] != tokens:
                 raise invalid(name, f"a row for each of {tokens} query rows", a[name])
-        if (mask is None and positions is None) or tokens < 2 or not query.shape[0]:
-            a["tree_mask"] = a["positions"] = None  # a row by itself sees all tokens
+        if tokens < 2 and (positions is None or a["sliding_window"] is None):
+            mask = positions = None  # a row by itself sees all tokens
+        if (mask is None and positions is None) or not query.shape[0]:
+            a["tree_mask"] = a["positions"] = None
             return
         b, columns = query.shape[0], jnp.arange(tokens, dtype=jnp.int32)
         capacity = cls._table_columns(a) * a["latent_cache"].shape[1]
