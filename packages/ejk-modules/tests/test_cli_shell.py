@@ -180,6 +180,18 @@ def test_a_narrow_terminal_drops_columns_of_one_table(capsys, monkeypatch, rich)
     assert dropped and f"too narrow for: {', '.join(dropped)}" in printed.err
 
 
+@pytest.mark.parametrize("rich", [False, True])
+def test_a_path_longer_than_a_line_stays_whole(capsys, monkeypatch, rich):
+    """So that it can be copied."""
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    if rich:
+        pytest.importorskip("rich")
+    path = "/home/someone/" + "a_folder_with_a_long_name/" * 3 + "flash_attention.json"
+    (RichOutput() if rich else Output()).note(f"recorded in {path}; ejk report shows it")
+    assert f"{path};" in capsys.readouterr().err.split()
+
+
 @pytest.mark.usefixtures("report_libraries")
 def test_the_page_fits_a_phone_and_escapes_what_it_shows():
     from ejkernel.modules.cli.sections import Section, Table

@@ -230,7 +230,8 @@ class RichOutput(Output):
         return self._console.width
 
     def _remark(self, text: str, style: str) -> None:
-        self._errors.print(text, style=style, markup=False)
+        # lines break between words; a path longer than a line stays whole, to be copied
+        self._errors.print(text, style=style, markup=False, overflow="ignore", crop=False)
 
     @contextlib.contextmanager
     def progress(self, label: str, total: int) -> Generator[Advance]:
