@@ -125,7 +125,7 @@ def launch_sending(
     specs, keys = SingleCoreSpecs(layout), arrays[1:]
     devices = vary_like(neighbours(axis_name), arrays[0])
     operands, in_specs, outputs, scratch = operands_of(specs, arrays, None, pairs)
-    # XLA ids other operands and results in vector memory where they fit
+    # XLA puts other operands and results into vector memory where they fit
     hbm_outputs = [pltpu.HBM.from_type(jax.typeof(x)) for x in keys]
     if not layout.chip.interpret:
         keys = tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in keys)
