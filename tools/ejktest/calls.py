@@ -104,15 +104,15 @@ def call(
     heads: int = H,
     kv_heads: int = HK,
     form: Form | None = None,
-    sizes: Mapping[str, int] = SIZES,
+    sizes: Mapping[str, int] | None = None,
 ) -> Call:
     """Returns the call of an operation: normal float32 arrays, decays below 0, beta in [0, 1).
 
     Args:
         form: besides required operands; None = the one in ``CALLS``.
-        sizes: of the other axes.
+        sizes: of the other axes; None = ``SIZES``.
     """
-    form = form or CALLS[operation]
+    form, sizes = form or CALLS[operation], SIZES if sizes is None else sizes
     blocks, d = -(-length // form.static.get("q_block_size", 4)), sizes["head_dim"]
     sizes = {**sizes, "batch": batch, "heads": heads, "kv_heads": kv_heads}
     sizes |= dict.fromkeys(("q_len", "kv_len", "seq"), length)

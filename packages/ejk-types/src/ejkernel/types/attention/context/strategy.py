@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ejkernel.types.arrays import size_of
 from ejkernel.types.attention.context.ring import Plan, Ring
 from ejkernel.types.masks.rules import Rule
 
@@ -57,7 +58,7 @@ def count_head_groups(a: Mapping[str, Any], ring: Ring) -> int:
     q, kv_heads = a["query"], a["key"].shape[2]
     if not divides_heads(a, ring) or kv_heads % ring.size or a.get("bias") is not None:
         return 1
-    size = math.prod(q.shape) * np.dtype(q.dtype).itemsize
+    size = math.prod(map(size_of, q.shape)) * np.dtype(q.dtype).itemsize
     fitting = (
         groups
         for groups in range(MOST_GROUPS, 1, -1)
