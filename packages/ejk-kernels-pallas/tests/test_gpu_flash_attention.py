@@ -468,7 +468,9 @@ def test_backward_tiles_that_cannot_be_are_refused(doubles):
     flash_attention(x, x, x, cfg={"bwd_params": {"num_stages": 3, "q_blocksize": 64}})
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize(
+    "strategy", ["ring", pytest.param("all_gather", marks=pytest.mark.slow), "ulysses"]
+)
 def test_attention_over_a_sharded_sequence_is_lowered(strategy):
     """Under vmap and differentiated; the first keys are sent before the first kernel runs."""
     auto = (jax.sharding.AxisType.Auto,)

@@ -144,7 +144,8 @@ def test_no_argument_promotes_ranks_or_dtypes(operation):
             raise AssertionError(f"{operation}, {given}: {error}") from error
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+# the kernel of ragged_page_attention_v3 is that of ragged_page_attention, and writes besides
+@pytest.mark.parametrize("operation", [x for x in OPERATIONS if x != "ragged_page_attention"])
 def test_no_tpu_kernel_promotes_ranks_or_dtypes(operation, monkeypatch):
     for name, size in WIDE.items():
         monkeypatch.setitem(operand_dtypes.SIZES, name, size)

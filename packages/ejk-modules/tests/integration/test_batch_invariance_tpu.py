@@ -38,8 +38,10 @@ def interpreted():
     ("name", "sizes", "options"),
     [
         ("flash_attention", WIDE, {}),
-        ("mla_attention", Sizes(rows=20, heads=2, kv_heads=1), {}),
-        ("recurrent_attention", WHOLE, {}),
+        pytest.param(
+            *("mla_attention", Sizes(rows=20, heads=2, kv_heads=1), {}), marks=pytest.mark.slow
+        ),
+        pytest.param("recurrent_attention", WHOLE, {}, marks=pytest.mark.slow),
         ("gated_delta_rule", WHOLE, {}),
         ("causal_conv1d", WIDE, {}),
         ("mean_pooling", WIDE, {"chunk_size": 16}),
