@@ -113,7 +113,8 @@ class Outcomes:
 
     def finish(self, report: Report) -> None:
         """Keeps the first failure of a test, which may also fail while it is torn down."""
-        if report.test in self.done and report.outcome == "passed":
+        previous = self.done.get(report.test)
+        if previous is not None and (previous.outcome == "failed" or report.outcome == "passed"):
             return
         self.running.pop(report.process, None)
         self.done[report.test] = report

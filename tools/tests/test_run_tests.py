@@ -18,7 +18,12 @@ def test_passes(number): pass
 
 def test_is_skipped(): pytest.skip("no reason")
 
-def test_fails(): assert 1 + 1 == 3
+@pytest.fixture
+def broken():
+    yield
+    raise RuntimeError("torn down")
+
+def test_fails(broken): assert 1 + 1 == 3
 
 def test_loses_the_context(): raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 

@@ -42,7 +42,7 @@ def test_masks_say_what_they_return():
 
 @pytest.mark.parametrize("package", KERNELS)
 def test_stubs_of_kernels_say_what_they_return(package):
-    """What a checker reads of a kernel package is its stub; at runtime they are kernel objects."""
+    """Checkers read the stub of a kernel package; at runtime its functions are kernel objects."""
     (file,) = importlib.import_module(f"ejkernel.{package}").__path__
     tree = ast.parse((Path(file) / "__init__.pyi").read_text())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
