@@ -129,7 +129,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_file(capsys, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("before", ["", "other"])
 def test_a_full_disk_takes_no_config(capsys, monkeypatch, tmp_path, before):
-    """Imported configs are stored, or the import has failed; ``clear`` leaves the file as it was."""
+    """Imported configs are stored, or the import fails; ``clear`` leaves the file as it was."""
     file = tmp_path / "configs.json"
     PersistentCache().put(KEY, MeanPoolingConfig(token_tile=16))
     assert main(["cache", "export", str(file)]) == 0
