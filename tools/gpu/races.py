@@ -121,7 +121,7 @@ def hopper_flash(name: str) -> Call:
 
 
 def hopper_pipelined(name: str) -> Call:
-    """The backward pass with probabilities a step ahead, which no heuristic chooses."""
+    """The backward pass with probabilities a step ahead, in each of its forms."""
     case, values = PIPELINED[name]
     kernel: Any = object.__new__(type(flash_attention))  # copy.copy gives the kernel itself
     kernel.__dict__.update(flash_attention.__dict__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ if compat.mosaic_gpu_problem() is not None:
 
 from ejkernel.kernels.pallas.gpu.blocksparse_attention.implementation import blocksparse_attention
 from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order
-from ejkernel.kernels.pallas.gpu.flash_attention import tiles
+from ejkernel.kernels.pallas.gpu.flash_attention import tile_scheduler, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import CONSUMER_REGISTERS
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import Program
@@ -196,10 +197,9 @@ def test_given_tiles_fit_or_are_refused(d, dv, causal, blocks, stages):
 
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("fields", [{}, {"q_stages": 3}, {"dq_stages": 2}, {"strided": True}])
-def test_tiles_of_the_loop_ahead_fit_and_are_never_chosen(d, fields):
+def test_tiles_of_the_loop_ahead_fit(d, fields):
     p = Problem(1, 4096, 4096, 8, 2, d, d, "bfloat16", 1.0, rules=Rules(Band(None, 0)))
-    chosen = backward_tiles(p)
-    assert chosen == BackwardTiles(block_q=chosen.block_q)
+    chosen = BackwardTiles(block_q=backward_tiles(p).block_q)
     assert chosen.unsupported(p, Chip().shared) is None
     tile = chosen.block_q * d * p.itemsize
     ahead = replace(chosen, pipelined=True, **fields)
@@ -210,6 +210,51 @@ def test_tiles_of_the_loop_ahead_fit_and_are_never_chosen(d, fields):
     logits, sums, dq = chosen.block_q // 2, d, chosen.block_q * d // 256
     for products in (logits + 2 * (logits // 2), logits + logits // 2 + dq):
         assert sums + products <= CONSUMER_REGISTERS - 32  # what ptxas needs besides
+
+
+@pytest.mark.parametrize(
+    "changes, ahead",
+    [
+        ({}, True),
+        ({"rules": Rules(Band(-127, 0))}, True),
+        ({"dim": 128, "value_dim": 128}, False),
+        ({"soft_cap": 30.0}, False),
+        ({"pattern_blocks": (128, 128)}, False),
+        ({"rules": Rules(arrays=True)}, False),
+    ],
+)
+def test_calls_that_loop_ahead(changes, ahead):
+    p = replace(Problem(1, 1024, 1024, 2, 2, 64, 64, "bfloat16", 1.0), **changes)
+    chosen = backward_tiles(p)
+    assert chosen.pipelined == ahead
+    assert chosen.unsupported(p, Chip().shared) is None
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_tiles_to_compute_again(monkeypatch, alone):
+    """With marks alone those that a consumer marked; else those too that share a word's bit."""
+    monkeypatch.setattr(tile_scheduler.lax, "axis_index", lambda _: 0)
+    problem = Problem(1, 128, 128, 300, 300, 64, 64, "bfloat16", 1.0)
+    form = Form(problem, tiles.ForwardTiles(unshifted_first=True, marks_alone=alone), ())
+    order = jnp.asarray(np.append(np.arange(300)[::-1], -1).astype(np.int32)[None])
+    scheduler = tile_scheduler.StaticScheduler(form, 1).with_marks(order)
+    shared = scheduler.tiles_a_mark(SimpleNamespace(order=order))
+    assert shared == (1 if alone else 3)
+    marks = np.zeros((2, scheduler.mark_words), np.uint32)
+    wrong = {0: (0, 131), 1: (131, 132, 299)}
+    for consumer, indices in wrong.items():
+        for i in indices:
+            bit = i // shared
+            marks[consumer, bit // 32] |= np.uint32(1) << (bit % 32)
+    r = SimpleNamespace(order=order, marks=jnp.asarray(marks.view(np.int32)))
+    again = scheduler.of_marked
+    assert again.is_any_marked(r)
+    found = []
+    while (number := int(again.number(r, jnp.int32(len(found))))) >= 0:
+        found.append(299 - number)
+    bits = sorted({i // shared for indices in wrong.values() for i in indices})
+    want = [i for bit in bits for i in range(bit * shared, bit * shared + shared) if i < 300]
+    assert found == want
 
 
 @pytest.mark.parametrize(
@@ -228,7 +273,7 @@ def test_tiles_of_the_loop_ahead_fit_and_are_never_chosen(d, fields):
 def test_calls_that_the_loop_ahead_refuses(changes, fields, reason):
     p = Problem(1, 1024, 1024, 2, 2, 128, 128, "bfloat16", 1.0)
     p = replace(p, **changes)
-    t = replace(backward_tiles(replace(p, dim=128)), **({"pipelined": True} | fields))
+    t = replace(BackwardTiles(), **({"pipelined": True} | fields))
     assert reason in str(t.unsupported(p, Chip().shared))
     x = struct(1, 1024, 2, p.dim)
     chosen = replace(flash_attention.choose(p, Chip()), bwd=t)

@@ -444,6 +444,7 @@ def flash_forward(
         inputs["v"] = values_of_8_bits(tensors["v"])
         tensors = with_factors(kernel.form, tensors)
     inputs |= {"order": kernel.scheduler.order(tensors)}
+    kernel = replace(kernel, scheduler=kernel.scheduler.with_marks(inputs["order"]))
     inputs |= {name: x for name, x in tensors.items() if name not in inputs}
     if has_one_id(kernel.form):
         inputs["q_one_id"] = only_ids(inputs["q_ids"], ROWS, -1)

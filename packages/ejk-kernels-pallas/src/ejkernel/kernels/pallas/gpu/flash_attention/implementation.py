@@ -94,9 +94,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         return replace(problem, batch=1)
 
     def fix_order(self, tiles: FlashTiles) -> FlashTiles:
-        # one mark is of several tiles of a long program, which are then computed again with maxima
-        # because one of them needs it, of another row maybe
-        fwd = replace(tiles.fwd, unshifted_first=False)
+        # where a mark is of several tiles, one is computed again with maxima because another needs
+        # it, of another row maybe
+        fwd = replace(tiles.fwd, marks_alone=True)
         return replace(tiles, fwd=fwd, bwd=replace(tiles.bwd, one_way=True))
 
     def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:

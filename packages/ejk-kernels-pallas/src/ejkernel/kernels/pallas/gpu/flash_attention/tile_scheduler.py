@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -32,7 +32,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.list_kernel import (
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.blocks import cdiv
 
-MARK_WORDS = 4  # of marks: with more tiles than bits a mark is of several
+MARK_WORDS = 4  # of marks, at least: with more tiles than bits a mark is of several
 WORD = 32  # bits
 SORTED = 256  # tiles ordered together by length: two a program, their keys and values fit L2
 
@@ -120,10 +120,12 @@ class StaticScheduler:
     Attributes:
         form: the compiled form of the kernel.
         programs: the most programs that run at once: the multiprocessors.
+        mark_words: words of the marks of tiles to compute again (see ``with_marks``).
     """
 
     form: Form
     programs: int
+    mark_words: int = MARK_WORDS
 
     prefetches_late: ClassVar[bool] = False
     """Whether the next tile is asked for in the last step of a tile, since asking takes a while."""
@@ -239,27 +241,33 @@ class StaticScheduler:
         t = self.form.tiles
         if not t.unshifted_first:
             return {}
-        return {"marks": plgpu.SMEM((t.consumers, MARK_WORDS), jnp.int32)}
+        return {"marks": plgpu.SMEM((t.consumers, self.mark_words), jnp.int32)}
 
     # ---- tiles to compute again ---------------------------------------------------------------
 
+    def with_marks(self, order: jax.Array) -> StaticScheduler:
+        """Returns the scheduler with as many marks as the tiles in ``order`` need."""
+        if not self.form.tiles.marks_alone:
+            return self
+        return replace(self, mark_words=max(MARK_WORDS, cdiv(order.shape[1], WORD)))
+
     def clear_marks(self, r: Any) -> None:
         """Clears the marks of this consumer."""
-        for word in range(MARK_WORDS):
+        for word in range(self.mark_words):
             r.marks[lax.axis_index("wg"), word] = 0
 
     def mark(self, r: Any, i: Any, rows: jax.Array) -> None:
         """Marks this program's i-th tile where one of ``rows`` is not 0."""
-        mark_if_any(r.marks, lax.axis_index("wg"), lax.div(i, _tiles_a_mark(r)), rows)
+        mark_if_any(r.marks, lax.axis_index("wg"), lax.div(i, self.tiles_a_mark(r)), rows)
+
+    def tiles_a_mark(self, r: Any) -> int:
+        """Returns the number of tiles that share a mark."""
+        return cdiv(r.order.shape[1], self.mark_words * WORD)
 
     @property
     def of_marked(self) -> MarkedScheduler:
         """The scheduler of the marked tiles."""
-        return MarkedScheduler(self.form, self.programs)
-
-
-def _tiles_a_mark(r: Any) -> int:
-    return cdiv(r.order.shape[1], MARK_WORDS * WORD)
+        return MarkedScheduler(self.form, self.programs, self.mark_words)
 
 
 @dataclass(frozen=True)
@@ -273,12 +281,12 @@ class MarkedScheduler(StaticScheduler):
 
     def is_any_marked(self, r: Any) -> jax.Array:
         """Returns whether a consumer of this program marked a tile."""
-        words = [self._word(r, n) for n in range(MARK_WORDS)]
+        words = [self._word(r, n) for n in range(self.mark_words)]
         return functools.reduce(lax.bitwise_or, words) != 0
 
     def number(self, r: Any, i: Any) -> jax.Array:
-        tiles_a_mark, columns = _tiles_a_mark(r), r.order.shape[1]
-        bits = MARK_WORDS * WORD
+        tiles_a_mark, columns = self.tiles_a_mark(r), r.order.shape[1]
+        bits = self.mark_words * WORD
 
         def is_missing(carry: Any) -> jax.Array:
             at, left = carry

@@ -40,6 +40,8 @@ class ForwardTiles:
             saw more than ``slack`` allows.
         unshifted_first: whether tiles are computed without maxima first, and again with them only
             where that was not exact (see ``computes_unshifted``).
+        marks_alone: whether every tile has a mark of its own that it is to be computed again,
+            however many there are: then its bits depend on no other tile.
         registers: of a consumer thread, a multiple of 8; 0: as many as leave the producer the
             least.
     """
@@ -55,6 +57,7 @@ class ForwardTiles:
     slack: int = 8
     lane_maxima: bool = False
     unshifted_first: bool = False
+    marks_alone: bool = False
     registers: int = 0
 
     @property
