@@ -240,9 +240,11 @@ class Clock:
 
 
 def rows_of(args: argparse.Namespace, sizes: Sizes, clock: Clock) -> Iterator[Row]:
-    """Yields the rows of one case, pass and kind after the other, whose programs compile together.
+    """Yields the rows of one case, pass and kind after the other.
 
-    One that fails says why: sizes that devices do not divide, too little memory, no time.
+    Compilers work on the next case while one is timed; tracing, which would take the interpreter
+    from the calls, does not. A row that fails says why: sizes that devices do not divide, too
+    little memory, no time.
     """
     compiler = Compiler()
 
@@ -256,11 +258,19 @@ def rows_of(args: argparse.Namespace, sizes: Sizes, clock: Clock) -> Iterator[Ro
         except Exception as error:
             return m.failed(f"not run: {type(error).__name__}: {first_line(str(error))[:120]}")
 
-    for _, group in itertools.groupby(measurements(args, sizes), lambda m: (m.case.name, m.kind)):
-        started, pending = time.monotonic(), []
-        for m in group:
-            pending.append((m, attempt(m, compiler.programs, m)))
-        for m, programs in pending:
+    every = measurements(args, sizes)
+    groups = [list(g) for _, g in itertools.groupby(every, lambda m: (m.case.name, m.kind))]
+    begun: list[list[Any]] = []
+
+    def begin() -> None:
+        if len(begun) < len(groups):
+            begun.append([(m, attempt(m, compiler.programs, m)) for m in groups[len(begun)]])
+
+    started = time.monotonic()
+    begin()
+    for at in range(len(groups)):
+        begin()
+        for m, programs in begun[at]:
             if not isinstance(programs, Row):
                 programs = attempt(m, programs, clock.left)
             if isinstance(programs, Row):
