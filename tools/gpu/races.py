@@ -95,6 +95,13 @@ PIPELINED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {  # and fie
     "unseen": (replace(SMALL["odd causal"], mask={"causal": True, "causal_offset": -200}), {}),
     "strided": (replace(SMALL["odd causal"], mask={}), {"strided": True}),
 }
+UNSHIFTED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {
+    "window": (PIPELINED["window"][0], {}),
+    "window d64": (replace(PIPELINED["window"][0], d=64), {"stages": 3}),
+    "segments q>k": (SMALL["segments q>k"], {}),
+    "segments d64": (replace(SMALL["segments q>k"], d=64), {"stages": 3}),
+    "unseen": PIPELINED["unseen"],
+}
 GROUPED = ("around a tile", "some of eight")
 
 
@@ -123,15 +130,27 @@ def hopper_flash(name: str) -> Call:
 def hopper_pipelined(name: str) -> Call:
     """The backward pass with probabilities a step ahead, in each of its forms."""
     case, values = PIPELINED[name]
+    return attention(with_tiles(bwd={"pipelined": True} | values), case)
+
+
+def hopper_unshifted(name: str) -> Call:
+    """The forward pass without maxima first, under masks that leave them out nowhere yet."""
+    case, values = UNSHIFTED[name]
+    return attention(with_tiles(fwd={"unshifted_first": True} | values), case)
+
+
+def with_tiles(**changes: dict[str, Any]) -> Any:
+    """Returns the kernel with other fields of its tiles."""
     kernel: Any = object.__new__(type(flash_attention))  # copy.copy gives the kernel itself
     kernel.__dict__.update(flash_attention.__dict__)
 
     def choose(problem: Any, target: Any) -> Any:
-        chosen = flash_attention.choose(problem, target)
-        return replace(chosen, bwd=replace(chosen.bwd, pipelined=True, **values))
+        tiles = flash_attention.choose(problem, target)
+        parts = {name: replace(getattr(tiles, name), **x) for name, x in changes.items()}
+        return replace(tiles, **parts)
 
     kernel.choose = choose
-    return attention(kernel, case)
+    return kernel
 
 
 def hopper_eight_bit(name: str) -> Call:
@@ -251,6 +270,7 @@ def hopper_latent(name: str) -> Call:
 CALLS = (
     *((hopper_flash, name) for name in attention_cases.SMALL),
     *((hopper_pipelined, name) for name in PIPELINED),
+    *((hopper_unshifted, name) for name in UNSHIFTED),
     *((hopper_eight_bit, name) for name in EIGHT_BIT),
     *((hopper_sparse, name) for name in attention_cases.SMALL_SPARSE),
     *((hopper_grouped, name) for name in GROUPED),

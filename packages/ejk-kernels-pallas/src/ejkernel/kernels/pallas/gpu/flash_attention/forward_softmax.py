@@ -167,7 +167,9 @@ def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tu
     if not (form.unshifted and form.masks):
         return step(hide)
     partial_step = functools.partial(step, functools.partial(hide, is_partial=True))
-    return lax.cond(j >= tile.full_stop, partial_step, lambda: step(hide_nothing))
+    from_start = not form.read and form.rules.band.lo is None
+    masked = j >= tile.full_stop if from_start else tile.masked(j)
+    return lax.cond(masked, partial_step, lambda: step(hide_nothing))
 
 
 def hide_nothing(x: jax.Array, fill: float) -> jax.Array:
