@@ -88,6 +88,8 @@ def run_worker(
     """The body of a process."""
     sys.stdout = sys.stderr = open(os.devnull, "w")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # each compiles and computes for the tests that it takes, not ahead for all of a file
+    os.environ["PYTEST_XDIST_WORKER"] = f"gw{number}"
     os.chdir(ROOT)
     import pytest
 
