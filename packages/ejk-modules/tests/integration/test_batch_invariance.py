@@ -180,9 +180,11 @@ def test_tiles_of_hopper_do_not_follow_the_batch():
         return flash_attention.tiles(flash_attention.problem(a), Chip())
 
     with batch_invariant():
-        assert tiles(1) == tiles(64)
-        assert tiles(1).bwd.one_way and not tiles(1).fwd.unshifted_first
-    assert not tiles(1).bwd.one_way
+        assert tiles(1) == tiles(3) == tiles(64)
+        # where a tile is computed again because another needs it, its bits follow the batch
+        assert tiles(1).fwd.unshifted_first and tiles(1).fwd.marks_alone
+        assert tiles(1).bwd.one_way
+    assert not tiles(1).bwd.one_way and not tiles(1).fwd.marks_alone  # else this could not fail
 
 
 def test_what_cannot_promise_it_is_refused_by_name():
