@@ -85,9 +85,9 @@ def test_any_field_of_a_kernels_tiles():
         hopper = sweep.subject_of(call, "pallas")
         assert len(hopper.candidates("fwd", {}, 40)) > 2
         assert len(hopper.candidates("bwd", {}, 40)) == 1  # none that nobody vouches for
-        given = {"bwd.strided": not hopper.ships.bwd.strided, "bwd.dq_stages": 7}
-        _, label = hopper.candidates("bwd", {}, 40, [given])
-        assert label == " ".join(f"{path}={value}" for path, value in given.items())
+        requested = {"bwd.strided": not hopper.ships.bwd.strided, "bwd.dq_stages": 7}
+        _, label = hopper.candidates("bwd", {}, 40, [requested])
+        assert label == " ".join(f"{path}={value}" for path, value in requested.items())
     launches = {type(launch).__name__: launch.tiles for launch, _ in traced_launches(program.jaxpr)}
     assert launches["DkvLaunch"] == replace(subject.ships.dkv, registers=128)
     assert launches["DqLaunch"] == replace(subject.ships.dq, block_q=32)
