@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.types.collectives import permute
+
 
 @dataclass(frozen=True)
 class Line:
@@ -51,7 +53,7 @@ class Line:
         route = [(i, i + places) for i in range(self.size - places)]
         if self.reverse:
             route = [(target, source) for source, target in route]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, route), tree)
+        return permute(tree, self.axes, route)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Returns the sum over the devices, on each of them."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.attention.context.pieces import Cells, Piece
+from ejkernel.types.collectives import permute
 from ejkernel.types.masks.rules import Rule
 
 
@@ -57,7 +58,7 @@ class Ring:
         if places % self.size == 0:
             return tree
         route = [(i, (i + places) % self.size) for i in range(self.size)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis_name, route), tree)
+        return permute(tree, self.axis_name, route)
 
 
 @dataclass(frozen=True)
