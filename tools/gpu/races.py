@@ -134,7 +134,7 @@ def hopper_pipelined(name: str) -> Call:
 
 
 def hopper_unshifted(name: str) -> Call:
-    """The forward pass without maxima first, under masks that leave them out nowhere yet."""
+    """The forward pass without maxima first, under windows, segments and masks of whole rows."""
     case, values = UNSHIFTED[name]
     return attention(with_tiles(fwd={"unshifted_first": True} | values), case)
 

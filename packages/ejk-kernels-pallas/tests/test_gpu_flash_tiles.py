@@ -79,23 +79,29 @@ def test_capped_logits_are_shifted_by_a_constant_where_exponentials_fit(cap, dty
     assert ends[1] * 2.0**20 * 2.0**20 < huge  # a million keys, values of a million
 
 
+IDS = Rules(arrays=True, names=("q_ids", "kv_ids"))
+
+
 @pytest.mark.parametrize(
-    "rules, options",
+    "rules, options, unshifted",
     [
-        (Rules(), dict(dtype="float16")),
-        (Rules(), dict(soft_cap=30.0)),
-        (Rules(), dict(pattern_blocks=(128, 128))),
-        (Rules(Band(None, -1)), {}),  # the first row sees nothing
-        (Rules(Band(-512, 0)), {}),
-        (Rules(arrays=True), {}),
+        (Rules(), {}, True),
+        (Rules(), dict(dtype="float16"), False),
+        (Rules(), dict(soft_cap=30.0), False),
+        (Rules(), dict(pattern_blocks=(128, 128)), False),
+        (Rules(Band(None, -1)), {}, False),  # the first row sees nothing
+        (Rules(Band(-512, 0)), {}, True),
+        (Rules(Band(-512, 0)), dict(dim=256, value_dim=256), False),  # not measured
+        (IDS, {}, True),
+        (replace(IDS, band=Band(-64, 64)), dict(dim=64, value_dim=64), True),
+        (replace(IDS, chunk=(64, 0)), {}, False),
+        (replace(IDS, names=("attention_mask",)), {}, False),
     ],
 )
-def test_logits_are_shifted_where_that_may_be_needed_or_tiles_are_short(rules, options):
+def test_maxima_are_left_out_where_that_was_measured(rules, options, unshifted):
     p = Problem(**dict(batch=1, q_len=1280, kv_len=1280, heads=2, kv_heads=2, dim=128)
         | dict(value_dim=128, dtype="bfloat16", scale=1.0, rules=rules) | options)  # fmt: skip
-    assert not tiles.forward_tiles(p, rules, Chip()).unshifted_first
-    plain = replace(p, rules=Rules(), dtype="bfloat16", soft_cap=None, pattern_blocks=None)
-    assert tiles.forward_tiles(plain, Rules(), Chip()).unshifted_first
+    assert tiles.forward_tiles(p, rules, Chip()).unshifted_first == unshifted
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -142,7 +142,7 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit and share
         # k and v
         tiles = ForwardTiles(block_q=192, stages=3 if unshifted else 2)
-    elif widest <= 128 and unshifted:
+    elif widest <= 128 and unshifted and _long(rules):
         tiles = ForwardTiles()  # without maxima, steps of 160 keys and copies by pairs gain nothing
     elif widest <= 128:
         tiles = _of_128(problem, is_dense)
@@ -186,13 +186,22 @@ def computes_unshifted(problem: Problem, rules: Rules) -> bool:
     exp2 of a logit in [-100, 100] is accurate as it is, in float32 and in bfloat16, and most logits
     are there. Without maxima a step has a seventh fewer instructions, and waits for no exchange of
     a row. A tile in which a row's sum is out of ``RANGE``, or an output not finite, is computed
-    again with maxima. Calls in which a row may see nothing, whose sum is 0, always shift, and
-    windows too, whose tiles are short.
+    again with maxima: so is one with a row that sees nothing, whose sum is 0. Windows and segments
+    leave maxima out for heads of up to 128, for which they were measured.
     """
     p, band = problem, rules.band
-    if p.soft_cap is not None or p.dtype != "bfloat16" or rules.arrays or p.pattern_blocks:
+    if p.soft_cap is not None or p.dtype != "bfloat16" or p.pattern_blocks:
         return False
-    return band.lo is None and (band.hi is None or band.hi >= 0)
+    if band.hi is not None and band.hi < 0:  # the first rows of every head see nothing
+        return False
+    if rules.arrays and (rules.chunk or not set(rules.names) <= {"q_ids", "kv_ids"}):
+        return False
+    return _long(rules) or max(p.dim, p.value_dim) <= 128
+
+
+def _long(rules: Rules) -> bool:
+    """Returns whether tiles are as long as a causal mask leaves them."""
+    return rules.band.lo is None and not rules.arrays
 
 
 def _of_128(problem: Problem, is_dense: bool) -> ForwardTiles:
