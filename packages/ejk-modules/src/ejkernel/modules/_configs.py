@@ -87,7 +87,9 @@ class PageAttentionConfig(_PagedDecodeConfig):
 
 @dataclass(frozen=True)
 class MLADecodeConfig(_PagedDecodeConfig):
-    """Key splits and pages per step of mla_decode."""
+    """Key splits, pages per step and launches of mla_decode."""
+
+    num_launches: int | None = count_field()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ejkernel.kernels.pallas.gpu.serving.tiles import (
     DIMS,
     DTYPES,
     MAX_COMPARED_PAGE,
+    MLADecodeTiles,
     long_prefill_of,
 )
 from ejkernel.kernels.pallas.kernel import PallasKernel
@@ -125,7 +126,7 @@ class RaggedPageAttentionv3(Ragged):
 
 def decode_stage(work: Work, arrays: Arrays) -> Arrays:
     """Returns the arrays of ``MLADecodeKernel.outputs``."""
-    kernel = MLADecodeKernel(work.problem, work.target.cores)
+    kernel = MLADecodeKernel(work.problem, work.target.cores, work.tiles)
     outputs = kernel.outputs()
     read = [arrays[name] for name in ("q", "k", "tables", "lens")]
     results = _launch_in_int32(kernel, outputs, *read, *_scale(arrays))
@@ -134,7 +135,8 @@ def decode_stage(work: Work, arrays: Arrays) -> Arrays:
 
 def merge_stage(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output, and the log-sum-exp if the call returns it."""
-    c = MLADecodeKernel(work.problem, work.target.cores).c
+    tiles = work.tiles
+    kernel = MLADecodeKernel(work.problem, work.target.cores, tiles)
     read = [arrays[name] for name in ("o", "partial_o", "m", "total", "cut_sequences", "lens")]
     o = arrays["o"]
     types = {"o": o}
@@ -142,8 +144,9 @@ def merge_stage(work: Work, arrays: Arrays) -> Arrays:
         types["lse"] = jax.ShapeDtypeStruct(o.shape[:2], jnp.float32)
 
     def run(o: jax.Array, partial_o: jax.Array, *sums: jax.Array) -> tuple[jax.Array, ...]:
-        outputs = (merge(c, o, partial_o, *sums),)
-        return (*outputs, merge_lse(c, *sums)) if work.problem.return_lse else outputs
+        if not kernel.merges_at_end:
+            o = merge(kernel.c, o, partial_o, *sums, many=tiles.merge_partials)
+        return (o, merge_lse(kernel.c, *sums)) if work.problem.return_lse else (o,)
 
     return dict(zip(types, _launch_in_int32(run, types, *read, *_scale(arrays)), strict=True))
 
@@ -173,7 +176,7 @@ class MLADecode(XlaGradients, StagedKernel, PallasKernel):
     Queries are float16 or bfloat16, the cache of their dtype, int8, float8_e4m3fn or float8_e5m2;
     the latent part is 512 and the rotary part 64; heads come in multiples of 64; pages are powers
     of two of at least 8. No window, soft cap, sinks or number of splits. Two runs give equal bits.
-    The XLA implementation has the gradients.
+    The XLA implementation has the gradients. ``cfg``: num_launches.
     """
 
     call = calls.MLADecode
@@ -205,6 +208,9 @@ class MLADecode(XlaGradients, StagedKernel, PallasKernel):
         if p.page_size < 8 or p.page_size & (p.page_size - 1):
             return f"latent_cache: pages of {p.page_size} are no power of two from 8 on"
         return None
+
+    def choose(self, problem: LatentProblem, target: Chip) -> MLADecodeTiles:
+        return MLADecodeTiles()
 
     def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU where there is enough to read."""
