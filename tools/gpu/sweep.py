@@ -157,6 +157,14 @@ def _text(fields: Mapping[str, Any]) -> str:
     return " ".join(f"{path}={value}" for path, value in fields.items())
 
 
+def with_choice(kernel: Any, choose: Callable[[Any, Any], Any]) -> Any:
+    """Returns a kernel like ``kernel`` whose tiles are those of ``choose(problem, target)``."""
+    fixed: Any = object.__new__(type(kernel))  # copy.copy gives the kernel itself
+    fixed.__dict__.update(kernel.__dict__)
+    fixed.choose = choose
+    return fixed
+
+
 def subject_of(call: Call, platform: str | None) -> Subject:
     """Returns the implementation of a call on a platform, None = the one of automatic choice.
 
@@ -176,9 +184,7 @@ def subject_of(call: Call, platform: str | None) -> Subject:
     near = (chosen, *kernel.neighbours(problem, target, chosen))
 
     def function(tiles: Any) -> Callable[..., Any]:
-        fixed: Any = object.__new__(type(kernel))  # copy.copy gives the kernel itself
-        fixed.__dict__.update(kernel.__dict__)
-        fixed.choose = lambda problem, target: tiles
+        fixed = with_choice(kernel, lambda problem, target: tiles)
         names, options = call.names, dict(call.options)
         return lambda *arrays: fixed(**dict(zip(names, arrays, strict=True)), **options)
 

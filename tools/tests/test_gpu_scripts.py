@@ -18,7 +18,7 @@ import checkout
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejktest import ahead, at_size
 from ejktest.cases import attention, grouped, latent, paged, ragged, sparse
-from gpu import compare, compare_code, named
+from gpu import compare, compare_code, latency, named
 
 
 @pytest.fixture
@@ -252,3 +252,39 @@ def test_a_dump_holds_every_launch(tmp_path):
     assert [launch["kernel"] for launch in launches] == ["pool_groups", "pool_backward"]
     assert len({launch["code"] for launch in launches}) == len(texts) == 2
     assert launches[0]["parameters"][0] == "operand bfloat16[8, 8192, 2048] *bf16"
+
+
+def test_short_calls_are_timed_in_chains(monkeypatch, capsys):
+    """Labels choose rows by words; a form that does not run has its error."""
+    small = {"CALLS": 2, "ROUNDS": 1, "RUNS": 1, "LATENT_HEADS": 2, "LATENT_CASES": ((1, 128),)}
+    for name, value in {**small, "CASES": ((2, 32),), "FORMS": ("triton tiles=2",)}.items():
+        monkeypatch.setattr(latency, name, value)
+    assert latency.main(["mla", "default"]) == 0
+    assert latency.main(["2 x 32", "contiguous"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("mla 1 x 128 default") and " us, 0.15 MB" in first
+    assert second.startswith("contiguous 2 x 32 ") and " us, 0.26 MB" in second
+    assert latency.main(["mla 1 x 128", "--form", "cuda"]) == 1
+    timed, unknown, absent = capsys.readouterr().out.splitlines()
+    assert " us, " in timed and "TypeError" in unknown and "tiles" in unknown
+    assert "mla 1 x 128 cuda" in absent and "KeyError" in absent
+    assert latency.main(["ml"]) == 2
+
+
+def test_forms_of_latent_decoding_have_fields_of_tiles():
+    from ejkernel.kernels.pallas import compat
+
+    if (reason := compat.mosaic_gpu_problem()) is not None:
+        pytest.skip(reason)
+    from ejkernel.kernels.pallas.gpu.common.chip import Chip
+    from ejkernel.types.serving.layout import KVLayout
+    from ejkernel.types.serving.problem import LatentProblem
+
+    p = LatentProblem(
+        1, 128, 1, 576, 512, 64, 64, 64, *["bfloat16"] * 3, 576**-0.5, KVLayout.latent(576)
+    )
+    targets = {"pallas": Chip(), "triton": cuda_target(90)}
+    for form in latency.FORMS:
+        platform, *pairs = form.split()
+        tiles = latency.latent_form(form).choose(p, targets[platform])
+        assert {f"{name}={value}" for name, value in vars(tiles).items()} >= set(pairs)
