@@ -264,13 +264,15 @@ def test_mesh_axes_in_another_order_than_the_mesh():
         check_close(x, y, dtype="float32")
 
 
-def test_second_gradients_of_a_sharded_convolution():
-    _, arrays, _, options = call_of("causal_conv1d")
+@pytest.mark.parametrize("name", ["causal_conv1d", slow("gla_attention")])
+def test_second_gradients_of_a_shared_sequence(name):
+    """The kernel of linear attention has a backward pass of its own, the convolution has not."""
+    operation, arrays, _, options = call_of(name)
     mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(AxisType.Auto,) * 2)
-    specs = {"x": P("dp", "sp"), "initial_state": P("dp")}
+    specs = {n: P("dp", "sp") for n in arrays if n not in WHOLE} | {"initial_state": P("dp")}
 
     def loss(arrays):
-        return sum(jnp.sin(x).sum() for x in modules.causal_conv1d(**arrays, **options))
+        return sum(jnp.sin(x).sum() for x in getattr(modules, operation)(**arrays, **options))
 
     def sum_of_gradients(arrays):
         return sum(jnp.sin(x).sum() for x in jax.grad(loss)(arrays).values())

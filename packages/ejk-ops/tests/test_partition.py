@@ -21,6 +21,11 @@ class Layout:
     spread: Any
     summed_axes: frozenset[str] = frozenset()
 
+    @property
+    def layout(self):
+        """A device's shard, as functions of regions see it, is the layout."""
+        return self
+
     def axes(self, word):
         return self.spread.get(word, ())
 
@@ -30,7 +35,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rule:
-    """Every word may be sharded."""
+    """Every word may be sharded; results are summed over the mesh axes of "terms"."""
 
     sizes: Any
 
@@ -43,7 +48,7 @@ class Rule:
             for word, names in zip(words, axes, strict=True):
                 if word and names:
                     spread.setdefault(word, names)
-        return Layout(spread)
+        return Layout(spread, frozenset(spread.get("terms", ())))
 
     def shard(self, layout):
         return layout
@@ -96,6 +101,45 @@ def test_mapped_regions():
     found = jax.jit(jax.vmap(weighted, in_axes=(0, None)))(placed(rows, "b", "a"), placed(W))
     np.testing.assert_array_equal(found[0], rows * W)
     assert found[0].sharding.spec == P("b", "a")
+
+
+@jax.custom_vjp
+def cube(x):
+    return x**3
+
+
+cube.defvjp(lambda x: (x**3, x), lambda x, g: (3 * x**2 * g,))
+
+
+def test_second_gradients_of_a_custom_vjp():
+    def cubes(x):
+        words = [("rows", "")]
+        return run_region(lambda _, x: (cube(x),), (x,), words, lambda _: words, Rule({"rows": 8}))
+
+    def gradient(function):
+        return lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(function(x)[0])))(x)
+
+    expected = gradient(lambda x: [gradient(lambda x: [x**3])(x)])(W)
+    x = placed(np.tile(W, (8, 1)), "a")
+    second = jax.jit(gradient(lambda x: [gradient(cubes)(x)]))(x)
+    np.testing.assert_allclose(second, np.tile(expected, (8, 1)), rtol=1e-5)
+
+
+def test_gradients_of_a_sum_over_devices():
+    """Each device has a term of every result, whose cotangent belongs to all of them."""
+
+    def product(x, w):
+        rule = Rule({"rows": 8, "terms": 4})
+        words = [("rows", "terms"), ("terms",)]
+        return run_region(lambda _, x, w: (x @ w,), (x, w), words, lambda _: [("rows",)], rule)[0]
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(function(x, w))), (0, 1)))
+
+    x, w = X.reshape(8, 3)[:, [0, 1, 2, 0]], np.arange(4, dtype=np.float32)
+    found = gradients(product)(placed(x, "b", "a"), placed(w, "a"))
+    for array, expected in zip(found, gradients(jnp.matmul)(x, w), strict=True):
+        np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_exported_programs_have_no_region():

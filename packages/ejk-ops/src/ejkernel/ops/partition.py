@@ -130,7 +130,9 @@ class Region:
                 operands = fixed | dict(zip(linear, floats, strict=True))
                 return tuple(function(shard, *(operands[i] for i in range(count))))
 
-            return jax.vjp(call, *arrays[len(others) + len(ends) :])[1](tuple(cotangents))
+            # a vjp would differentiate first, and JAX differentiates no tangents of a custom_vjp
+            pull = jax.linear_transpose(call, *arrays[len(others) + len(ends) :])
+            return pull(tuple(cotangents))
 
         words = tuple(self.operands[i] for i in linear)
         operands = (*(self.operands[i] for i in others), *ends, *words)
@@ -219,10 +221,13 @@ class Region:
 
 
 def _counted_once(shard: Any, x: jax.Array, words: Words) -> jax.Array:
-    """Returns zeros in place of a cotangent that another device of the layout has as well."""
+    """Returns zeros in place of a cotangent that another device of the layout has as well.
+
+    A sum of the devices' results is not such: its cotangent belongs to each of them.
+    """
     layout = shard.layout
     used = {axis for axes in layout.spread.values() for axis in axes}
-    for axis in sorted(used.difference(*map(layout.axes, words))):
+    for axis in sorted(used.difference(layout.summed_axes, *map(layout.axes, words))):
         x = jnp.where(jax.lax.axis_index(axis) == 0, x, 0)
     return x
 
