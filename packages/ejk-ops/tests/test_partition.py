@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ejkernel.ops.partition import may_be_sharded, mesh_axes_of, run_region
+from ejkernel.ops.partition import may_be_sharded, run_region
+from ejkernel.ops.region import mesh_axes_of
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 P = PartitionSpec

@@ -12,7 +12,8 @@ import numpy as np
 
 from ejkernel.ops.batch_invariance import batch_invariant
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
-from ejkernel.ops.partition import Words, automatic_devices, run_region
+from ejkernel.ops.partition import automatic_devices, run_region
+from ejkernel.ops.region import Words
 
 
 def run_partitioned(

@@ -38,8 +38,8 @@ from ejkernel.ops.execution.program import (
 )
 from ejkernel.ops.execution.program_cache import ProgramCache
 from ejkernel.ops.implementation import Resolved
-from ejkernel.ops.partition import take_refusal
 from ejkernel.ops.platforms import Platform, parse_platform
+from ejkernel.ops.region import take_refusal
 from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
 from ejkernel.ops.utils.serialization import abstractify
