@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec as P
 from ejkernel import modules
 
 STRATEGIES = (
-    ("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("ulysses", "contiguous"),
+    ("ring", "zigzag"), ("ring_packed", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"),
+    ("ulysses", "contiguous"),
 )  # fmt: skip
 SENDS = {
     "ring": ("collective-permute",),
+    "ring_packed": ("collective-permute",),
     "all_gather": ("all-gather", "reduce-scatter"),
     "ulysses": ("all-to-all",),
 }

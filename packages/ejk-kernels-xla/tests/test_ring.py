@@ -18,9 +18,9 @@ from ejkernel.kernels.xla import flash_attention, ring_attention
 from ejkernel.types import InvalidArgument, MaskInfo, Rule
 from ejkernel.types.attention.context import strategy
 from ejkernel.types.attention.context.ring import Ring, Schedule
-from ejkernel.types.attention.context.transport import GatheredTransport
+from ejkernel.types.attention.context.transport import GatheredTransport, PackedRingTransport
 from ejktest.attention import Call, arrays, check, run
-from ejktest.drawn import array
+from ejktest.drawn import array, normal
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 RING = {"context_parallel": "ring"}
@@ -151,6 +151,42 @@ def test_against_oracle(way: str, case: tuple[int, str, Call]) -> None:
     n, layout, call = case
     x = arrays(call)
     check(call, x, *run(partial(on_ring, n, layout, way), call, x))
+
+
+def test_keys_and_values_in_one_transfer() -> None:
+    """The same bits as a ring, forward and backward, with half of its transfers of floats."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("sp",))
+    shapes = ((1, 16, 2, 8), (1, 16, 1, 8), (1, 16, 1, 6), (1, 16, 2, 6))
+    *x, do = (normal(*shape, seed=i) for i, shape in enumerate(shapes))
+    ids = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 8)[None]
+
+    def gradients(way: str) -> Any:
+        options = {"axis_name": "sp", "cfg": {"context_parallel": way}}
+
+        def local(q: Any, k: Any, v: Any, do: Any, ids: Any) -> Any:
+            masks = {"q_segment_ids": ids, "kv_segment_ids": ids}
+            out, pull = jax.vjp(lambda *x: ring_attention(*x, **masks, **options), q, k, v)
+            return out, pull(do)
+
+        spec = P(None, "sp")
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+
+    sent = re.compile(r"collective_permute.*-> tensor<[\dx]*f32>")
+    results, transfers = [], []
+    for way in ("ring", "ring_packed"):
+        lowered = gradients(way).lower(*x, do, ids)
+        transfers.append(len(sent.findall(lowered.as_text())))
+        results.append(jax.tree.leaves(lowered.compile()(*x, do, ids)))
+    assert transfers[1] * 2 == transfers[0] > 0
+    for packed, apart in zip(*results, strict=True):
+        np.testing.assert_array_equal(packed, apart)
+
+
+def test_keys_and_values_of_two_dtypes_travel_apart() -> None:
+    k, v = jnp.ones((1, 4, 2, 8), jnp.bfloat16), jnp.zeros((1, 4, 2, 6))
+    transport = PackedRingTransport(Ring("sp", 4, False), Schedule(0, 4), (k, v, ()))
+    packed = transport.packed(k, v)
+    assert [x.dtype for x in transport.unpacked(packed)] == [jnp.bfloat16, jnp.float32]
 
 
 def test_own_keys_wait_for_no_gathered_ones() -> None:

@@ -72,7 +72,7 @@ _GIVEN = _checked("an integer >= 1", lambda n: n >= 1, optional=False)
 bytes_field = _field_of("a positive number of bytes", lambda n: n > 0)
 
 
-CONTEXT_PARALLEL = ("auto", "all_gather", "ring", "ring_remote_copy", "ulysses")
+CONTEXT_PARALLEL = ("auto", "all_gather", "ring", "ring_packed", "ring_remote_copy", "ulysses")
 
 
 def strategy_field() -> Any:

@@ -21,7 +21,7 @@ from ejkernel.types.attention.context.strategy import (
     divides_heads,
     requested_strategy,
 )
-from ejkernel.types.attention.context.transport import GatheredTransport, RingTransport
+from ejkernel.types.attention.context.transport import TRANSPORTS
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.mod_blocks import with_known_blocks
 from ejkernel.types.mods import MASK, MODS, Mod, ModForm, leaves_of
@@ -193,9 +193,9 @@ class ContextParallel:
         raise KeyError(piece)
 
     def transport(self, work: Any, p: passes.Pass) -> Any:
-        gathered = work.tiles.strategy == "all_gather" and p.ring.size > 1
-        transport = GatheredTransport if gathered else RingTransport
-        return transport(p.ring, p.plan.schedule, p.local_keys)
+        name = work.tiles.strategy if p.ring.size > 1 else "ring"
+        # a strategy of one kernel is a ring in its backward pass
+        return TRANSPORTS.get(name, TRANSPORTS["ring"])(p.ring, p.plan.schedule, p.local_keys)
 
     def operands(self, a: Mapping[str, Any], problem: ContextProblem) -> dict[str, Any]:
         """Returns the arrays of the call, all constraints as ``parts``."""

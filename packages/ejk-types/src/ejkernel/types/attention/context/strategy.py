@@ -12,7 +12,7 @@ from ejkernel.types.arrays import size_of
 from ejkernel.types.attention.context.ring import Plan, Ring
 from ejkernel.types.masks.rules import Rule
 
-STRATEGIES = ("all_gather", "ring", "ulysses")
+STRATEGIES = ("all_gather", "ring", "ring_packed", "ulysses")
 # FLOPs for each byte of keys in which links of 300 GB/s send them to the next device of a GPU that
 # computes 600 TFLOP/s
 HIDDEN_INTENSITY = 2000.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,52 @@ class RingTransport:
     def returned(self, sums: Any) -> Any:
         """Returns the gradients of this device's own keys."""
         return self.ring.shift(sums, -(self.schedule.start + self.schedule.count - 1))
+
+
+class PackedRingTransport(RingTransport):
+    """A ring in which keys and values are one array, and so are their accumulators.
+
+    A compiler may let few transfers be under way at once; one then takes the place of two. Keys and
+    values of different dtypes travel apart.
+    """
+
+    def __init__(self, ring: Ring, schedule: Schedule, local_keys: Any) -> None:
+        super().__init__(ring, schedule, local_keys)
+        self.shapes = tuple(x.shape for x in local_keys[:2])
+
+    def packed(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns one array of the elements of both, in which each is a contiguous range."""
+        if k.dtype != v.dtype:
+            return k, v
+        return (jnp.concatenate([k.reshape(-1), v.reshape(-1)]),)
+
+    def unpacked(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Returns keys and values, or their gradients."""
+        if len(arrays) == 2:
+            return tuple(arrays)
+        size = math.prod(self.shapes[0])
+        parts = arrays[0][:size], arrays[0][size:]
+        return tuple(x.reshape(shape) for x, shape in zip(parts, self.shapes, strict=True))
+
+    def start(self) -> Any:
+        """Returns the keys that visit first, packed."""
+        k, v, *others = self.local_keys
+        return self.ring.shift((self.packed(k, v), *others), self.schedule.start)
+
+    def keys(self, visitors: Any, step: Any) -> Any:
+        """Returns the keys of this step; the device's own need not be unpacked."""
+        if isinstance(step, int) and (self.schedule.start + step) % self.ring.size == 0:
+            return self.local_keys
+        packed, *others = visitors
+        return (*self.unpacked(packed), *others)
+
+    def accumulators(self, sums: Any) -> Any:
+        """Sends the gradients so far after their keys."""
+        return self.unpacked(super().accumulators(self.packed(*sums)))
+
+    def returned(self, sums: Any) -> Any:
+        """Returns the gradients of this device's own keys."""
+        return self.unpacked(super().returned(self.packed(*sums)))
 
 
 class GatheredTransport:
@@ -97,3 +144,11 @@ class GatheredTransport:
     def returned(self, sums: Any) -> Any:
         """Returns the gradients of this device's own keys, summed over the devices."""
         return tuple(jax.lax.psum_scatter(x, self.ring.axis_name) for x in sums)
+
+
+TRANSPORTS = {
+    "all_gather": GatheredTransport,
+    "ring": RingTransport,
+    "ring_packed": PackedRingTransport,
+}
+"""Transports by strategy."""
