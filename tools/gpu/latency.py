@@ -2,7 +2,7 @@
 
     python tools/gpu/latency.py                        # every row
     python tools/gpu/latency.py mla 32768              # rows whose labels have all of these parts
-    python tools/gpu/latency.py mla --form "triton splits=4"
+    python tools/gpu/latency.py mla --form "triton splits=2 num_launches=1"
 
 A row is ``CALLS`` calls in one program, each on the result of the one before, so that launches and
 the gaps between them count. It is us a call, the median of rounds in which the rows of a case take
@@ -53,7 +53,9 @@ FORMS = (
     "pallas num_launches=1 merge_partials=16",
     "pallas merge_partials=16",
     "triton",
+    "triton num_launches=1",
     "triton splits=1",
+    "triton splits=4 num_launches=1",
 )
 
 

@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.triton import mla_decode
+from ejkernel.kernels.triton.serving import merge, mla_decode_tiles
+from ejkernel.kernels.triton.serving.decode_tiles import can_merge_at_end, count_work_ranges
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
+from ejkernel.types.serving.layout import KVLayout
+from ejkernel.types.serving.problem import LatentProblem
 from ejktest.drawn import wild_tables
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
@@ -223,3 +227,65 @@ def test_calls_without_work():
     o, lse = mla_decode(q, c, jnp.array(lens), tables[:, :0], latent_dim=32, return_lse=True)
     assert not np.asarray(o).any() and o.shape == (1, 2, 32)
     assert np.all(np.asarray(lse) == -np.inf)
+
+
+# lengths, heads and other arguments, options, the formula's options
+ONE_LAUNCH: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "several splits": (dict(lens=(300,), h=40, ps=64, rope=16, dtype="bfloat16"), {}, {}),
+    "one tile": (dict(lens=(5,)), {}, {}),
+    "no tokens": (dict(lens=(0,)), {}, {}),
+    "one split": (dict(lens=(70,)), dict(num_splits=1), {}),
+    "rows, window, cap, sinks": (
+        dict(lens=(90,), rows=2, h=2),
+        dict(sliding_window=30, logits_soft_cap=2.0, num_splits=3, softmax_aux=SINKS),
+        dict(left=30, cap=2.0, aux=SINKS),
+    ),
+    "int8 averages": (
+        dict(lens=(300,), h=3, rope=32, ps=64, dtype="bfloat16", cache="int8"),
+        dict(k_scale=0.02),
+        dict(k_scale=0.02),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_LAUNCH)
+def test_one_launch_of_a_single_sequence(name, monkeypatch):
+    """The bits of two launches, in two calls of one program; without the merge's launch."""
+    shape, options, known = ONE_LAUNCH[name]
+    q, c, lens, tables = draw(**shape)
+
+    @jax.jit
+    def run_twice(q):
+        call = dict(latent_dim=32, return_lse=True, **options)
+        first = mla_decode(q, c, lens, tables, cfg={"num_launches": 1}, **call)
+        return first, mla_decode(-q, c, lens, tables, cfg={"num_launches": 1}, **call)
+
+    call = dict(latent_dim=32, return_lse=True, **options)
+    expected_bits = [mla_decode(x, c, lens, tables, **call) for x in (q, -q)]
+    monkeypatch.delattr(merge.PagedMerge, "outputs")  # a second launch would need them
+    results = run_twice(q)
+    for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(expected_bits), strict=True):
+        np.testing.assert_array_equal(got, want)
+    want, want_lse = (
+        x.reshape(*q.shape[:-1], *x.shape[3:]) for x in expected(q, c, lens, tables, 32, **known)
+    )
+    o, lse = results[0]
+    check_close(np.asarray(o), want, name=name)
+    check_close(np.asarray(lse), want_lse, name=name, dtype=q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "merges"), [({}, True), ({"batch": 2}, False), ({"heads": 4096}, False)]
+)
+def test_only_programs_that_run_together_wait_for_each_other(change, merges):
+    sizes = {"batch": 1, "heads": 128} | change
+    p = LatentProblem(
+        sizes["batch"], sizes["heads"], 1, 576, 512, 64, 64, 64, *["bfloat16"] * 3, 0.1,
+        KVLayout.latent(576),
+    )  # fmt: skip
+    target = cuda_target(90)
+    chosen = mla_decode_tiles.choose(p, target)
+    ranges = count_work_ranges(p, chosen, target)
+    assert not can_merge_at_end(p, chosen, ranges, target)
+    tiles = chosen.apply_config({"num_launches": 1}, p, target)
+    assert can_merge_at_end(p, tiles, ranges, target) == merges

@@ -40,9 +40,9 @@ CASES = {
 }
 
 
-def launched(name, target):
+def launched(name, target, b=64, columns=128):
     heads, page, cache, options = CASES[name]
-    b, pages, columns, kind = 64, 8192, 128, "bfloat16"
+    pages, kind = 8192, "bfloat16"
     p = LatentProblem(
         b, heads, 1, 576, 512, pages, page, columns, kind, cache, cache, 0.1, KVLayout.latent(576),
         return_lse=True, **options,
@@ -206,3 +206,26 @@ def test_lanes_that_add_many_parts_have_the_same_sum():
     assert exchanged
     products = set(re.findall(r"mul\.(?:rn\.)?f32\s+(%r\d+)", text))
     assert not exchanged & products
+
+
+@pytest.mark.parametrize("columns", [16, 128])
+def test_the_launch_of_a_single_sequence_waits_and_merges(columns):
+    """It counts behind all stores, and loads partial results behind the counter."""
+    target = TARGETS["sm_90"]
+    split, avals = launched("128 heads", target, 1, columns)
+    avals.append(jax.ShapeDtypeStruct((split.count_counters,), jnp.int32))
+    tiles = replace(split.tiles, splits=split.ranges)
+    merged = replace(split, tiles=tiles).with_operands(
+        dict(zip((*split.names, "counters_in"), avals, strict=True))
+    )
+    source = launch_source(merged, avals, target)
+    used = measure(source, target)
+    # of 64 rows: addresses of partial results, from before the loop to behind it
+    assert used.spills <= 128 and not used.serialized
+    assert used.registers * 32 * used.num_warps * tiles.programs_per_core <= 65536
+    text = stages(source, target, "ptx")[0]["ptx"]
+    first, gave_up = (m.start() for m in re.finditer(r"atom\.global\.gpu\.acq_rel\.add", text))
+    last_store = text.rindex("st.global", 0, first)
+    assert "bar.sync" in text[last_store:first]
+    assert re.search(r"acquire\S* ", text[first:gave_up])
+    assert "ld.global" not in text[last_store:first] and "ld.global" in text[gave_up:]

@@ -58,7 +58,7 @@ PACKAGE = KernelPackage(
             "native_sparse_attention",
             config_fields=("q_tile", "kv_tile", "num_warps", "num_stages"),
         ),
-        _serving("mla_decode", _PAGED),
+        _serving("mla_decode", (*_PAGED, "num_launches")),
         Entry(
             "grouped_matmul",
             config_fields=("block_m", "block_n", "block_k", "num_warps", "num_stages"),

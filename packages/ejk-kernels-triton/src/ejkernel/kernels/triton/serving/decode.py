@@ -14,7 +14,8 @@ Programs of the same range and different heads are neighbours: together they rea
 All query heads of a kv head are rows of one matmul, padded to 16.
 A sequence costs SETUP_TILES tiles more than it has: a range that begins another one waits for its
 queries and first keys, and stores its results; it gets SETUP_TILES tiles fewer.
-With SPLITS > 0 every sequence has SPLITS equal ranges instead.
+With SPLITS > 0 every sequence has SPLITS equal ranges instead. With ``counters`` the programs of a
+single sequence then merge its partial results themselves (``merge.merge_at_end``).
 
 A sequence has one query row at its end, or up to TOKENS of them (``counts``, None: all; the first
 is row ``rows``, None: TOKENS times its index): then they are rows of one matmul with their heads,
@@ -51,7 +52,13 @@ from ejkernel.kernels.triton.serving.attend_block import (
     tree_rows,
 )
 from ejkernel.kernels.triton.serving.decode_tiles import query_rows
-from ejkernel.kernels.triton.serving.groups import DecodeSizes, Partial, RowLayout, SequenceTables
+from ejkernel.kernels.triton.serving.groups import (
+    DecodeSizes,
+    MergeAtEnd,
+    Partial,
+    RowLayout,
+    SequenceTables,
+)
 from ejkernel.kernels.triton.serving.launch import (
     PagedLaunch,
     cache_group,
@@ -60,9 +67,12 @@ from ejkernel.kernels.triton.serving.launch import (
     sequential,
 )
 from ejkernel.kernels.triton.serving.merge import (
+    POLLS,
+    PagedMerge,
     average_factor,
     compute_output_factor,
     load_head_scale,
+    merge_at_end,
     partial_logit,
 )
 from ejkernel.kernels.triton.serving.pages import clamp_run, compute_cache_rows, load_block_pages
@@ -135,11 +145,15 @@ def attend_tiles(
 
 @triton.jit
 def paged_split(
-    q, cache, sequences, tree, k_scale, v_scale, sinks, partial, starts, o, sizes, logits, layout,
-    dots, BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, SPLITS: tl.constexpr,
-    SETUP_TILES: tl.constexpr, PTX: tl.constexpr,
+    q, cache, sequences, tree, k_scale, v_scale, sinks, counters_in, partial, starts, o, lse,
+    counters, sizes, logits, layout, dots, merge, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    ROUNDS: tl.constexpr, SPLITS: tl.constexpr, SETUP_TILES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``partial`` results and ``starts``, or with one split a sequence the output."""
+    """Writes ``partial`` results and ``starts``, or with one split a sequence the output.
+
+    ``counters``, in the memory of ``counters_in``: if given, the output is written too, of a single
+    sequence with SPLITS; ``merge``: how.
+    """
     GROUP: tl.constexpr = layout.ALL // layout.KV
     TOKENS: tl.constexpr = layout.TOKENS
     pid = tl.program_id(0)
@@ -219,7 +233,7 @@ def paged_split(
             first_tile + stop - before - SETUP_TILES, length, begin, sizes, logits, layout, dots,
             BLOCK, sizes.WINDOW or sequences.begins is not None, PTX,
         )  # fmt: skip
-        if o is not None:
+        if partial.acc is None:
             value_scale = load_head_scale(v_scale, b, hk)
             factor = compute_output_factor(m, l, sinks, b, heads, inside, value_scale)
             acc = acc * factor[:, None]
@@ -237,6 +251,11 @@ def paged_split(
             tl.store(partial.m + partial_row, m, mask=inside)
             tl.store(partial.l + partial_row, l, mask=inside)
             store_rows(partial.acc, partial_row, acc, acc_tail, inside, cache.V)
+            if counters is not None:
+                merge_at_end(
+                    partial, v_scale, sinks, o, lse, counters, b, hk, chunk, work_range, layout,
+                    cache.V.DIM, SPLITS, merge,
+                )  # fmt: skip
 
         if SPLITS == 0:
             t = stop
@@ -252,25 +271,57 @@ class PagedSplit(PagedLaunch):
     """Launch of ``paged_split``.
 
     Results: acc ``[slots, rows, dv]``, m, l ``[slots, rows]``, starts ``[b + 1]``, or with one
-    split a sequence the output o ``[b, rows, dv]``.
+    split a sequence the output o ``[b, rows, dv]``. With ``counters_in``, int32 zeros
+    ``[count_counters]``, all of them and lse ``[b, rows]`` if the call returns it.
     """
 
     kernel = paged_split
     batching: ClassVar = sequential(
-        "q k v lens tables begins rows counts tree positions k_scale v_scale sink"
+        "q k v lens tables begins rows counts tree positions k_scale v_scale sink counters_in"
     )
+
+    @property
+    def merges_at_end(self) -> bool:
+        """Returns whether the programs merge the partial results of their single sequence."""
+        return self.has("counters_in")
+
+    @property
+    def count_counters(self) -> int:
+        """Returns the counters of finished programs: one for each block of query rows."""
+        return self.problem.kv_heads * self.query_block[1]
 
     def outputs(self):
         p = self.problem
+        o = struct(p.query_dtype, p.batch, self.rows, p.value_dim)
         if self.direct:
-            return {"o": struct(p.query_dtype, p.batch, self.rows, p.value_dim)}
+            return {"o": o}
         row = struct("float32", self.slots, self.rows)
-        return {
+        partial = {
             "acc": struct(self.partial_dtype, self.slots, self.rows, p.value_dim),
             "m": row,
             "l": row,
             "starts": struct("int32", p.batch + 1) if self.tiles.splits is None else None,
         }
+        if not self.merges_at_end:
+            return partial
+        lse = struct("float32", p.batch, self.rows) if p.return_lse else None
+        return partial | {"o": o, "lse": lse, "counters": struct("int32", self.count_counters)}
+
+    def in_place(self):
+        return {"counters": "counters_in"}
+
+    def merge_tile(self) -> MergeAtEnd | None:
+        """Returns how partial results are merged, as ``PagedMerge`` does it."""
+        if not self.merges_at_end:
+            return None
+        launch = PagedMerge(self.problem, self.tiles, self.ranges)
+        return MergeAtEnd(*launch.columns, launch.parts[0], POLLS)
+
+    def interpreter_arguments(self, target):
+        """Programs run one after the other there: waiting is in vain."""
+        merge = self.merge_tile()
+        waits = {} if merge is None else {"merge": merge._replace(POLLS=0)}
+        return super().interpreter_arguments(target) | waits
 
     @property
     def query_block(self) -> tuple[int, int]:
@@ -312,7 +363,8 @@ class PagedSplit(PagedLaunch):
             "sinks": self.sinks(),
             "partial": Partial(*map(self.result, ("acc", "m", "l"))),
             "starts": self.result("starts"),
-            "o": self.result("o"),
+            **{name: self.result(name) for name in ("o", "lse", "counters")},
+            "merge": self.merge_tile(),
             "sizes": DecodeSizes(
                 p.batch, self.ranges, p.max_pages, p.pages, p.window_left or 0,
                 WINDOW=p.window_left is not None,
@@ -336,7 +388,7 @@ class PagedSplit(PagedLaunch):
 
     def bind(self, target):
         bound = super().bind(target)
-        if not (self.tiles.form and compat.has_gluon()):
+        if self.merges_at_end or not (self.tiles.form and compat.has_gluon()):
             return bound
         from ejkernel.kernels.triton.serving import mla_decode_sm90
 

@@ -12,7 +12,8 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import TILE_RANGE, config_field
 from ejkernel.types.serving.problem import PagedProblem
 
-LAUNCHED = {"num_warps": "num_warps", "num_stages": "num_stages"}  # tile field to config field
+# tile field to config field
+LAUNCHED = {name: name for name in ("num_warps", "num_stages", "num_launches")}
 MIN_BLOCK = 16  # tokens: a matrix instruction has no fewer columns
 MAX_ROWS = 64  # query heads of one program: more fill the registers with accumulators
 
@@ -34,6 +35,9 @@ class DecodeTiles:
         tma: whether steps are read by TMA; only where keys hold their values.
         form: form of scores with 8-bit keys (``eight_bit_scores``); only where keys hold their
             values and are read by TMA.
+        num_launches: 1: the programs of a single sequence wait for each other and merge their
+            partial results, where all of them run at the same time. Other calls have a second
+            launch that merges.
         convert_once: whether 8-bit values are converted once for both matmuls, which then read
             shared memory; only where keys hold their values.
     """
@@ -50,6 +54,7 @@ class DecodeTiles:
     tma: bool = False
     form: str = ""
     convert_once: bool = False
+    num_launches: int = 2
 
     @property
     def fields(self) -> dict[str, int]:
@@ -161,6 +166,15 @@ def count_work_ranges(problem: PagedProblem, tiles: DecodeTiles, target: Target)
     ranges = room // heads if 4 * heads <= room else -(-4 * room // heads)
     longest = -(-problem.capacity // tiles.block)
     return max(1, min(ranges, problem.batch * longest))
+
+
+def can_merge_at_end(
+    problem: PagedProblem, tiles: DecodeTiles, ranges: int, target: Target
+) -> bool:
+    """Returns whether the launch that reads the keys merges too."""
+    programs = ranges * problem.kv_heads * query_rows(problem, tiles.max_rows)[1]
+    run_together = programs <= target.cores * tiles.programs_per_core
+    return tiles.num_launches == 1 and problem.batch == 1 and run_together
 
 
 def neighbours(problem: PagedProblem, target: Target, chosen: DecodeTiles) -> list[DecodeTiles]:

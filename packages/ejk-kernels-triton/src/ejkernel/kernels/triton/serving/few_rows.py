@@ -32,6 +32,7 @@ from ejkernel.kernels.triton.launch import power_of_two, struct
 from ejkernel.kernels.triton.serving.attend_block import store_rows, tree_rows
 from ejkernel.kernels.triton.serving.decode import attend_tiles
 from ejkernel.kernels.triton.serving.decode_tiles import query_rows
+from ejkernel.kernels.triton.serving.finished import count_finished
 from ejkernel.kernels.triton.serving.groups import Partial, RowLayout
 from ejkernel.kernels.triton.serving.in_place import copy_if_elsewhere
 from ejkernel.kernels.triton.serving.launch import (
@@ -215,10 +216,7 @@ def few_rows_attention(
             tl.store(partial.m + slot + row_number, m, mask=inside)
             tl.store(partial.l + slot + row_number, l, mask=inside)
             store_rows(partial.acc, slot + row_number, acc, acc_tail, inside, cache.V)
-            # all threads have stored before one of them says so
-            tl.debug_barrier()
-            counter = counters + b * (layout.KV * layout.CHUNKS) + head_block
-            finished = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            finished = count_finished(counters + b * (layout.KV * layout.CHUNKS) + head_block)
             if finished == parts - 1:
                 first = (first_range + b).to(tl.int64) * (TOKENS * layout.ALL)
                 head = (head_block % layout.CHUNKS) * tile.HEADS + tl.arange(0, tile.HEADS)

@@ -123,6 +123,21 @@ class Partial(NamedTuple):
     l: Operand  # noqa: E741
 
 
+class MergeAtEnd(NamedTuple):
+    """Constants of a merge by the programs that store the partial results.
+
+    Attributes:
+        COLUMNS, CHUNKS: columns that are merged at once, and how often.
+        PARTS: partial results that are loaded at once.
+        POLLS: looks at a counter before a program gives up waiting for others.
+    """
+
+    COLUMNS: int
+    CHUNKS: int
+    PARTS: int
+    POLLS: int
+
+
 class RowLayout(NamedTuple):
     """Query rows of a sequence.
 

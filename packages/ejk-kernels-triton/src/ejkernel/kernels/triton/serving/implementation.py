@@ -131,7 +131,7 @@ class MLADecode(DecodeKernel):
     The query is float16, bfloat16 or float32; the cache is of those dtypes, int8, float8_e4m3fn or
     float8_e5m2. ``latent_dim`` is a power of two up to 512, the rotary part a multiple of 8 up to
     128. Memory past a context is never read. Two runs give the same bits. ``cfg``: pages_per_block,
-    num_splits, num_warps, num_stages.
+    num_splits, num_warps, num_stages, num_launches.
 
     Bound: one token costs 2 * heads * (dc + latent) operations and dc elements. At B64, context
     8192, dc 576, latent 512 in bfloat16: 604 MB, 0.14 ms at 4.3 TB/s; with 128 heads 146 GFLOP,

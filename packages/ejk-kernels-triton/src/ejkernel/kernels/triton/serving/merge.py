@@ -23,6 +23,7 @@ from typing import ClassVar
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import power_of_two, struct
+from ejkernel.kernels.triton.serving.finished import wait_for_programs
 from ejkernel.kernels.triton.serving.groups import Partial
 from ejkernel.kernels.triton.serving.launch import (
     PagedLaunch,
@@ -32,6 +33,7 @@ from ejkernel.kernels.triton.serving.launch import (
 )
 from ejkernel.types.serving.problem import ITEMSIZE
 
+POLLS = 1024  # looks at a counter, about 0.5 us each, before a program gives up waiting
 FEW = tl.constexpr(8)  # partial results that a thread holds, one after the other
 
 
@@ -264,6 +266,61 @@ def merge_rows(
 
 
 @triton.jit
+def merge_columns(
+    partial, v_scale, sinks, o, lse_out, b, row, h, slot, count, chunk, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Writes the output of some columns of a row of sequence ``b``, and with the first its lse.
+
+    ``slot``, ``count``: the first of its partial results, and their number.
+    """
+    column = chunk * COLUMNS + tl.arange(0, COLUMNS)
+    # loaded here: after the partial results it would be one more wait for memory
+    value_scale = load_head_scale(v_scale, b, h // GROUP)
+    m, l, acc = merge_row(  # noqa: E741
+        partial.acc, partial.m, partial.l, slot.to(tl.int64) * ROWS + row, count, ROWS, column, DV,
+        PARTS,
+    )  # fmt: skip
+    lane = tl.arange(0, 1)
+    factor = compute_output_factor(m, l, sinks, b, h + lane, lane < 1, value_scale)
+    row += b.to(tl.int64) * ROWS
+    if lse_out is not None:
+        lse = row_lse(m, l, sinks, b, h + lane, lane < 1)
+        tl.store(lse_out + row + lane, lse, mask=lane + chunk < 1)
+    tl.store(
+        o + row * DV + column, (acc * tl.sum(factor, 0)).to(o.dtype.element_ty), mask=column < DV
+    )
+
+
+@triton.jit
+def merge_at_end(
+    partial, v_scale, sinks, o, lse_out, counters, b, hk, chunk, split, layout, DV: tl.constexpr,
+    SPLITS: tl.constexpr, tile,
+):  # fmt: skip
+    """Writes rows of a program of the launch that stores the partial results of sequence ``b``.
+
+    All its splits share the rows of a program's block, which has one of the ``counters``.
+    """
+    GROUP: tl.constexpr = layout.ALL // layout.KV
+    ROWS: tl.constexpr = layout.TOKENS * layout.ALL
+    is_complete, is_alone = wait_for_programs(
+        counters + hk * layout.CHUNKS + chunk, SPLITS, tile.POLLS
+    )
+    first = chunk * layout.BLOCK
+    end = tl.where(is_complete, tl.minimum(first + layout.BLOCK, GROUP * layout.TOKENS), 0)
+    first += tl.where(is_alone, 0, split)
+    step = tl.where(is_alone, 1, SPLITS)
+    for member in tl.range(first, end, step):
+        h = hk * GROUP + member % GROUP
+        row = member // GROUP * layout.ALL + h
+        for columns in range(0, tile.CHUNKS):
+            merge_columns(
+                partial, v_scale, sinks, o, lse_out, b, row, h, b * SPLITS, SPLITS, columns, ROWS,
+                GROUP, DV, tile.COLUMNS, tile.PARTS,
+            )  # fmt: skip
+
+
+@triton.jit
 def paged_merge(
     partial,
     starts,
@@ -290,22 +347,10 @@ def paged_merge(
     row = tl.program_id(0) // CHUNKS % ROWS
     h = row % HEADS
     slot, count = find_slots(b, starts, batch, ranges, SPLITS, SETUP_TILES)
-    column = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    # loaded here: after the partial results it would be one more wait for memory
-    value_scale = load_head_scale(v_scale, b, h // GROUP)
-    m, l, acc = merge_row(  # noqa: E741
-        partial.acc, partial.m, partial.l, slot.to(tl.int64) * ROWS + row, count, ROWS, column, DV,
-        PARTS,
+    merge_columns(
+        partial, v_scale, sinks, o, lse_out, b, row, h, slot, count, chunk, ROWS, GROUP, DV,
+        COLUMNS, PARTS,
     )  # fmt: skip
-    lane = tl.arange(0, 1)
-    factor = compute_output_factor(m, l, sinks, b, h + lane, lane < 1, value_scale)
-    row += b.to(tl.int64) * ROWS
-    if lse_out is not None:
-        lse = row_lse(m, l, sinks, b, h + lane, lane < 1)
-        tl.store(lse_out + row + lane, lse, mask=lane + chunk < 1)
-    tl.store(
-        o + row * DV + column, (acc * tl.sum(factor, 0)).to(o.dtype.element_ty), mask=column < DV
-    )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import call
-from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles, count_work_ranges
+from ejkernel.kernels.triton.serving.decode_tiles import (
+    DecodeTiles,
+    can_merge_at_end,
+    count_work_ranges,
+)
 from ejkernel.kernels.triton.serving.ragged_tiles import (
     RaggedTiles,
     count_counters,
@@ -32,12 +36,18 @@ ONLY_MERGED = ("v_scale", "sink")  # operands that only the merge reads
 
 
 def decode_sequences(work: Work, arrays: Arrays) -> Arrays:
-    """Returns partial results of every split, or the output where each sequence has one split."""
+    """Returns partial results of every split, or the output where this launch merges.
+
+    It does where each sequence has one split, or where a config asks for it.
+    """
     from ejkernel.kernels.triton.serving.decode import PagedSplit
 
-    launch = PagedSplit(*_work_ranges(work))
+    p, t, ranges = _work_ranges(work)
+    launch = PagedSplit(p, t, ranges)
     if launch.direct:
         return call(launch, **arrays)
+    if can_merge_at_end(p, t, ranges, work.target):
+        return call(launch, **arrays, counters_in=jnp.zeros(launch.count_counters, jnp.int32))
     return call(launch, **{name: x for name, x in arrays.items() if name not in ONLY_MERGED})
 
 
