@@ -194,7 +194,7 @@ def our_ragged() -> Iterator[Cost]:
         rows, text = p.heads, f"1x{layout.block}"
         if row == "prefill":  # the code loops over kv heads
             rows, text = layout.rows, f"{layout.tiles.queries}x{layout.block}"
-        work, name = rows * layout.block * 2 * p.dim, "ejkernel_ragged"
+        work, name = rows * layout.block * 2 * p.dim, "ejkernel_ragged_attention"
         function, shapes = call.forward(pallas), call.shapes()
         copies = partial(mixed, call, mix=MIXES[row])
         yield Cost("ejkernel", row, name, text, work, LANES, function, shapes, call, copies=copies)

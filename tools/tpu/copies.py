@@ -159,4 +159,6 @@ def mixed(call: AbstractCall, mix: tuple[tuple[int, ...], tuple[int, ...]]) -> C
     tokens = row * (sum(lens) + (total if writes else 0))
     pairs = sum(n * end - n * (n - 1) // 2 for n, end in zip(rows, lens, strict=True))
     flops = 4 * pairs * arrays["queries"].shape[1] * arrays["queries"].shape[2]
-    return Counted(call, arrays, tokens + 2 * arrays["queries"].nbytes, flops, "ejkernel_ragged")
+    return Counted(
+        call, arrays, tokens + 2 * arrays["queries"].nbytes, flops, "ejkernel_ragged_attention"
+    )
