@@ -70,7 +70,7 @@ _CONVOLUTION, _CHANNELS = (
     delta.COMPILED_TPU["delta channels"],
 )
 _CHUNKS, _PACKED = (pooling.COMPILED_TPU[f"pooling {name}"] for name in ("chunks", "packed"))
-_DELTA, _LISTED = delta.COMPILED_TPU["delta"], attention.COMPILED_TPU["sparse"]
+_DELTA = delta.COMPILED_TPU["delta"]
 _ONE_ROW, _NO_PAGES = "grouped one row each", "contiguous"
 _WRITING, _WRITING_ROWS = ragged.COMPILED_TPU["ragged"], ragged.writing_ahead(16)
 ALONE = {
@@ -108,24 +108,13 @@ ALONE = {
         Alone("int8", "ejkernel_decode", paged.COMPILED_TPU["paged int8"], copies=decoding),
         Alone("e4m3", "ejkernel_decode", paged.COMPILED_TPU["paged e4m3"], copies=decoding),
     ),
-    "ragged write": (
-        Alone("prefill", "ejkernel_ragged", _WRITING, copies=partial(mixed, mix=PREFILLED)),
-        Alone("one row", "ejkernel_ragged", _WRITING_ROWS, copies=partial(mixed, mix=ONE_ROW_EACH)),
-        Alone(
-            "int8",
-            "ejkernel_ragged",
-            ragged.COMPILED_TPU["ragged int8"],
-            copies=partial(mixed, mix=PREFILLED),
-        ),
-    ),
-    "latent expanded": tuple(
-        Alone(
-            kernel,
-            f"ejkernel_flash_{kernel}",
-            latent.COMPILED_TPU["latent expanded"],
-            kernel != "fwd",
+    "ragged write": tuple(
+        Alone(row, "ejkernel_ragged_attention", call, copies=partial(mixed, mix=mix))
+        for row, call, mix in (
+            ("prefill", _WRITING, PREFILLED),
+            ("one row", _WRITING_ROWS, ONE_ROW_EACH),
+            ("int8", ragged.COMPILED_TPU["ragged int8"], PREFILLED),
         )
-        for kernel in KERNELS
     ),
     "latent": tuple(
         Alone(row, "ejkernel_decode", latent.COMPILED_TPU[f"latent {name}"], copies=decoding)
@@ -137,7 +126,14 @@ ALONE = {
         Alone("packed", "ejkernel_pool_segments", _PACKED),
         Alone("packed gradients", "ejkernel_pool_segments_gradient", _PACKED, True),
     ),
-    "blocksparse": tuple(
-        Alone(kernel, f"ejkernel_flash_{kernel}", _LISTED, kernel != "fwd") for kernel in KERNELS
-    ),
+    **{
+        part: tuple(
+            Alone(kernel, f"ejkernel_flash_{kernel}", call, kernel != "fwd") for kernel in KERNELS
+        )
+        for part, call in (
+            ("blocksparse", attention.COMPILED_TPU["sparse"]),
+            ("joined heads", attention.COMPILED_TPU["joined heads"]),
+            ("latent expanded", latent.COMPILED_TPU["latent expanded"]),
+        )
+    },
 }

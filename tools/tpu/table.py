@@ -23,6 +23,7 @@ OUTSIDE = {
     "d128": "as d64",
     "d256": "as d64",
     "blocksparse": "as d64; lists",
+    "joined heads": "delta",
     "latent expanded": "keys and values from latent rows, and padded from 192 to 256; as d64",
     "native sparse": "rows of tiles, the lists of tiles, float32 outputs of spans; as d64",
     "ragged write": "new keys and values as one array in the cache's dtype",

@@ -21,7 +21,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.implementation import (
     flash_attention,
     mla_attention,
 )
-from ejkernel.ops import interpret_mode
+from ejkernel.ops import ConfigError, interpret_mode
 from ejkernel.types import MaskInfo
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.attention import Call, arrays, check, run, with_mask_info
@@ -129,6 +129,27 @@ def test_forward_without_maxima():
         check(call, x, *run(attend, call, x))
     assert not simulator.races.races_found
     pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite"])
+def test_rows_as_a_projection_leaves_them(kind):
+    """Grouped heads, values of another width, both forms of forward, a head again with maxima."""
+    call = small("joined", h=4, hk=2, d=128, dv=256, dtypes=BF16, mask={"causal": True})
+    x = arrays(call)
+    x["q"][:, :, 1] *= 64
+    sizes = {"q_blocksize": 128, "kv_blocksize": 128}
+    cfg = {"fwd_params": sizes, "bwd_params": sizes, "joins_heads": True}
+    joined = functools.partial(flash_attention, cfg=cfg)
+    with interpreter(kind=kind):
+        kernels = str(jax.make_jaxpr(lambda *a: joined(*a))(*(x[n] for n in "qkv")))
+        assert "transpose" not in kernels.partition("pallas_call")[0]
+        check(call, x, *run(with_mask_info(joined), replace(call, blocks=None), x))
+
+
+def test_heads_of_64_are_not_joined():
+    q = jnp.ones((1, 8, 2, 64))
+    with pytest.raises(ConfigError, match="multiples of 128"):
+        flash_attention(q, q, q, cfg={"joins_heads": True})
 
 
 @pytest.mark.parametrize(("kind", "block_q"), [("TPU v4", 256), ("TPU v6 lite", 128)])

@@ -243,6 +243,7 @@ COMPILED_TPU = {
     "d64": _on_tpu(64),
     "d128": _on_tpu(),
     "d256": _on_tpu(256),
+    "joined heads": _on_tpu(cfg={"joins_heads": True}),
     "d192 values 128": _on_tpu(192, 128),
     "causal gqa": _on_tpu(kv_heads=4, causal=True),
     "window offset": _on_tpu(sliding_window=(1024, 0), causal_offset=64),

@@ -15,6 +15,7 @@ from ejkernel.ops.params import (
     OpConfig,
     bytes_field,
     count_field,
+    flag_field,
     params_field,
     stages_field,
     strategy_field,
@@ -38,8 +39,11 @@ class _SharedSequenceConfig(_ForwardBackwardConfig):
 class FlashAttentionConfig(_SharedSequenceConfig):
     """Tiles of flash_attention; fields as FwdParams and BwdParams, mappings are converted.
 
-    ``context_parallel``: how devices share a sequence.
+    ``context_parallel``: how devices share a sequence. ``joins_heads``: whether kernels for TPUs
+    read and write ``[b, s, h * d]``, as a projection leaves it, for head dims in multiples of 128.
     """
+
+    joins_heads: bool | None = flag_field()
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,17 @@ def strategy_field() -> Any:
     return checked_field(check, CONTEXT_PARALLEL[0])
 
 
+def flag_field() -> Any:
+    """A field that is True, False, or None where the implementation decides."""
+
+    def check(value: Any) -> bool | None:
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError("expected True, False or None")
+        return value
+
+    return checked_field(check)
+
+
 class Nested(Generic[ParamsT]):
     """The type of a field of nested parameters: read as ``ParamsT`` or None, set as a mapping too.
 

@@ -102,14 +102,16 @@ def key_gradients(
         scratch = [pltpu.VMEM((keys, width), jnp.float32) for width in dims]
         scratch += [pltpu.VMEM((keys, LANES), jnp.int32) for _ in pairs]
     specs, (_, k, v, *_) = Specs(layout, keys_outer=True), arrays
-    shape = (p.batch, p.kv_heads, layout.kv_padded)
     return launch_kernel(
         _kernel,
         "ejkernel_flash_dkv",
         specs,
         table,
         *operand_specs(specs, arrays, pairs),
-        [(specs.key(width), (*shape, width), p.dtype) for width in dims],
+        [
+            (specs.key(width), layout.shape(p.kv_heads, layout.kv_padded, width), p.dtype)
+            for width in dims
+        ],
         scratch,
         accumulators=2,
         columns=2 * sum(dims),

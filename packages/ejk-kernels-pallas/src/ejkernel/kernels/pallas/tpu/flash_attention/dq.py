@@ -110,7 +110,7 @@ def query_gradient(
         specs,
         table,
         *operand_specs(specs, arrays, pairs),
-        [(specs.query(d), (p.batch, p.heads, layout.q_padded, d), p.dtype)],
+        [(specs.query(d), layout.shape(p.heads, layout.q_padded, d), p.dtype)],
         scratch,
         accumulators=1,
         columns=2 * d + dv,

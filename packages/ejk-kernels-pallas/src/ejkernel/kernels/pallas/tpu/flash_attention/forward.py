@@ -161,7 +161,7 @@ def operands_of(
             *map(specs.query_values, of_queries),
             *map(specs.key_values, of_keys),
         ],
-        [(specs.query(dv), (p.batch, p.heads, layout.q_padded, dv), p.dtype), row, row],
+        [(specs.query(dv), layout.shape(p.heads, layout.q_padded, dv), p.dtype), row, row],
         [
             *(pltpu.VMEM((rows, width), jnp.float32) for width in (LANES, LANES, dv)),
             *(pltpu.VMEM((rows, LANES), jnp.int32) for _ in pairs),

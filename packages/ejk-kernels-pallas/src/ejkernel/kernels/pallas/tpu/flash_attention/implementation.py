@@ -2,7 +2,8 @@
 
 Residuals are q, k, v, o, the lse of every row and the arguments of the caller; the [q, k] matrix is
 recomputed tile by tile. The kernels read head-major arrays padded to whole tiles: one transpose
-and pad that XLA fuses into the producer of the array.
+and pad that XLA fuses into the producer of the array where it can. With ``joins_heads`` they read
+rows as they are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.kernel import PallasKernel
@@ -64,7 +66,8 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     mask, a bias and dropout are not supported. ``precision`` of float32 matmuls: None is one
     bfloat16 pass, "high" and "highest" float32. Two runs give the same bits. ``cfg``:
     ``fwd_params`` (q_blocksize, kv_blocksize) and ``bwd_params`` (the same for the key gradients;
-    blocksize_m, blocksize_n for the query gradient); sizes below 128 mean 128.
+    blocksize_m, blocksize_n for the query gradient), sizes below 128 mean 128; ``joins_heads``:
+    whether heads stay next to each other in a row, as a projection leaves them.
     """
 
     call = calls.FlashAttention
@@ -143,22 +146,27 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         (o, lse), base = _forward_results(p, *results)
         return (o, self.rows_of(p, lse, base)), visitors
 
+    def finds_delta(self, work: Work) -> bool:
+        return work.tiles.dq.joins_heads and not work.batch_invariant
+
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
         p = work.problem
         arrays = _clear_hidden(p, arrays)
+        if "delta" not in arrays:
+            arrays |= {"delta": _delta_of_joined(arrays["o"], arrays["do"]) - arrays["dlse"]}
 
         def gradient(run: Any, kernel: str) -> Any:
             layout, table, pairs = _prepare(work, kernel, arrays)
             rows = (padded(arrays[n][:, :, None], layout.q_padded) for n in ("base", "delta"))
-            do = _head_major(arrays["do"], layout.q_padded, layout.value_dim)
+            do = _as_read(layout, arrays["do"], layout.q_padded, layout.value_dim)
             return run(layout, table, (*_operands(layout, arrays), do, *rows), pairs)
 
         dq = gradient(query_gradient, "dq")
         dk, dv = gradient(key_gradients, "dkv")
         return {
-            "q": _natural(dq, p.q_len, p.dim),
-            "k": _natural(dk, p.kv_len, p.dim),
-            "v": _natural(dv, p.kv_len, p.value_dim),
+            "q": _natural(dq, p.q_len, p.heads, p.dim),
+            "k": _natural(dk, p.kv_len, p.kv_heads, p.dim),
+            "v": _natural(dv, p.kv_len, p.kv_heads, p.value_dim),
         }
 
 
@@ -167,7 +175,7 @@ def _forward_results(
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """Returns outputs and saved rows of the forward kernel as users see them."""
     lse, base = (x[:, :, 0, : p.q_len] for x in (lse, base))
-    return (_natural(o, p.q_len, p.value_dim), lse), base
+    return (_natural(o, p.q_len, p.heads, p.value_dim), lse), base
 
 
 def kernel_lists(work: Work, arrays: Arrays, kernel: str) -> Any:
@@ -208,17 +216,32 @@ def _clear_hidden(p: Problem, arrays: Arrays) -> Arrays:
 
 def _operands(layout: Layout, arrays: Arrays) -> tuple[jax.Array, ...]:
     return (
-        _head_major(arrays["q"], layout.q_padded, layout.dim),
-        _head_major(arrays["k"], layout.kv_padded, layout.dim),
-        _head_major(arrays["v"], layout.kv_padded, layout.value_dim),
+        _as_read(layout, arrays["q"], layout.q_padded, layout.dim),
+        _as_read(layout, arrays["k"], layout.kv_padded, layout.dim),
+        _as_read(layout, arrays["v"], layout.kv_padded, layout.value_dim),
     )
 
 
-def _head_major(x: jax.Array, length: int, dim: int) -> jax.Array:
+def _as_read(layout: Layout, x: jax.Array, length: int, dim: int) -> jax.Array:
+    """Returns ``[b, s, h, d]`` in ``Layout.shape``, padded with zeros."""
+    if layout.tiles.joins_heads:
+        b, rows, heads, _ = x.shape
+        return padded(x.reshape(b, 1, rows, heads * dim), length, heads * dim)
     return padded(x.swapaxes(1, 2), length, dim)
 
 
-def _natural(x: jax.Array, length: int, dim: int) -> jax.Array:
+def _delta_of_joined(o: jax.Array, do: jax.Array) -> jax.Array:
+    """Returns do . o ``[b, h, q]``: a sum over part of the lanes, for which XLA would copy both."""
+    heads, dim = o.shape[2:]
+    o, do = (x.reshape(*x.shape[:2], heads * dim).astype(jnp.float32) for x in (o, do))
+    head_of_lane = jnp.repeat(jnp.eye(heads, dtype=jnp.float32), dim, axis=0)
+    return jnp.einsum("bqx,xh->bhq", o * do, head_of_lane, precision="highest")
+
+
+def _natural(x: jax.Array, length: int, heads: int, dim: int) -> jax.Array:
+    """Returns ``[b, s, h, d]`` without padding, of rows in ``Layout.shape``."""
+    if x.shape[1] != heads:  # joined; a single head lies the same either way
+        return x[:, 0, :length].reshape(x.shape[0], length, heads, dim)
     return x[:, :, :length, :dim].swapaxes(1, 2)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.common.units import sign, unit
@@ -63,6 +64,22 @@ class Layout:
     @property
     def kv_padded(self) -> int:
         return self.kv_blocks * self.tiles.block_kv
+
+    def shape(self, heads: int, length: int, width: int) -> tuple[int, int, int, int]:
+        """Returns the shape of rows of all heads as the kernels read and write them."""
+        b = self.problem.batch
+        joined = self.tiles.joins_heads
+        return (b, 1, length, heads * width) if joined else (b, heads, length, width)
+
+    def block_index(self, b: Any, head: Any, block: Any) -> tuple[Any, Any, Any, Any]:
+        """Returns where a block of rows of a head stands in an array of this shape."""
+        return (b, 0, block, head) if self.tiles.joins_heads else (b, head, block, 0)
+
+    def head_of(self, ref: Any, b: Any, head: Any, width: int) -> Any:
+        """Returns the rows of a head in an array of this shape."""
+        if not self.tiles.joins_heads:
+            return ref.at[b, head]
+        return ref.at[b, 0, :, pl.ds(pl.multiple_of(head * width, LANES), width)]
 
     @property
     def log2_unit(self) -> float:

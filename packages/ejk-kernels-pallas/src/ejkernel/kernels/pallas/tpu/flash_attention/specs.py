@@ -73,11 +73,13 @@ class Specs:
 
     def query(self, width: int) -> pl.BlockSpec:
         block = (1, 1, self.layout.tiles.block_q, width)
-        return pl.BlockSpec(block, lambda *at: (at[0], self._head(at), self._q_block(at), 0))
+        index = self.layout.block_index
+        return pl.BlockSpec(block, lambda *at: index(at[0], self._head(at), self._q_block(at)))
 
     def key(self, width: int) -> pl.BlockSpec:
         block = (1, 1, self.layout.tiles.block_kv, width)
-        return pl.BlockSpec(block, lambda *at: (at[0], self._kv_head(at), self._kv_block(at), 0))
+        index = self.layout.block_index
+        return pl.BlockSpec(block, lambda *at: index(at[0], self._kv_head(at), self._kv_block(at)))
 
     def statistic(self) -> pl.BlockSpec:
         """Returns the block spec of ``[b, h, 1, q]``: lse and delta."""

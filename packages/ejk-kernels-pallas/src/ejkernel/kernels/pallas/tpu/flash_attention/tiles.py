@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.params import config_field
 from ejkernel.types.attention.problem import Problem
 
@@ -28,6 +29,7 @@ class Tiles:
         unpacked: probabilities enter their matmul as float32: a matrix unit of 128 columns takes
             them at the rate of bfloat16, and packing them costs vector slots.
         transposed: gradients are accumulated as ``[d, tokens]`` (see dq and dkv).
+        joins_heads: arrays are read and written as ``[b, 1, s, h * d]``, not ``[b, h, s, d]``.
     """
 
     block_q: int
@@ -36,6 +38,7 @@ class Tiles:
     unpacked: bool = False
     transposed: bool = False
     columns: int = LARGEST
+    joins_heads: bool = False
 
     @property
     def edge_q(self) -> int:
@@ -74,13 +77,19 @@ class FlashTiles:
         fwd = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
         dkv = {theirs: getattr(self.dkv, mine) for mine, theirs in FIELDS.items()}
         dq = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
-        return {"fwd_params": fwd, "bwd_params": dkv | dq}
+        joined = {"joins_heads": True} if self.fwd.joins_heads else {}
+        return {"fwd_params": fwd, "bwd_params": dkv | dq} | joined
 
     def apply_config(self, cfg: Any, problem: Problem, target: Chip) -> FlashTiles:
         """Returns these tiles, overridden by a config."""
         fwd, bwd = config_field(cfg, "fwd_params"), config_field(cfg, "bwd_params")
         dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
-        return FlashTiles(override(self.fwd, fwd), dq, dkv)
+        every = override(self.fwd, fwd), dq, dkv
+        if not config_field(cfg, "joins_heads"):
+            return FlashTiles(*every)
+        if problem.dim % LANES or problem.value_dim % LANES:
+            raise ConfigError(f"joins_heads=True: head dims in multiples of {LANES} alone")
+        return FlashTiles(*(replace(tiles, joins_heads=True) for tiles in every))
 
 
 def choose(problem: Problem, target: Chip) -> FlashTiles:

@@ -116,7 +116,10 @@ def _kernel(layout: Layout, table: Any, *refs: Any) -> None:
         def _again() -> None:
             outputs = o_ref, lse_ref, base_ref
             head = b, h // layout.problem.group
-            everything = k_all.at[head], v_all.at[head]
+            everything = (
+                layout.head_of(k_all, *head, layout.dim),
+                layout.head_of(v_all, *head, layout.value_dim),
+            )
             _compute_again(layout, table, first, step, q_ref, everything, outputs, again)
 
 
@@ -174,7 +177,7 @@ def forward_unshifted(layout: Layout, table: Any, arrays: tuple[jax.Array, ...])
             *(specs.query(d), specs.key(d), specs.key(dv)),
             *(pl.BlockSpec(memory_space=pl.ANY) for _ in arrays[1:]),
         ],
-        [(specs.query(dv), (p.batch, p.heads, layout.q_padded, dv), p.dtype), row, row],
+        [(specs.query(dv), layout.shape(p.heads, layout.q_padded, dv), p.dtype), row, row],
         [
             *(pltpu.VMEM((n, t.block_q), jnp.float32) for n in (SUBLANES, dv)),
             *(pltpu.VMEM((t.block_kv, width), dtype) for width in (d, dv)),
