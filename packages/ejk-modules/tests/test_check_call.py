@@ -89,6 +89,9 @@ def test_groups_and_bounds_that_a_call_clips():
     ends = jnp.array([3, 9])
     with pytest.raises(ValueError, match=r"^sequence_end\[1\]: given 9, expected 0 to 8"):
         check_call("ragged_decode_attention", query, key, key, ends * 0, ends)
+    start, end = np.array([0, 6], np.int32), np.array([4, 5], np.int32)
+    with pytest.raises(ValueError, match=r"^sequence_start\[1\]: given 6, expected 0 to .*is 5"):
+        check_call("ragged_decode_attention", query, key, key, start, end)
     with pytest.raises(ValueError, match=r"^cu_seqlens\[-1\]: given 9, expected at most the 8"):
         check_call("mean_pooling", jnp.ones((8, 4)), jnp.array([0, 9]))
 

@@ -36,7 +36,7 @@ class RaggedDecodeAttention(DecodeCall):
 
     @classmethod
     def check_contents(cls, a: Arguments) -> None:
-        """Rows of keys lie inside the cache."""
+        """Rows of keys lie inside the cache, and none ends before it starts."""
         length = a["key"].shape[1]
         for name in ("sequence_start", "sequence_end"):
             bounds = a[name]
@@ -45,6 +45,12 @@ class RaggedDecodeAttention(DecodeCall):
                 r = int(outside[0])
                 legal = f"0 to {length}, the tokens of key"
                 raise out_of_range(f"{name}[{r}]", legal, int(bounds[r]))
+        start, end = a["sequence_start"], a["sequence_end"]
+        backwards = np.flatnonzero(start > end)
+        if backwards.size:
+            r = int(backwards[0])
+            legal = f"0 to sequence_end[{r}], which is {int(end[r])}"
+            raise out_of_range(f"sequence_start[{r}]", legal, int(start[r]))
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> PagedProblem:
