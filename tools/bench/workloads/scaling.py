@@ -167,7 +167,8 @@ class Measurement:
         times: dict[str, Timing] = time_together(
             {"even": even, self.kind: call}, rounds=args.rounds, target_s=args.target_s
         )
-        ms, even_ms = (times[name].median * 1e3 for name in (self.kind, "even"))
+        calls = self.case.chained
+        ms, even_ms = (times[name].median * 1e3 / calls for name in (self.kind, "even"))
         flops = self.case.flops / self.n * (BACKWARD if self.mode == "fwd+bwd" else 1.0)
         sent = Counter(COLLECTIVES.findall(program.compiled.as_text()) if together else ())
         profiled = together and jax.default_backend() == "gpu"
@@ -178,7 +179,7 @@ class Measurement:
             tflops=flops / (ms * 1e-3) / 1e12 if flops else None,
             temp_mb=temp_mb(program),
             even_temp_mb=temp_mb(even),
-            collectives=dict(sent),
+            collectives={kind: count // calls for kind, count in sent.items()},
             target=self.case.target if together else None,
             unwanted=tuple(kind for kind in sent if kind not in self.case.sends),
             hidden=overlap.profiled_share(program) if profiled else None,
