@@ -132,10 +132,13 @@ def errors(operation: str, dtype: str, platform: str) -> list[float]:
 @contextlib.contextmanager
 def interpreters() -> Generator[None]:
     """Within the block, kernels whose hardware is absent run in their interpreters."""
+    from jax.experimental.pallas import tpu as pltpu
+
     from ejkernel.kernels.pallas.tpu.common.chip import interpreter
     from ejkernel.ops import interpret_mode
 
-    with interpret_mode(), interpreter():
+    # the plain interpreter has no copies whose length is known at run time only
+    with interpret_mode(), interpreter(pltpu.InterpretParams()):
         yield
 
 
