@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from tools.tpu import chips  # noqa: E402
+
+from ejktest.transfers import transfers  # noqa: E402
 
 FORMS = (
     ("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("ulysses", "contiguous"),
@@ -27,43 +28,6 @@ FORMS = (
 )  # fmt: skip
 SENDING = re.compile(r"%ejkernel_flash_fwd_send[.\d]* = .*custom-call\(")
 DEVICES = 4
-COLLECTIVES = "collective-permute|all-gather|all-to-all|reduce-scatter|all-reduce"
-NAME = re.compile(r"%[\w.-]+")
-INSTRUCTION = re.compile(r"^ +(?:ROOT )?(%[\w.-]+) = .*? ([\w-]+)\((.*)$")
-
-
-class Transfer(NamedTuple):
-    """One collective of a program; ``kernels``: instructions that compute while it is under way."""
-
-    kind: str
-    computation: str
-    kernels: int
-
-
-def transfers(program: str) -> Iterator[Transfer]:
-    """Yields the collectives of a compiled program, whose instructions are in order of execution.
-
-    One that the compiler has not split hides nothing.
-    """
-    under_way: dict[str, list[Any]] = {}
-    computation = ""
-    for line in program.splitlines():
-        instruction = INSTRUCTION.match(line)
-        if instruction is None:
-            computation = line.split(" ")[1 if line.startswith("ENTRY") else 0]
-            continue
-        name, kind, operands = instruction.groups()
-        start = re.fullmatch(f"({COLLECTIVES})-start", kind)
-        if start is not None:
-            under_way[name] = [start[1], 0]
-        elif re.fullmatch(f"({COLLECTIVES})-done", kind):
-            begun, kernels = under_way.pop(NAME.findall(operands)[0])
-            yield Transfer(begun, computation, kernels)
-        elif re.fullmatch(COLLECTIVES, kind):
-            yield Transfer(kind, computation, 0)
-        elif kind in ("while", "conditional") or "tpu_custom_call" in operands:
-            for transfer in under_way.values():
-                transfer[1] += 1
 
 
 def compile_on(devices: Any, form: tuple[str, str], *, backward: bool, tokens: int = 16384) -> str:

@@ -1,6 +1,11 @@
 """Transfers of a compiled program that are under way while a kernel runs."""
 
-from tpu.sharing import Transfer, transfers
+import importlib.util
+
+import pytest
+
+from ejktest.transfers import Transfer, transfers
+from gpu import sharing
 
 PROGRAM = """HloModule jit_ring, is_scheduled=true
 
@@ -27,8 +32,23 @@ ENTRY %main (q: bf16[8]) -> bf16[8] {
 def test_a_transfer_is_hidden_where_a_kernel_runs_before_it_is_awaited():
     permute = "collective-permute"
     assert list(transfers(PROGRAM)) == [
-        Transfer(permute, "%body", 1),
-        Transfer(permute, "%body", 1),
-        Transfer("all-reduce", "%main", 0),
-        Transfer(permute, "%main", 0),
+        Transfer(permute, "%body", 1, 16),
+        Transfer(permute, "%body", 1, 16),
+        Transfer("all-reduce", "%main", 0, 16),
+        Transfer(permute, "%main", 0, 16),
     ]
+
+
+def test_kernels_of_gpus():
+    permutes = PROGRAM.replace("conditional(%p, %p)", "custom-call(%p), custom_call_target={}")
+    hidden = {
+        target: [transfer.kernels for transfer in transfers(permutes.replace("{}", target))][:2]
+        for target in ("mosaic_gpu_v2", "triton_kernel_call", "cub_sort")
+    }
+    assert hidden == {"mosaic_gpu_v2": [1, 1], "triton_kernel_call": [1, 1], "cub_sort": [0, 0]}
+
+
+def test_the_wheels_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"pip install 'jax\[cuda12\]'"):
+        sharing.prepare_environment()
