@@ -474,7 +474,7 @@ def test_backward_tiles_that_cannot_be_are_refused(doubles):
 def test_attention_over_a_sharded_sequence_is_lowered(strategy):
     """Under vmap and differentiated; the first keys are sent before the first kernel runs."""
     auto = (jax.sharding.AxisType.Auto,)
-    mesh = AbstractMesh((4,), ("sp",), axis_types=auto, abstract_device=H200)
+    mesh = AbstractMesh((2,), ("sp",), axis_types=auto, abstract_device=H200)
     options = {"layout": "zigzag", "causal": True, "cfg": {"context_parallel": strategy}}
     attend = functools.partial(implementation.ring_attention, axis_name="sp", **options)
     spec = PartitionSpec(None, None, "sp")
