@@ -14,7 +14,6 @@ from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
 from ejktest.oracles import delta as oracle
 from ejktest.tolerance import check_close
-from ejktest.with_tiles import with_tiles
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -88,26 +87,6 @@ def test_equal_keys_with_beta_of_two(dtype):
     else:
         # every chunk rounds its updates to the dtype of the matmuls
         check_close(o, want.o, rms_limit=8e-2)
-
-
-@pytest.mark.parametrize(
-    ("s", "cu", "reverse"), [(1200, None, False), (1024, None, True), (1100, CU, False)]
-)
-def test_prepared_in_the_launch_that_scans(s, cu, reverse):
-    """Three runs alike: a chunk that is loaded before it is prepared has other values."""
-    cu = None if cu is None else np.asarray(cu, np.int32)
-    states = None if cu is None else len(cu) - 1
-    dims = dict(b=1, s=s, h=8, hk=4, dk=128, dv=128, states=states, dtype="bfloat16")
-    args = make("head", **dims)
-    options = {"reverse": reverse, "normalize_qk": True}
-    kernel = with_tiles(gated_delta_rule, preparers=40, columns=32, num_stages=2)
-    run = jax.jit(lambda args: kernel(**args, cu_seqlens=cu, return_state=True, **options))
-    o, state = run(args)
-    for _ in range(2):
-        jax.tree.map(np.testing.assert_array_equal, run(args), (o, state))
-    want = oracle.gated_delta_rule(**args, cu_seqlens=cu, **options)
-    check_close(o, want.o)
-    check_close(state, want.state, dtype=jnp.bfloat16)
 
 
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])

@@ -88,7 +88,6 @@ class BoundLaunch:
         aliases: operand to the result that lies in its memory. Elements that the kernel does not
             write keep the operand's values. XLA copies an operand that the program needs later.
         stand_in: the launch that the interpreter runs in the place of a kernel in Gluon.
-        programs_wait: whether programs wait for others: then all must be on the GPU at once.
     """
 
     kernel: Any
@@ -99,7 +98,6 @@ class BoundLaunch:
     interpreted: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[int, int] = field(default_factory=dict)
     stand_in: BoundLaunch | None = None
-    programs_wait: bool = False
 
 
 def rebuilt(

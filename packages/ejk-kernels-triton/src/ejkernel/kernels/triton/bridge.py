@@ -18,7 +18,6 @@ or jax_triton before a kernel is lowered.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import zlib
 from collections.abc import Sequence
@@ -39,14 +38,7 @@ from ejkernel.kernels.triton.bound_launch import (
     leaves,
     rebuilt,
 )
-from ejkernel.kernels.triton.compiled import (
-    CONSTANT,
-    Code,
-    ParameterPath,
-    Source,
-    check_programs,
-    compile_kernel,
-)
+from ejkernel.kernels.triton.compiled import CONSTANT, Code, ParameterPath, Source, compile_kernel
 from ejkernel.kernels.triton.interpret import run_interpreted
 from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.targets import current_target
@@ -237,8 +229,6 @@ def _lower(platform: str, context, *operands, launch):
     bound = launch.bind(target)
     source = describe(bound, context.avals_in, context.avals_out)
     code = compile_kernel(source, target)
-    if bound.programs_wait:
-        check_programs(code, math.prod(bound.grid), target)
     text = code.text if platform == "cuda" else _code_object(code)
     kernel_args = [
         code.name,

@@ -34,10 +34,6 @@ class OutOfSharedMemory(RuntimeError):
     """A configuration needs more shared memory than the device has."""
 
 
-class TooManyPrograms(RuntimeError):
-    """Programs that wait for each other do not fit on the device at once."""
-
-
 @dataclass(frozen=True)
 class Source:
     """One specialisation of a kernel.
@@ -245,31 +241,6 @@ def compile_kernel(source: Source, target: Target) -> Code:
             f"{target.shared_limit}; use smaller blocks or fewer stages"
         )
     return code
-
-
-def programs_at_once(code: Code, target: Target) -> int:
-    """Returns how many programs fit on an NVIDIA GPU at once, if each has all registers it may."""
-    # a thread of four warps may have 256 of the 65536 registers of a multiprocessor; of its shared
-    # memory 1 KiB of each program is the driver's
-    by_registers = max(1, 8 // code.num_warps)
-    by_shared = (target.shared_limit + 1024) // (code.shared + 1024)
-    return target.cores * min(by_registers, by_shared)
-
-
-def check_programs(code: Code, programs: int, target: Target) -> None:
-    """Checks that programs which wait for each other are on the GPU at once.
-
-    Raises:
-        TooManyPrograms: they do not fit, or the GPU is not NVIDIA's.
-    """
-    if target.platform != "cuda":
-        raise TooManyPrograms(f"{code.name}: programs wait for others on NVIDIA GPUs only")
-    limit = programs_at_once(code, target)
-    if programs > limit:
-        raise TooManyPrograms(
-            f"{code.name}: {programs} programs wait for each other, and {limit} fit on "
-            f"{target.name} with {target.cores} multiprocessors at once; use fewer"
-        )
 
 
 def clear_memory_cache() -> None:

@@ -75,14 +75,12 @@ class Launch:
         kernel: the ``triton.jit`` function.
         batching: every operand the launch may have to BATCHED, SHARED, SEQUENTIAL or WHOLE.
         shared_together: operands that are shared by all batch rows only where all of them are.
-        programs_wait: whether programs wait for others: then all must be on the GPU at once.
         operands: name and shape of the operands of this call, in order; ``bridge.call`` sets it.
     """
 
     kernel: ClassVar[Any]
     batching: ClassVar[dict[str, str]]
     shared_together: ClassVar[tuple[frozenset[str], ...]] = ()
-    programs_wait: ClassVar[bool] = False
     operands: Shapes = field(default=(), kw_only=True)
 
     # -- what a subclass says ------------------------------------------------------------------
@@ -193,7 +191,6 @@ class Launch:
             interpreted=self.interpreter_arguments(target),
             aliases={x.index: out.index for x, out in aliases if x is not None and out is not None},
             stand_in=None if stand_in is None else stand_in.bind(target),
-            programs_wait=self.programs_wait,
         )
 
     def is_sequential(self, size: int, mapped: Sequence[bool]) -> bool:

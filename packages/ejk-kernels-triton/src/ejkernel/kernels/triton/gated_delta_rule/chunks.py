@@ -215,6 +215,6 @@ def load_matrix(
 
 
 @triton.jit
-def load_square(x, number, sizes, MAPS: tl.constexpr):
+def load_square(x, number, sizes):
     """Loads a matrix of ``[count, CHUNK, CHUNK]``."""
-    return load_matrix(x, number, sizes.CHUNK, sizes.CHUNK, sizes.CHUNK, sizes.CHUNK, MAPS)
+    return load_matrix(x, number, sizes.CHUNK, sizes.CHUNK, sizes.CHUNK, sizes.CHUNK, sizes.MAPS)

@@ -14,7 +14,6 @@ from ejkernel.kernels.triton.gated_delta_rule import tiles
 from ejkernel.kernels.triton.gated_delta_rule.channel_gradients import ChannelGradientsLaunch
 from ejkernel.kernels.triton.gated_delta_rule.channel_prepare import ChannelPrepareLaunch
 from ejkernel.kernels.triton.gated_delta_rule.decode import DecodeLaunch
-from ejkernel.kernels.triton.gated_delta_rule.overlapped_scan import OverlappedScanLaunch
 from ejkernel.kernels.triton.gated_delta_rule.prepare import PrepareLaunch
 from ejkernel.kernels.triton.gated_delta_rule.problem import (
     NORM_EPSILON,
@@ -77,14 +76,10 @@ class GatedDeltaRule(TritonKernel):
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, t, operands = work.problem, work.tiles, _operands(work.problem, arrays)
-        tiles.check_preparers(p, t)
         if tiles.few_tokens(p):
             state = operands["initial"]
             overwrites = state is not None and state.dtype == jnp.float32
             results = call(DecodeLaunch(p, t, overwrites=overwrites), **operands)
-        elif t.preparers:
-            launch = OverlappedScanLaunch(p, t)
-            results = call(launch, **operands, counters_in=jnp.zeros(launch.counters, jnp.int32))
         else:
             results = call(ScanLaunch(p, t, for_gradients=False), **_prepared(p, t, operands))
         return (results["out"], results["final"]), None

@@ -100,12 +100,14 @@ def inverse_precision(target: Target) -> str:
 
 
 @triton.jit
-def prepare_chunk(
-    slot, kv_head, query, key, gate, beta, cu, inverse, scores, factors, decays, sizes, scale,
+def prepare_chunks(
+    query, key, gate, beta, cu, inverse, scores, factors, decays, sizes, scale,
     NORMALIZE: tl.constexpr, FACTORS: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Stores the terms of a chunk for the value heads of one key head."""
     CHUNK: tl.constexpr = sizes.CHUNK
+    program = tl.program_id(0)
+    kv_head = program % sizes.kv_heads
+    slot = (program // sizes.kv_heads).to(tl.int64)
     base, tokens, _ = find_chunk(cu, slot, sizes)
     token = tl.arange(0, CHUNK)
     valid = token < tokens
@@ -153,20 +155,6 @@ def prepare_chunk(
         # nothing is read on the diagonal and above
         system = strength[:, None] * (gram * decayed)
         store_inverse(inverse, number, system, strength, sizes, INVERSE_PRECISION)
-
-
-@triton.jit
-def prepare_chunks(
-    query, key, gate, beta, cu, inverse, scores, factors, decays, sizes, scale,
-    NORMALIZE: tl.constexpr, FACTORS: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    kv_head = program % sizes.kv_heads
-    slot = (program // sizes.kv_heads).to(tl.int64)
-    prepare_chunk(
-        slot, kv_head, query, key, gate, beta, cu, inverse, scores, factors, decays, sizes, scale,
-        NORMALIZE, FACTORS, INVERSE_PRECISION,
-    )  # fmt: skip
 
 
 class PrepareLaunch(ChunkLaunch):

@@ -81,8 +81,8 @@ def scan_gradients(
             dout, base, tokens, 0, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
             sizes.MAPS,
         )  # fmt: skip
-        solved = load_square(inverse, number, sizes, sizes.MAPS)
-        weights = load_square(scores, number, sizes, sizes.MAPS)
+        solved = load_square(inverse, number, sizes)
+        weights = load_square(scores, number, sizes)
 
         after = dstate.to(DTYPE)
         target = dstates + number * state_size + offset

@@ -40,23 +40,17 @@ from ejkernel.kernels.triton.gated_delta_rule.chunks import (
     load_factors,
     load_square,
 )
-from ejkernel.kernels.triton.gated_delta_rule.readiness import wait_for_chunk
 from ejkernel.kernels.triton.gated_delta_rule.tiles import has_sm90_kernel
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
-from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows, store_rows
+from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
 
 
 @triton.jit
 def scan_chunks(
     query, key, value, entering, inverse, scores, factors, decays, initial, cu, out, final, states,
-    updates, counters, preparers, sizes, FACTORS: tl.constexpr, PTX: tl.constexpr,
+    updates, sizes, FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """Scans chunks that are prepared, or by other programs of this launch.
-
-    ``counters``: says which chunks are prepared (``readiness``), None where all are; ``preparers``:
-    programs before those that scan. Inverses and scores then are results, read by address.
-    """
     CHUNK: tl.constexpr = sizes.CHUNK
     DIM: tl.constexpr = sizes.DIM
     COLUMNS: tl.constexpr = sizes.COLUMNS
@@ -64,9 +58,6 @@ def scan_chunks(
     PRECISION: tl.constexpr = sizes.PRECISION
     across = (sizes.value_dim + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
-    MATRIX_MAPS: tl.constexpr = sizes.MAPS if counters is None else POINTERS
-    if preparers is not None:
-        program -= preparers
     column = program % across * COLUMNS
     head = program // across % sizes.heads
     kv_head = head // (sizes.heads // sizes.kv_heads)
@@ -93,8 +84,6 @@ def scan_chunks(
         tokens = tl.where(has_state, rows, 0)
         base = batch * sizes.rows + begin
         number = (batch * sizes.pieces + piece) * sizes.heads + head
-        if counters is not None:
-            number += wait_for_chunk(counters, batch, kv_head, i, first, last, sizes, PTX)
         q_since, k_since, k_until = load_factors(factors, number, token, sizes, FACTORS)
         decay = load_chunk_decay(decays, number, d, sizes, factors is None)
         k = load_rows(
@@ -104,7 +93,7 @@ def scan_chunks(
             value, base, tokens, 0, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
             sizes.MAPS,
         ).to(tl.float32)  # fmt: skip
-        solved = load_square(inverse, number, sizes, MATRIX_MAPS)
+        solved = load_square(inverse, number, sizes)
 
         before = state.to(DTYPE)
         if states is not None:
@@ -132,7 +121,7 @@ def scan_chunks(
                 query, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM,
                 sizes.MAPS,
             ).to(DTYPE)  # fmt: skip
-            weights = load_square(scores, number, sizes, MATRIX_MAPS)
+            weights = load_square(scores, number, sizes)
             o = tl.dot(q, before, input_precision=PRECISION) * q_since[:, None]
             o = tl.dot(weights, narrow, acc=o, input_precision=PRECISION)
             store_rows(
@@ -180,8 +169,7 @@ class ScanLaunch(ChunkLaunch):
     def arguments(self, target):
         rows = self.row_tiles(target, "query", "key", "value", "entering")
         squares = self.matrices(target, "inverse", "scores")
-        waits = {"counters": None, "preparers": None, "PTX": True}
-        return rows | squares | waits | {"sizes": self.sizes(target), "FACTORS": FACTORS}
+        return rows | squares | {"sizes": self.sizes(target), "FACTORS": FACTORS}
 
     def bind(self, target):
         if not has_sm90_kernel(self.problem, self.tiles, target):

@@ -222,9 +222,6 @@ class ScanLaunchSm90(SubstituteLaunch):
         return {"num_warps": 4, "num_stages": 1, "maxnreg": REGISTERS}
 
     def arguments(self, target):
-        general = {
-            name: x
-            for name, x in self.general.arguments(target).items()
-            if name in self.kernel.arg_names
-        }
+        general = dict(self.general.arguments(target))
+        general.pop("FACTORS")
         return general | {"STAGES": min(self.general.tiles.num_stages, 3)}

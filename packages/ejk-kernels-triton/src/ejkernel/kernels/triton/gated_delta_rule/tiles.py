@@ -29,15 +29,12 @@ class Tiles:
     Attributes:
         chunk: tokens of a chunk.
         columns: columns of the state of a program.
-        preparers: programs that prepare chunks in the launch that scans them (``overlapped_scan``),
-            0 for a launch of its own. Of the forward pass, with gates per head.
     """
 
     chunk: int
     columns: int
     num_warps: int
     num_stages: int
-    preparers: int = 0
 
     @property
     def fields(self) -> dict[str, int]:
@@ -64,21 +61,6 @@ def has_sm90_kernel(p: Problem, t: Tiles, target: Target) -> bool:
     fits = (t.chunk, t.columns, t.num_warps) == (MAX_CHUNK, 64, 4) and p.dim in (64, 128)
     maps = fits and maps_of(p, t.chunk, ((p.dim, p.dim), (p.value_dim, 64)), target)
     return bool(bfloat16 and maps and compat.has_gluon())
-
-
-def check_preparers(p: Problem, t: Tiles) -> None:
-    """Checks that chunks can be prepared by programs of the launch that scans them.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    reason = ""
-    if p.channel_gates:
-        reason = "gates per key channel have a launch that prepares"
-    elif few_tokens(p):
-        reason = f"{p.rows} tokens are processed one after the other"
-    if reason and t.preparers:
-        raise ValueError(f"preparers={t.preparers}: {reason}; use 0")
 
 
 def choose(p: Problem, target: Target) -> Tiles:
