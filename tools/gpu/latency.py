@@ -49,12 +49,9 @@ KERNELS = {
 }
 FORMS = (
     "pallas",
-    "pallas num_launches=1",
-    "pallas num_launches=1 merge_partials=16",
-    "pallas merge_partials=16",
     "triton",
     "triton num_launches=1",
-    "triton splits=1",
+    "triton num_launches=2",
     "triton splits=4 num_launches=1",
 )
 

@@ -51,11 +51,7 @@ from ejkernel.kernels.pallas.gpu.serving.implementation import (  # noqa: E402
     merge_stage,
 )
 from ejkernel.kernels.pallas.gpu.serving.prefill import prefill, prefill_kernel  # noqa: E402
-from ejkernel.kernels.pallas.gpu.serving.tiles import (  # noqa: E402
-    MIN_ROWS,
-    MLADecodeTiles,
-    long_prefill_of,
-)
+from ejkernel.kernels.pallas.gpu.serving.tiles import MIN_ROWS, long_prefill_of  # noqa: E402
 from ejkernel.types.serving.layout import KVLayout  # noqa: E402
 from ejkernel.types.serving.problem import (  # noqa: E402
     LatentProblem,
@@ -83,16 +79,6 @@ LATENT = {
     "float16, rows": ((70, 200, 5), 192, 3, 16),  # heads times rows
     "e4m3": ((130, 0, 700, 1), 64, 1, 64),
     "single": ((700,), 64, 1, 64),
-    "single, one launch": ((700,), 128, 1, 64, {"num_launches": 1}),
-    "single e4m3, one launch": (
-        (460,),
-        128,
-        2,
-        64,
-        {"num_launches": 1, "merge_partials": 3},
-    ),
-    "one unit, one launch": ((100,), 64, 1, 64, {"num_launches": 1}),
-    "empty, one launch": ((0,), 64, 1, 64, {"num_launches": 1}),
 }
 EIGHT_BIT = {
     "full": (150, 300, 2, 1, 128, False),
@@ -246,10 +232,10 @@ def hopper_ragged(name: str) -> Call:
 
 def hopper_latent(name: str) -> Call:
     """Latent decoding with its merge and lse."""
-    lens, rows, tokens, page, *values = LATENT[name]
+    lens, rows, tokens, page = LATENT[name]
     dtype = "float16" if "float16" in name else "bfloat16"
-    key = "float8_e4m3fn" if "e4m3" in name else dtype
-    rng, columns = np.random.default_rng(0), -(-max(*lens, 1) // page)
+    key = "float8_e4m3fn" if name == "e4m3" else dtype
+    rng, columns = np.random.default_rng(0), -(-max(lens) // page)
     pages = len(lens) * columns + 1
     q, cache = (
         jnp.asarray(rng.standard_normal(shape), kind)
@@ -260,8 +246,7 @@ def hopper_latent(name: str) -> Call:
         len(lens), rows // tokens, 1, 576, 512, pages, page, columns, dtype, key, key, 576**-0.5,
         KVLayout.latent(576), tokens=tokens, return_lse=True,
     )  # fmt: skip
-    target, tiles = Chip(min(2, rows // 64) * SMALL_CORES), MLADecodeTiles(**(dict(*values)))
-    work: Any = SimpleNamespace(problem=p, target=target, tiles=tiles)
+    work: Any = SimpleNamespace(problem=p, target=Chip(min(2, rows // 64) * SMALL_CORES))
 
     @jax.jit
     def run(*operands: Any) -> tuple[Any, ...]:

@@ -199,36 +199,6 @@ def test_latent_decoding(name: str) -> None:
     latent.check(name, mla_decode)
 
 
-@pytest.mark.parametrize("length", [0, 1, 128, 129, 1001, 4096, 100001])
-@pytest.mark.parametrize("heads", [64, 128])
-def test_latent_decoding_of_one_sequence_in_one_launch(length: int, heads: int) -> None:
-    """The bits of two launches, in two calls of one program and in every run."""
-    pages = length // 64 + 2
-    q, cache = (
-        jax.random.normal(jax.random.key(n), shape, jnp.bfloat16)
-        for n, shape in enumerate([(1, heads, 576), (pages, 64, 576)])
-    )
-    tables = jax.random.permutation(jax.random.key(2), pages)[None].astype(jnp.int32)
-    lengths = jnp.array([length], jnp.int32)
-
-    def chain(launches: int):
-        def run(q):
-            for _ in range(2):
-                o, lse = mla_decode(
-                    q, cache, lengths, tables, latent_dim=512, return_lse=True,
-                    cfg={"num_launches": launches},
-                )  # fmt: skip
-                q = jnp.concatenate([o, q[..., 512:]], axis=-1)
-            return o, lse
-
-        return jax.jit(run)
-
-    want, run = chain(2)(q), chain(1)
-    for _ in range(20):
-        for actual, expected in zip(run(q), want, strict=True):
-            np.testing.assert_array_equal(actual, expected)
-
-
 SPLIT_LENGTHS = {
     "even": [8192] * 64,
     "uneven": [1, 0, 700, 64, 65, 0, 3000, 63],

@@ -94,15 +94,6 @@ class TestCalls:
         text = self.decode(*shapes, return_lse=True, k_scale=-0.5)
         assert text.count("custom_call @mosaic_gpu") == 2 and "paged_split" not in text
 
-    @pytest.mark.parametrize(("batch", "launches"), [(1, 1), (4, 2)])
-    def test_one_launch_for_a_single_sequence(self, batch: int, launches: int) -> None:
-        q, cache, lengths, tables = self.shapes()
-        q, lengths, tables = (
-            struct(batch, *x.shape[1:], dtype=x.dtype) for x in (q, lengths, tables)
-        )
-        text = self.decode(q, cache, lengths, tables, cfg={"num_launches": 1})
-        assert text.count("custom_call @mosaic_gpu") == launches
-
     def test_lowers_a_scale_for_each_mapped_row(self) -> None:
         decode = partial(self.decode, mapped=struct(3, dtype=jnp.float32))
         text = decode(*self.shapes(cache=jnp.float8_e5m2), return_lse=True)

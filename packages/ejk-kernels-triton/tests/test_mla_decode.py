@@ -261,7 +261,9 @@ def test_one_launch_of_a_single_sequence(name, monkeypatch):
         return first, mla_decode(-q, c, lens, tables, cfg={"num_launches": 1}, **call)
 
     call = dict(latent_dim=32, return_lse=True, **options)
-    expected_bits = [mla_decode(x, c, lens, tables, **call) for x in (q, -q)]
+    expected_bits = [
+        mla_decode(x, c, lens, tables, cfg={"num_launches": 2}, **call) for x in (q, -q)
+    ]
     monkeypatch.delattr(merge.PagedMerge, "outputs")  # a second launch would need them
     results = run_twice(q)
     for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(expected_bits), strict=True):
@@ -289,3 +291,12 @@ def test_only_programs_that_run_together_wait_for_each_other(change, merges):
     assert not can_merge_at_end(p, chosen, ranges, target)
     tiles = chosen.apply_config({"num_launches": 1}, p, target)
     assert can_merge_at_end(p, tiles, ranges, target) == merges
+
+
+def test_a_short_sequence_alone_has_one_launch_where_bits_may_follow_the_batch():
+    p = LatentProblem(1, 128, 1, 576, 512, 64, 64, 16, *["bfloat16"] * 3, 0.1, KVLayout.latent(576))
+    chosen = mla_decode_tiles.choose(p, cuda_target(90))
+    assert can_merge_at_end(
+        p, chosen, count_work_ranges(p, chosen, cuda_target(90)), cuda_target(90)
+    )
+    assert mla_decode.fix_order(chosen).num_launches == 2

@@ -71,7 +71,7 @@ PACKAGE = KernelPackage(
         ),
         _hopper("ragged_page_attention", *_RAGGED, module="serving.implementation"),
         _hopper("ragged_page_attention_v3", *_RAGGED, module="serving.implementation"),
-        _hopper("mla_decode", "num_launches", module="serving.implementation"),
+        _hopper("mla_decode", module="serving.implementation"),
         _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
         _tpu("mla_attention", *_TPU_FLASH, "context_parallel", folder="flash_attention"),
         _tpu("ring_attention", *_TPU_FLASH, "context_parallel", folder="flash_attention"),

@@ -46,8 +46,9 @@ class DecodeKernel(CacheKernel):
         return problem.of_sequence()
 
     def fix_order(self, tiles: DecodeTiles) -> DecodeTiles:
-        # equal work ranges would cut a sequence where others end
-        return tiles if tiles.splits else replace(tiles, splits=INVARIANT_SPLITS)
+        # equal work ranges would cut a sequence where others end, and a batch of 1 would be merged
+        # in another order than the same sequence among others
+        return replace(tiles, splits=tiles.splits or INVARIANT_SPLITS, num_launches=2)
 
 
 class PageAttention(DecodeKernel):

@@ -83,12 +83,13 @@ def _small(problem: LatentProblem, target: Target) -> DecodeTiles | None:
     """Returns the form of a call so small that every program has one step; None for others.
 
     Then queries, a step and its results take the time: a quarter of the rows takes half of it (one
-    H200, 128 heads, one sequence of 1,024 tokens: 5.3 us of 64 rows' 8.9).
+    H200, 128 heads, one sequence of 1,024 tokens: 5.3 us of 64 rows' 8.9). A second launch would be
+    a fifth of a single sequence's call (13.0 us in place of 16.1).
     """
     p = problem
     if not target.hopper or p.is_eight_bit or needs_float32(p) or p.page_size % 64:
         return None
-    t = DecodeTiles(64, 4, 2, 1, 2, max_rows=16)
+    t = DecodeTiles(64, 4, 2, 1, 2, max_rows=16, num_launches=1)
     steps = p.batch * -(-p.capacity // t.block) * query_rows(p, t.max_rows)[1]
     return t if steps <= 2 * target.cores else None  # two programs share a multiprocessor
 

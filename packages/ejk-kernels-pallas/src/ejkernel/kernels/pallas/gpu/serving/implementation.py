@@ -23,7 +23,6 @@ from ejkernel.kernels.pallas.gpu.serving.tiles import (
     DIMS,
     DTYPES,
     MAX_COMPARED_PAGE,
-    MLADecodeTiles,
     long_prefill_of,
 )
 from ejkernel.kernels.pallas.kernel import PallasKernel
@@ -126,7 +125,7 @@ class RaggedPageAttentionv3(Ragged):
 
 def decode_stage(work: Work, arrays: Arrays) -> Arrays:
     """Returns the arrays of ``MLADecodeKernel.outputs``."""
-    kernel = MLADecodeKernel(work.problem, work.target.cores, work.tiles)
+    kernel = MLADecodeKernel(work.problem, work.target.cores)
     outputs = kernel.outputs()
     read = [arrays[name] for name in ("q", "k", "tables", "lens")]
     results = _launch_in_int32(kernel, outputs, *read, *_scale(arrays))
@@ -135,8 +134,7 @@ def decode_stage(work: Work, arrays: Arrays) -> Arrays:
 
 def merge_stage(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output, and the log-sum-exp if the call returns it."""
-    tiles = work.tiles
-    kernel = MLADecodeKernel(work.problem, work.target.cores, tiles)
+    c = MLADecodeKernel(work.problem, work.target.cores).c
     read = [arrays[name] for name in ("o", "partial_o", "m", "total", "cut_sequences", "lens")]
     o = arrays["o"]
     types = {"o": o}
@@ -144,9 +142,8 @@ def merge_stage(work: Work, arrays: Arrays) -> Arrays:
         types["lse"] = jax.ShapeDtypeStruct(o.shape[:2], jnp.float32)
 
     def run(o: jax.Array, partial_o: jax.Array, *sums: jax.Array) -> tuple[jax.Array, ...]:
-        if not kernel.merges_at_end:
-            o = merge(kernel.c, o, partial_o, *sums, many=tiles.merge_partials)
-        return (o, merge_lse(kernel.c, *sums)) if work.problem.return_lse else (o,)
+        outputs = (merge(c, o, partial_o, *sums),)
+        return (*outputs, merge_lse(c, *sums)) if work.problem.return_lse else outputs
 
     return dict(zip(types, _launch_in_int32(run, types, *read, *_scale(arrays)), strict=True))
 
@@ -176,7 +173,7 @@ class MLADecode(XlaGradients, StagedKernel, PallasKernel):
     Queries are float16 or bfloat16, the cache of their dtype, int8, float8_e4m3fn or float8_e5m2;
     the latent part is 512 and the rotary part 64; heads come in multiples of 64; pages are powers
     of two of at least 8. No window, soft cap, sinks or number of splits. Two runs give equal bits.
-    The XLA implementation has the gradients. ``cfg``: num_launches.
+    The XLA implementation has the gradients.
     """
 
     call = calls.MLADecode
@@ -208,9 +205,6 @@ class MLADecode(XlaGradients, StagedKernel, PallasKernel):
         if p.page_size < 8 or p.page_size & (p.page_size - 1):
             return f"latent_cache: pages of {p.page_size} are no power of two from 8 on"
         return None
-
-    def choose(self, problem: LatentProblem, target: Chip) -> MLADecodeTiles:
-        return MLADecodeTiles()
 
     def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU where there is enough to read."""

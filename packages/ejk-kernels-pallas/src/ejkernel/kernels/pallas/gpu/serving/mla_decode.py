@@ -83,9 +83,7 @@ from ejkernel.kernels.pallas.gpu.common.rows import clear_rows, scale_rows
 from ejkernel.kernels.pallas.gpu.common.tma import tiled
 from ejkernel.kernels.pallas.gpu.common.vector_rows import load_rows, store_rows
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
-from ejkernel.kernels.pallas.gpu.serving.mla_rows import RowMerge, write_zeros
 from ejkernel.kernels.pallas.gpu.serving.mla_split import find_unit
-from ejkernel.kernels.pallas.gpu.serving.tiles import MLADecodeTiles
 from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.masks.structure import Band
 from ejkernel.types.serving.problem import LatentProblem
@@ -157,12 +155,10 @@ class MLADecodeKernel:
     Attributes:
         problem: sizes and dtypes. Each new token has ``heads`` query rows, a multiple of 64.
         cores: multiprocessors.
-        tiles: whether this launch merges, and how.
     """
 
     problem: LatentProblem
     cores: int
-    tiles: MLADecodeTiles
 
     @property
     def rows(self) -> int:
@@ -187,11 +183,6 @@ class MLADecodeKernel:
     def c(self) -> float:
         """Absolute base-2 logit of a dot product of 1."""
         return natural_unit(self.problem) * LOG2E
-
-    @property
-    def merges_at_end(self) -> bool:
-        """Whether the programs merge, so that o is complete when the launch ends."""
-        return self.tiles.merges_at_end(self.problem)
 
     @property
     def loader(self) -> Loader:
@@ -354,9 +345,6 @@ class MLADecodeKernel:
             publish(count - 1, *state, jnp.bool_(True))
             plgpu.barrier_arrive(r.p_ready)
 
-        if self.merges_at_end:
-            self.merge_at_end(r)
-
     # ---- values -----------------------------------------------------------------------------
 
     def accumulate_values(self, r: Any) -> None:
@@ -407,42 +395,6 @@ class MLADecodeKernel:
             self.for_each_step(r, step, loader.load_first(r, half, count))
 
         pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, COLUMNS), F32)] * (HALF // COLUMNS))
-        if self.merges_at_end:  # in either branch: each has its own number of registers
-            self.merge_at_end(r)
-
-    # ---- the merge of a single sequence -----------------------------------------------------
-
-    def merge_at_end(self, r: Any) -> None:
-        """Merges rows of this program, when all programs with the same rows have stored theirs.
-
-        For each warpgroup, which has stored all that it stores. The programs of a sequence run at
-        the same time: there are no more of them than multiprocessors.
-        """
-        unit, block = self.program_position()
-        length, wg = self.length(r, 0), lax.axis_index("wg")
-        # of the whole sequence: behind its last unit it does not go on
-        cut = unit_of_one(length, jnp.int32(0), units=self.units, step=STEP).cut
-        worker = unit * (HALVES + 1) + wg
-
-        @pl.when(unit < cut.partials)
-        def merge_rows() -> None:
-            workers, finished = cut.partials * (HALVES + 1), r.finished.at[block]
-            plgpu.commit_smem()  # all warps have stored
-            plgpu.semaphore_signal(finished, 1, memory_scope="gpu")
-            plgpu.semaphore_wait(finished, workers, decrement=False, memory_scope="gpu")
-
-            def groups(row_count: int) -> tuple[Any, Any, Any]:
-                start = block * (ROWS // row_count)
-                return start + worker, workers, start + ROWS // row_count
-
-            factor = logit_unit(self.c, scale_of(r.k_scale, 0))
-            many = self.tiles.merge_partials
-            RowMerge(r.o, r.partial_o, r.m, r.total, cut, factor, many).merge(groups)
-
-        @pl.when((length == 0) & (unit == 0))
-        def clear() -> None:
-            start = block * ROWS
-            write_zeros(r.o, jnp.int32(0), start + wg, HALVES + 1, start + ROWS)
 
     # ---- launch -----------------------------------------------------------------------------
 
@@ -466,8 +418,7 @@ class MLADecodeKernel:
     def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the results by name.
 
-        o has the outputs of complete sequences, and of all where ``merges_at_end``; the others are
-        unset. Partial results are outputs
+        o has the outputs of complete sequences; the others are unset. Partial results are outputs
         of some of the keys, partial_o ``[partials, rows, 512]``, and in float32 m and total
         ``[partials + b, rows]``. Those that no program has are unset. cut_sequences ``[units, 4]``
         are the ``CutSequence`` of every unit.
@@ -506,8 +457,6 @@ class MLADecodeKernel:
                 r.unit = unit_of_one(self.length(r, 0), unit, units=self.units, step=STEP)
             else:
                 r.unit = find_unit(r.lengths, unit, units=self.units, step=STEP, capacity=capacity)
-            if self.merges_at_end:
-                r.finished = pl.get_global(plgpu.SemaphoreType.REGULAR((self.blocks,)))
             wg = lax.axis_index("wg")
             pl.when(wg == SCORES)(lambda: self.compute_scores(r))
             pl.when(wg < HALVES)(lambda: self.accumulate_values(r))

@@ -1,8 +1,11 @@
 """Merge of latent decoding on Hopper: one output from the partial results of a sequence.
 
-Work split: all units but the last that a sequence is cut into share its rows, each of which
-``mla_rows`` merges. Outputs of complete sequences are in place already; sequences without tokens
-get zeros.
+    m = max_i m_i,  w_i = l_i exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i
+
+Work split: all units but the last that a sequence is cut into share its rows, and add the partial
+results of a row in their order. A load takes as long as hundreds of additions, so several are in
+flight before the first addition: two partial results of four rows, or eight of one row where there
+are many. Outputs of complete sequences are in place already; sequences without tokens get zeros.
 """
 
 from __future__ import annotations
@@ -17,25 +20,31 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.serving.mla_decode import ROWS, logit_unit, scale_of
-from ejkernel.kernels.pallas.gpu.serving.mla_rows import RowMerge, write_zeros
-from ejkernel.kernels.pallas.gpu.serving.tiles import MERGE_PARTIALS
 from ejkernel.types.serving.split import CutSequence, partial_number
 
+F32 = jnp.float32
+THREADS = 128  # of a program
 PROGRAMS = 8  # for 64 rows of a unit
+FEW, MANY = 2, 8  # partial results whose loads are in flight together
+ROWS_OF_FEW = 4  # rows whose loads are in flight together, of few partial results
 
 
 def merge(
     c: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array,
     cut_sequences: jax.Array, lengths: jax.Array, k_scale: jax.Array | None = None,
-    *, many: int = MERGE_PARTIALS,
 ) -> jax.Array:  # fmt: skip
     """Returns ``o [b, rows, d]``, in place, with the rows of all sequences.
 
     The arrays are ``MLADecodeKernel.outputs``; c is the absolute base-2 logit of a dot product of
-    1; ``many`` as of ``RowMerge``.
+    1.
     """
-    b, rows, _ = o.shape
+    b, rows, d = o.shape
     units, programs = len(cut_sequences), PROGRAMS * rows // ROWS
+    layout = plgpu.Layout.WG_STRIDED((d,), d // THREADS)
+
+    def count_from(start: Any, stride: Any, end: int) -> Any:
+        """Returns the length of ``range(start, end, stride)``."""
+        return lax.div(jnp.maximum(end - start, 0) + stride - 1, stride)
 
     def body(
         out: Any, partial_o: Any, m: Any, total: Any, cut_sequences: Any, lengths: Any,
@@ -43,18 +52,79 @@ def merge(
     ) -> None:  # fmt: skip
         unit, program = lax.axis_index("unit"), lax.axis_index("program")
         cut = CutSequence(*(cut_sequences[unit, i] for i in range(len(CutSequence._fields))))
-        factor = logit_unit(c, scale_of(k_scale, cut.sequence))
+        scale = scale_of(k_scale, cut.sequence)
+        factor = logit_unit(c, scale)
 
-        def groups(row_count: int) -> tuple[Any, Any, int]:
+        def add_partials(together: int, rows: list) -> None:
+            def add_some(i: Any, carry: Any) -> Any:
+                numbers = [i * together + n for n in range(together)]
+                partials = [
+                    (partial_number(cut.first_partial, jnp.minimum(n, cut.partials - 1)),
+                     n < cut.partials)
+                    for n in numbers
+                ]  # fmt: skip
+                # all loads before the first use of any
+                loaded = [
+                    [
+                        (m[partial, row], total[partial, row], partial_o[partial, row, :])
+                        for partial, _ in partials
+                    ]
+                    for row in rows
+                ]
+                exists = [inside for _, inside in partials]
+                return [add(*x, exists) for x in zip(carry, loaded, strict=True)]
+
+            def add(state: Any, loaded: list, exists: list) -> Any:
+                before, norm, acc = state
+                top = before
+                for high, _, _ in loaded:  # beyond the last it is the last once more
+                    top = jnp.maximum(top, high)
+                shift = jnp.where(top == -jnp.inf, 0.0, top)
+                alpha = jnp.exp2((before - shift) * factor)
+                norm, acc = norm * alpha, acc * alpha
+                for (high, share, x), inside in zip(loaded, exists, strict=True):
+                    weight = jnp.where(inside, share * jnp.exp2((high - shift) * factor), 0.0)
+                    norm += weight
+                    acc += weight * x.astype(F32)
+                return top, norm, acc
+
+            zeros = plgpu.layout_cast(jnp.zeros((d,), F32), layout)
+            carry = [(jnp.float32(-jnp.inf), jnp.float32(0.0), zeros) for _ in rows]
+            rounds = lax.div(cut.partials + (together - 1), together)
+            carry = lax.fori_loop(0, rounds, add_some, carry)
+            for row, (_, norm, acc) in zip(rows, carry, strict=True):
+                acc = acc / jnp.where(norm == 0.0, 1.0, norm)
+                out[cut.sequence, row, :] = acc.astype(out.dtype)
+
+        def add_rows(together: int, row_count: int) -> None:
             start = cut.units_before * programs + program
-            return start, (cut.partials - 1) * programs, rows // row_count
+            stride = (cut.partials - 1) * programs
 
-        RowMerge(out, partial_o, m, total, cut, factor, many).merge(groups)
+            def some_rows(i: Any, carry: Any) -> Any:
+                row = (start + i * stride) * row_count
+                add_partials(together, [row + n for n in range(row_count)])
+                return carry
+
+            rounds = count_from(start, stride, rows // row_count)
+            lax.fori_loop(0, rounds, some_rows, jnp.int32(0))
+
+        has_few = (cut.partials > 0) & (cut.partials < MANY)
+        pl.when(has_few)(lambda: add_rows(FEW, ROWS_OF_FEW))
+        pl.when(cut.partials >= MANY)(lambda: add_rows(MANY, 1))
 
         def clear(i: Any, carry: Any) -> Any:
             sequence = jnp.minimum(unit + i * units, b - 1)
-            is_empty = lengths[sequence] <= 0
-            pl.when(is_empty)(lambda: write_zeros(out, sequence, program, programs, rows))
+
+            @pl.when(lengths[sequence] <= 0)
+            def clear_rows() -> None:
+                def clear_row(i: Any, carry: Any) -> Any:
+                    zeros = plgpu.layout_cast(jnp.zeros((d,), out.dtype), layout)
+                    out[sequence, program + i * programs, :] = zeros
+                    return carry
+
+                rounds = count_from(program, programs, rows)
+                lax.fori_loop(0, rounds, clear_row, jnp.int32(0))
+
             return carry
 
         lax.fori_loop(0, -(-b // units), clear, jnp.int32(0))

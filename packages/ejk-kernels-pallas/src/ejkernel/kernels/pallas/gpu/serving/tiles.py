@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ROWS, ForwardTiles
-from ejkernel.ops.params import config_field
-from ejkernel.types.serving.problem import LatentProblem, PagedProblem, RaggedProblem
+from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 from ejkernel.types.serving.schedule import LongPrefill
 
 DTYPES = ("float16", "bfloat16")
@@ -15,29 +11,6 @@ DIMS = (64, 128)  # head dims of long prefill
 MIN_ROWS = 128  # rows of a sequence that fill a tile of every head
 MIN_ROUNDS = 2  # tiles a program at which tiles of several lengths even out
 MAX_COMPARED_PAGE = 256  # tokens of the largest pages compared with the reference on a GPU
-MERGE_PARTIALS = 8  # partial results of latent decoding whose loads hide the latency of memory
-
-
-@dataclass(frozen=True)
-class MLADecodeTiles:
-    """Tiles of latent decoding.
-
-    Attributes:
-        num_launches: 1: the programs of a single sequence wait for each other and merge their
-            partial results. Other calls have a second launch that merges.
-        merge_partials: partial results whose loads are in flight together (``RowMerge.many``).
-    """
-
-    num_launches: int = 2
-    merge_partials: int = MERGE_PARTIALS
-
-    def merges_at_end(self, problem: LatentProblem) -> bool:
-        """Returns whether the launch that reads the cache merges too."""
-        return self.num_launches == 1 and problem.batch == 1
-
-    def apply_config(self, cfg: Any, problem: LatentProblem, target: Any) -> MLADecodeTiles:
-        launches = config_field(cfg, "num_launches")
-        return self if launches is None else replace(self, num_launches=int(launches))
 
 
 def forward_tiles(paged: PagedProblem) -> ForwardTiles:
