@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
 from ejkernel.kernels.pallas.tpu.gated_delta_rule import problem
+from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import invert
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.implementation import gated_delta_rule
 from ejkernel.ops import interpret_mode
 from ejktest.cases.delta import check_delta, serving_batch
@@ -55,6 +57,22 @@ def check(args, cu_seqlens=None, rounded=False, reference=None, **options):
 
     assert not simulator.races.races_found
     return results
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2.0**-9), ("float32", 2.0**-12)])
+def test_inverses_of_systems_whose_keys_repeat(dtype, rounding):
+    """Their error is small next to the rounding of the inverse, with ``beta`` up to 1.9."""
+    rng, size = np.random.default_rng(0), 128
+    key, noise = rng.standard_normal((1, 64)), rng.standard_normal((size, 64))
+    systems = []
+    for keys, beta in ((key + 0 * noise, 1.9), (key + 0.1 * noise, 1.0), (noise, 1.9)):
+        unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+        systems.append(beta * np.tril(unit @ unit.T, -1))
+    p = SimpleNamespace(dtype=dtype, reverse=False)
+    inverses = invert(p, [jnp.asarray(x, jnp.float32) for x in systems])
+    for system, inverse in zip(systems, inverses, strict=True):
+        exact = np.linalg.inv(np.eye(size) + system)
+        assert np.abs(inverse - exact).max() < rounding * np.abs(exact).max() / 4
 
 
 @pytest.mark.parametrize("gate", ["head", "channel"])

@@ -38,7 +38,7 @@ from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import (
 )
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.forward import (
     gate_spec,
-    load_chunk,
+    load_chunks,
     states_spec,
 )
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem
@@ -74,11 +74,9 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
         dstate_ref[...] = jnp.where(at.sequence < p.total_states, dfinal_ref[0, 0], 0.0)
 
     dstate = dstate_ref[...]
-    for chunk in chunk_order(t, against):
+    refs = (beta_ref, gate_ref, q_ref, k_ref, v_ref, do_ref)
+    for chunk, gates, system, (v, do) in load_chunks(p, at, order, chunk_order(t, against), *refs):
         rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
-        gates, system, (v, do) = load_chunk(
-            p, at, order, chunk, beta_ref, gate_ref, q_ref, k_ref, v_ref, do_ref
-        )
         state = before_ref[0, chunk]
         update, error = updates_of(p, gates, system, v, state)
         du = dot(p, gates.scores, do, (0, 0)) + gates.update_gradient(dstate)

@@ -35,7 +35,7 @@ from ejkernel.kernels.pallas.tpu.linear_attention.chunk import (
     NOTHING_LEFT,
     Order,
     dot,
-    in_three_parts,
+    in_parts,
 )
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK
 
@@ -61,7 +61,7 @@ def _decayed(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 def _sum_selected(selection: jax.Array, gate: jax.Array) -> jax.Array:
     total = jnp.zeros(gate.shape, jnp.float32)
-    for part in in_three_parts(gate):
+    for part in in_parts(gate):
         total += jnp.dot(selection, part, preferred_element_type=jnp.float32)
     return total
 

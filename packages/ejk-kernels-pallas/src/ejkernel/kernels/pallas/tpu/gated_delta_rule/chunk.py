@@ -9,8 +9,9 @@ from the chunk start to row t, each one number or one for each key channel c,
     u       = inverse (beta (v - (D k) S))        the updates, S the state before the chunk
 
 The inverse of a block of 2 m rows has the inverses x of its halves on the diagonal, and -x n x
-below. Seven doublings make that of 128 rows, each two matmuls of whole matrices in float32. Powers
-of the system are never formed: where keys repeat they overflow.
+below. Seven doublings make that of 128 rows, each two matmuls of whole matrices in float32, or of
+16 bits of them. Powers of the system are never formed: where keys repeat they overflow. The chunks
+of a block are inverted side by side, because each matmul waits for the one before it.
 
 Lengths of queries and keys are factors of accumulators: a bfloat16 key keeps its exact length
 where no channel has a decay of its own.
@@ -19,6 +20,7 @@ where no channel has a decay of its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem
-from ejkernel.kernels.pallas.tpu.linear_attention.chunk import Order, dot
+from ejkernel.kernels.pallas.tpu.linear_attention.chunk import Order, dot, in_parts
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK
 
 NORM_EPSILON = 1e-6
@@ -69,20 +71,38 @@ def is_pair(level: int, reverse: bool) -> jax.Array:
 LEVELS = range(CHUNK.bit_length() - 1)
 
 
-def invert(system: jax.Array, reverse: bool) -> jax.Array:
-    """Returns the inverse of ``I + system``; only pairs of a row and an earlier one are read."""
+def invert(p: Problem, systems: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the inverses of ``I + system``; only pairs of a row and an earlier one are read.
+
+    A matmul waits for the one before it. Matmuls of other chunks run meanwhile, since they are next
+    to it in the code.
+    """
     row, column = rows_and_columns()
-    inverse = jnp.where(row == column, 1.0, 0.0)
+    inverses = [jnp.where(row == column, 1.0, 0.0)] * len(systems)
     for level in LEVELS:
-        below = jnp.where(is_pair(level, reverse), system, 0.0)
+        pairs = is_pair(level, p.reverse)
+        below = [jnp.where(pairs, system, 0.0) for system in systems]
         if level:
-            below = _dot_float32(_dot_float32(inverse, below), inverse)
-        inverse = inverse - below
-    return inverse
+            below = [_dot_float32(p, x, y) for x, y in zip(inverses, below, strict=True)]
+            below = [_dot_float32(p, y, x) for x, y in zip(inverses, below, strict=True)]
+        inverses = [x - y for x, y in zip(inverses, below, strict=True)]
+    return inverses
 
 
-def _dot_float32(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+def _dot_float32(p: Problem, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the matmul of float32 matrices; of a bfloat16 call to 16 bits, three passes for six.
+
+    There the inverse is rounded to 8 bits before it is used: the products of the smaller parts
+    change it by less than a tenth of that, with keys that are all the same too.
+    """
+
+    def dot_of(a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
+        return jnp.dot(a, b, preferred_element_type=jnp.float32, **options)
+
+    if p.dtype != "bfloat16":
+        return dot_of(a, b, precision=lax.Precision.HIGHEST)
+    (a, a_tail), (b, b_tail) = in_parts(a, 2), in_parts(b, 2)
+    return dot_of(a, b) + (dot_of(a, b_tail) + dot_of(a_tail, b))
 
 
 def reciprocal_length(p: Problem, x: jax.Array) -> Any:
@@ -198,10 +218,12 @@ class System:
     beta: jax.Array
 
 
-def system_of(p: Problem, gates: Gates, beta: jax.Array) -> System:
-    """Returns the system of a chunk; ``beta`` is ``[1, CHUNK]``."""
-    beta = as_column(beta)
-    return System(invert(beta * gates.gram, p.reverse), beta)
+def systems_of(p: Problem, gates: Sequence[Gates], betas: Sequence[jax.Array]) -> list[System]:
+    """Returns the systems of chunks; ``betas`` are ``[1, CHUNK]``."""
+    columns = [as_column(beta) for beta in betas]
+    pairs = zip(gates, columns, strict=True)
+    inverses = invert(p, [beta * chunk.gram for chunk, beta in pairs])
+    return [System(*x) for x in zip(inverses, columns, strict=True)]
 
 
 def updates_of(

@@ -6,9 +6,10 @@ with the names of ``chunk``; ``head_gates`` and ``channel_gates`` know how these
 blocks and visits as in linear attention: the state of a value head stays in
 vector memory while its sequences are visited.
 
-Bound: 2 s (4 C (dk + dv) / 2 + 3 dk dv) FLOPs a head besides the inverse, whose fourteen float32
-matmuls of C^3 a chunk are the most: at dims and chunks of 128 five sixths of all passes of the
-matrix unit. Gates of channels add seven times two matmuls of pairs and three for their factors.
+Bound: 2 s (4 C (dk + dv) / 2 + 3 dk dv) FLOPs a head besides the inverse, whose twelve float32
+matmuls of C^3 a chunk are the most: three bfloat16 passes each, at dims and chunks of 128 three
+quarters of all passes of the matrix unit. Gates of channels add seven times two matmuls of pairs
+and three for their factors.
 
 Sources: Yang et al. 2024 (arXiv 2406.06484), section 3; Yang et al. 2024 (arXiv 2412.06464).
 """
@@ -16,7 +17,8 @@ Sources: Yang et al. 2024 (arXiv 2406.06484), section 3; Yang et al. 2024 (arXiv
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ from ejkernel.kernels.pallas.tpu.gated_delta_rule.channel_gates import channel_g
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import (
     Gates,
     System,
-    system_of,
+    systems_of,
     updates_of,
 )
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.head_gates import head_gates
@@ -56,13 +58,31 @@ from ejkernel.kernels.pallas.tpu.linear_attention.forward import (
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK, Tiles
 
 
-def load_chunk(
-    p: Problem, at: Position, order: Order, chunk: int, beta_ref: Any, gate_ref: Any, *refs: Any
-) -> tuple[Gates, System, list[jax.Array]]:
-    """Returns the gates and the system of a chunk, and its rows; other rows are 0.
+class Chunk(NamedTuple):
+    """A chunk of a block: its number, its gates and system, its rows of values and the like."""
 
-    ``refs``: of queries, keys and further arrays.
+    number: int
+    gates: Gates
+    system: System
+    others: list[jax.Array]
+
+
+def load_chunks(
+    p: Problem, at: Position, order: Order, chunks: Sequence[int], beta_ref: Any, *refs: Any
+) -> list[Chunk]:
+    """Returns chunks; rows of other sequences are 0.
+
+    ``refs``: of gates or None, queries, keys and further arrays.
     """
+    parts = [_load_chunk(p, at, order, chunk, beta_ref, *refs) for chunk in chunks]
+    gates, betas, others = zip(*parts, strict=True)
+    systems = systems_of(p, gates, betas)
+    return [Chunk(*x) for x in zip(chunks, gates, systems, others, strict=True)]
+
+
+def _load_chunk(
+    p: Problem, at: Position, order: Order, chunk: int, beta_ref: Any, gate_ref: Any, *refs: Any
+) -> tuple[Gates, jax.Array, list[jax.Array]]:
     rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
     inside = rows_of_chunk(first, 0, at.start, at.stop)
     within = rows_of_chunk(first, 1, at.start, at.stop)
@@ -74,7 +94,7 @@ def load_chunk(
         gate = None if gate_ref is None else jnp.where(within, gate_ref[0, :, rows], 0.0)
         gates = head_gates(p, order, gate, q, k)
     beta = jnp.where(within, beta_ref[0, :, rows], 0.0)
-    return gates, system_of(p, gates, beta), others
+    return gates, beta, others
 
 
 def gate_spec(p: Problem, specs: Specs) -> list[pl.BlockSpec]:
@@ -107,12 +127,10 @@ def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
         state_ref[...] = initial_ref[0, 0]
 
     state = state_ref[...]
-    for chunk in chunk_order(t, p.reverse):
+    refs = (beta_ref, gate_ref, q_ref, k_ref, v_ref)
+    for chunk, gates, system, (v,) in load_chunks(p, at, order, chunk_order(t, p.reverse), *refs):
         if before_ref is not None:
             before_ref[0, chunk] = state
-        gates, system, (v,) = load_chunk(
-            p, at, order, chunk, beta_ref, gate_ref, q_ref, k_ref, v_ref
-        )
         update, _ = updates_of(p, gates, system, v, state)
         o = gates.read_queries(state) + dot(p, gates.scores, update)
         first = at.first + chunk * CHUNK

@@ -30,10 +30,10 @@ def dot(p: Problem, a: jax.Array, b: jax.Array, axes: tuple[int, int] = (1, 0)) 
     return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 
 
-def in_three_parts(x: jax.Array) -> list[jax.Array]:
-    """Returns bfloat16 values whose sum is the float32 ``x``."""
+def in_parts(x: jax.Array, count: int = 3) -> list[jax.Array]:
+    """Returns bfloat16 values whose sum is the float32 ``x``, to 8 bits for each of them."""
     parts = []
-    for _ in range(3):
+    for _ in range(count):
         part = x.astype(jnp.bfloat16)
         parts.append(part)
         x = x - part.astype(jnp.float32)
@@ -85,7 +85,7 @@ def decay_of(order: Order, gate: jax.Array | None) -> Decay:
     reaching = jnp.where(order.upto, gate, 0.0)  # [t, r]: row r decays what row t reads
     after = jnp.where(order.before, 1.0, 0.0).astype(jnp.bfloat16)  # [r, s]: row r is after row s
     between = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    for part in in_three_parts(reaching):
+    for part in in_parts(reaching):
         between += jnp.dot(part, after, preferred_element_type=jnp.float32)
     later = jnp.where(order.upto, 0.0, gate)  # [s, r]: row r is after row s
     return Decay(
