@@ -116,6 +116,16 @@ ALONE = {
             ("int8", ragged.COMPILED_TPU["ragged int8"], PREFILLED),
         )
     ),
+    # copies of trees are those of the same calls without them
+    "trees": tuple(
+        Alone(row, kernel, family.COMPILED_TPU[call])
+        for row, kernel, family, call in (
+            ("ragged", "ejkernel_ragged_attention", ragged, "ragged tree"),
+            ("ragged write window", "ejkernel_ragged_attention", ragged, "ragged tree window"),
+            ("latent", "ejkernel_decode", latent, "latent tree"),
+            ("latent window", "ejkernel_decode", latent, "latent tree window"),
+        )
+    ),
     "latent": tuple(
         Alone(row, "ejkernel_decode", latent.COMPILED_TPU[f"latent {name}"], copies=decoding)
         for row, name in (("decode", "128 heads"), ("16 heads", "16 heads"), ("int8", "int8"))

@@ -44,7 +44,7 @@ COMPARED = ["d64", "d128", "d256", "grouped", "decode", "ragged"]
 ALONE = [
     *("native sparse", "linear", "delta", "convolution", "512 groups", "grouped 8 bits"),
     *("ragged decode", "decode 8 bits", "ragged write", "latent", "latent expanded", "pooling"),
-    *("blocksparse", "joined heads"),
+    *("blocksparse", "joined heads", "trees"),
 ]
 PARTS = [*COMPARED, *ALONE]
 

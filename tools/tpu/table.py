@@ -26,6 +26,7 @@ OUTSIDE = {
     "joined heads": "delta",
     "latent expanded": "keys and values from latent rows, and padded from 192 to 256; as d64",
     "native sparse": "rows of tiles, the lists of tiles, float32 outputs of spans; as d64",
+    "trees": "marks of nodes as rows of lanes, queries and outputs by sequence, block tables",
     "ragged write": "new keys and values as one array in the cache's dtype",
     "linear": "gates as [heads, rows], states of zeros",
     "delta": "gates as [heads, rows], states of zeros, sums of gradients over a group's heads",
