@@ -201,7 +201,7 @@ def serving_cases(sizes: Sizes) -> Iterator[Case]:
         def decode(q: Any, cache: Any) -> Any:
             out = modules.mla_decode(q, cache, context, pages, **options)
             for _ in range(LAYERS - 1):
-                q = q + 0 * out[:1, :1, :1]  # floats: XLA keeps the product
+                q = q + 0 * out[:1, :1, :1]  # of floats: XLA keeps it
                 out = modules.mla_decode(q, cache, context, pages, **options)
             return out
 

@@ -158,7 +158,7 @@ def _text(fields: Mapping[str, Any]) -> str:
 
 
 def with_choice(kernel: Any, choose: Callable[[Any, Any], Any]) -> Any:
-    """Returns a kernel like ``kernel`` whose tiles are those of ``choose(problem, target)``."""
+    """Returns a kernel like ``kernel`` whose tiles ``choose(problem, target)`` returns."""
     fixed: Any = object.__new__(type(kernel))  # copy.copy gives the kernel itself
     fixed.__dict__.update(kernel.__dict__)
     fixed.choose = choose

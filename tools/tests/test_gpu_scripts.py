@@ -18,7 +18,7 @@ import checkout
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejktest import ahead, at_size
 from ejktest.cases import attention, grouped, latent, paged, ragged, sparse
-from gpu import compare, compare_code, latency, named
+from gpu import compare, compare_code, latency, named, sweep
 
 
 @pytest.fixture
@@ -287,4 +287,4 @@ def test_forms_of_latent_decoding_have_fields_of_tiles():
     for form in latency.FORMS:
         platform, *pairs = form.split()
         tiles = latency.latent_form(form).choose(p, targets[platform])
-        assert {f"{name}={value}" for name, value in vars(tiles).items()} >= set(pairs)
+        assert {f"{name}={value}" for name, value in sweep.flat(tiles).items()} >= set(pairs)

@@ -116,7 +116,7 @@ ALONE = {
             ("int8", ragged.COMPILED_TPU["ragged int8"], PREFILLED),
         )
     ),
-    # copies of trees are those of the same calls without them
+    # calls with trees copy what the same calls copy without them
     "trees": tuple(
         Alone(row, kernel, family.COMPILED_TPU[call])
         for row, kernel, family, call in (

@@ -220,6 +220,17 @@ def test_interrupt_in_a_callback_of_the_collector_is_heard_later():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_interrupt_in_a_finalizer_is_heard_later():
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        Finalized()
+        assert interrupts.seen
+        time.sleep(10)
+
+
 def test_an_error_after_an_interrupt_is_an_interrupt(capsys, monkeypatch):
     from ejkernel.modules.cli import shapes
 

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from types import FrameType
 from typing import Self
 
@@ -44,7 +45,7 @@ class Interrupts:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.seen = True
-        if _in_collector(frame):
+        if _is_dropped(frame):
             timer = threading.Timer(AGAIN_S, self._again)
             timer.daemon = True
             timer.start()
@@ -56,10 +57,13 @@ class Interrupts:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def _in_collector(frame: FrameType | None) -> bool:
+def _is_dropped(frame: FrameType | None) -> bool:
+    """Returns whether Python drops what is raised here: in a callback of the collector or of a weak
+    reference, or in a finalizer."""
     callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None:
-        if frame.f_code in callbacks:
+        code = frame.f_code
+        if code in callbacks or code.co_name == "__del__" or code.co_filename == weakref.__file__:
             return True
         frame = frame.f_back
     return False

@@ -1,8 +1,9 @@
 """Programs that count each other: who merges the partial results of a launch, and when.
 
 A counter is 0 before the launch. A program adds 1 when it has stored its partial results, and sees
-those of all programs that added before it. So the last one may merge (``few_rows``); or the others
-wait for it and all share the rows (``merge_at_end``), which takes less time where there are many.
+the results of all programs that added before it. So the last one may merge (``few_rows``); or the
+others wait for it and all share the rows (``merge_at_end``), which takes less time where there are
+many.
 
 Nothing says that all programs of a launch run at the same time. So a program that has waited in
 vain adds GAVE_UP and ends. The additions to a counter have an order: either the last program sees

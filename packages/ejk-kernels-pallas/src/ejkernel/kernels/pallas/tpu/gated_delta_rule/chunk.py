@@ -92,7 +92,7 @@ def invert(p: Problem, systems: Sequence[jax.Array]) -> list[jax.Array]:
 def _dot_float32(p: Problem, a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the matmul of float32 matrices; of a bfloat16 call to 16 bits, three passes for six.
 
-    There the inverse is rounded to 8 bits before it is used: the products of the smaller parts
+    There the inverse is rounded to 8 bits before it is used: the matmuls of the smaller parts
     change it by less than a tenth of that, with keys that are all the same too.
     """
 
