@@ -10,7 +10,6 @@ are taken from this checkout.
 import gc
 import importlib.metadata
 import importlib.util
-import math
 import os
 import pathlib
 import signal
@@ -59,12 +58,6 @@ def pytest_addoption(parser):
         action="store_true",
         help="run each test function once, with its first parameters: a quick look at every path",
     )
-
-    parser.addoption(
-        "--fastest", metavar="FILE", help="--one-each takes the fastest parameters of --note-times"
-    )
-
-    parser.addoption("--note-times", metavar="FILE", help="append seconds and names of tests")
 
     parser.addoption(
         "--strict-promotion",
@@ -121,41 +114,23 @@ def pytest_configure(config):
     keep_programs_of_one_device()
     if config.getoption("--note-passed") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(NotePassed(config.getoption("--note-passed")))
-    if config.getoption("--note-times") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(NoteTimes(config.getoption("--note-times")))
     if settings is not None:
         settings.load_profile("one-each" if config.getoption("--one-each") else "full")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
+    kept, dropped, seen = [], [], set()
     one_each, done = config.getoption("--one-each"), config.getoption("--leave-out")
     names = set(pathlib.Path(done).read_text().splitlines()) if done else ()
-    chosen = set(one_of_each(items, seconds_of_tests(config))) if one_each else set(items)
-    kept = [item for item in items if item in chosen and item.nodeid not in names]
-    dropped = [item for item in items if item not in chosen or item.nodeid in names]
+    for item in items:
+        function = getattr(item, "originalname", None)
+        key = (item.path, getattr(item, "cls", None), function)
+        again = one_each and function and key in seen
+        (dropped if again or item.nodeid in names else kept).append(item)
+        seen.add(key)
     items[:] = kept
     config.hook.pytest_deselected(items=dropped)
-
-
-def seconds_of_tests(config):
-    """Returns the seconds that tests took by name, as far as a file has them."""
-    path = config.getoption("--fastest")
-    if path is None or not pathlib.Path(path).is_file():
-        return {}
-    lines = [line.partition(" ") for line in pathlib.Path(path).read_text().splitlines()]
-    return {name: float(seconds) for seconds, _, name in lines}
-
-
-def one_of_each(items, seconds):
-    """Returns the fastest item of each test function, the first one where times are not known."""
-    cases = {}
-    for item in items:
-        function = getattr(item, "originalname", None) or item.nodeid
-        cases.setdefault((item.path, getattr(item, "cls", None), function), []).append(item)
-    return [
-        min(same, key=lambda item: seconds.get(item.nodeid, math.inf)) for same in cases.values()
-    ]
 
 
 class NotePassed:
@@ -168,18 +143,6 @@ class NotePassed:
         if report.when == "call" and report.passed:
             with self.path.open("a") as file:
                 file.write(report.nodeid + "\n")
-
-
-class NoteTimes:
-    """Writes seconds and names of tests to a file, in the process that hears of all of them."""
-
-    def __init__(self, path):
-        self.path = pathlib.Path(path)
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" and report.passed:
-            with self.path.open("a") as file:
-                file.write(f"{report.duration:.3f} {report.nodeid}\n")
 
 
 def pytest_collection_finish():
