@@ -1,10 +1,10 @@
-"""Transfers of a compiled program, and what computes while they are under way."""
+"""Programs whose devices share a sequence: their transfers, and what computes meanwhile."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 COLLECTIVES = "collective-permute|all-gather|all-to-all|reduce-scatter|all-reduce"
@@ -63,3 +63,38 @@ def _size(types: str) -> int:
         int(bits) * math.prod(map(int, filter(None, shape.split(",")))) // 8
         for bits, shape in ARRAY.findall(types)
     )
+
+
+def trace_shared(
+    ring_attention: Callable[..., Any],
+    devices: Any,
+    form: tuple[str, str],
+    shape: tuple[int, int, int, int],
+    *,
+    backward: bool,
+) -> Any:
+    """Returns a traced causal call over a sequence that devices share, bfloat16, q like k and v.
+
+    ``form``: how devices share it, and the layout of its shards.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    strategy, layout = form
+    mesh, spec = Mesh(np.array(devices), ("sp",)), P(None, "sp")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        options = {"layout": layout, "cfg": {"context_parallel": strategy}}
+        return ring_attention(q, k, v, axis_name="sp", causal=True, **options)
+
+    shared = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+
+    def both(*arrays: Any) -> Any:
+        out, pull = jax.vjp(shared, *arrays)
+        return out, pull(out)
+
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    return jax.jit(both if backward else shared).trace(x, x, x)

@@ -89,33 +89,14 @@ def compile_on(
     gpus: Any, form: tuple[str, str], tokens: int, *, backward: bool, options: Mapping[str, int]
 ) -> Any:
     """Returns the compiled program of one form of ring attention, causal, by Triton's kernels."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
     from ejkernel.kernels.triton import ring_attention
     from ejkernel.kernels.triton.targets import compile_for, cuda_target
     from ejktest.device import described
+    from ejktest.transfers import trace_shared
 
-    strategy, layout = form
-    mesh, spec = Mesh(np.array(gpus), ("sp",)), P(None, "sp")
-
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        options = {"layout": layout, "cfg": {"context_parallel": strategy}}
-        return ring_attention(q, k, v, axis_name="sp", causal=True, **options)
-
-    shared = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
-
-    def both(*arrays: Any) -> Any:
-        out, pull = jax.vjp(shared, *arrays)
-        return out, pull(out)
-
-    x = jax.ShapeDtypeStruct((1, tokens, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-    cores = H100["core_count"]
+    cores, shape = H100["core_count"], (1, tokens, 16, 128)
     with described("NVIDIA H100 80GB HBM3", "gpu", cores), compile_for(cuda_target(90, cores)):
-        traced = jax.jit(both if backward else shared).trace(x, x, x)
+        traced = trace_shared(ring_attention, gpus, form, shape, backward=backward)
         lowered = traced.lower(lowering_platforms=("cuda",))
         return lowered.compile(compiler_options=dict(options) or None)
 

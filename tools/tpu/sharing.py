@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from tools.tpu import chips  # noqa: E402
 
-from ejktest.transfers import transfers  # noqa: E402
+from ejktest.transfers import trace_shared, transfers  # noqa: E402
 
 FORMS = (
     ("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("ulysses", "contiguous"),
@@ -32,30 +32,10 @@ DEVICES = 4
 
 def compile_on(devices: Any, form: tuple[str, str], *, backward: bool, tokens: int = 16384) -> str:
     """Returns the compiled program of one form of ring attention, causal, on some TPUs."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
     from ejkernel.kernels.pallas.tpu.flash_attention.implementation import ring_attention
 
-    strategy, layout = form
-    mesh, spec = Mesh(np.array(devices), ("sp",)), P(None, "sp")
-
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        options = {"layout": layout, "cfg": {"context_parallel": strategy}}
-        return ring_attention(q, k, v, axis_name="sp", causal=True, **options)
-
-    shared = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
-
-    def both(*arrays: Any) -> Any:
-        out, pull = jax.vjp(shared, *arrays)
-        return out, pull(out)
-
-    x = jax.ShapeDtypeStruct((1, tokens, 8, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
     with chips.targeting(devices[0]):
-        traced = jax.jit(both if backward else shared).trace(x, x, x)
+        traced = trace_shared(ring_attention, devices, form, (1, tokens, 8, 128), backward=backward)
         return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
 
 
