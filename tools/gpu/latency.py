@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +32,12 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from ejkernel import modules  # noqa: E402
+from ejkernel.modules.bench.timing import time_together  # noqa: E402
 from ejkernel.ops.execution.trials import disagreement  # noqa: E402
 from gpu.sweep import changed, with_choice  # noqa: E402
 
 CALLS = 32
-ROUNDS, RUNS = 7, 20  # and runs of a program in a round
+ROUNDS, ROUND_S = 7, 0.01  # and the seconds of a program in a round
 CASES = ((1, 1024), (1, 4096), (1, 32768), (8, 1024), (8, 4096), (64, 1024))  # sequences, tokens
 LATENT_CASES = ((1, 1024), (1, 4096), (1, 8192), (1, 32768), (1, 131072), (8, 1024))
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
@@ -178,19 +177,6 @@ def chain(call: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.A
     return jax.jit(run_all)
 
 
-def time_in_turns(programs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Returns us a call of each program, the median of its rounds."""
-    samples: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(ROUNDS):
-        for name, run in programs.items():
-            start = time.perf_counter()
-            for _ in range(RUNS):
-                out = run()
-            jax.block_until_ready(out)
-            samples[name].append((time.perf_counter() - start) / RUNS / CALLS * 1e6)
-    return {name: statistics.median(x) for name, x in samples.items()}
-
-
 def time_case(rows: list[Row]) -> tuple[dict[str, float], dict[str, str]]:
     """Returns us a call of the rows that can be timed, and what is wrong with the others."""
     programs, wrong, expected = {}, {}, None
@@ -209,7 +195,8 @@ def time_case(rows: list[Row]) -> tuple[dict[str, float], dict[str, str]]:
             programs[row.label] = lambda run=run, q=q: run(q)
         else:
             wrong[row.label] = f"WRONG: {why}"
-    return time_in_turns(programs), wrong
+    times = time_together(programs, rounds=ROUNDS, target_s=ROUND_S)
+    return {name: timing.median * 1e6 / CALLS for name, timing in times.items()}, wrong
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -256,7 +256,13 @@ def test_a_dump_holds_every_launch(tmp_path):
 
 def test_short_calls_are_timed_in_chains(monkeypatch, capsys):
     """Labels choose rows by words; a form that does not run has its error."""
-    small = {"CALLS": 2, "ROUNDS": 1, "RUNS": 1, "LATENT_HEADS": 2, "LATENT_CASES": ((1, 128),)}
+    small = {
+        "CALLS": 2,
+        "ROUNDS": 1,
+        "ROUND_S": 0.0,
+        "LATENT_HEADS": 2,
+        "LATENT_CASES": ((1, 128),),
+    }
     for name, value in {**small, "CASES": ((2, 32),), "FORMS": ("triton tiles=2",)}.items():
         monkeypatch.setattr(latency, name, value)
     assert latency.main(["mla", "default"]) == 0
