@@ -142,7 +142,7 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit and share
         # k and v
         tiles = ForwardTiles(block_q=192, stages=3 if unshifted else 2)
-    elif widest <= 128 and unshifted and _long(rules):
+    elif widest <= 128 and unshifted and _has_long_tiles(rules):
         tiles = ForwardTiles()  # without maxima, steps of 160 keys and copies by pairs gain nothing
     elif widest <= 128:
         tiles = _of_128(problem, is_dense)
@@ -152,8 +152,7 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
     else:
         # o alone takes 128 registers: half as many keys a step. Half of q also fits where
         # neither masks nor a cap's constants need registers
-        simple = problem.soft_cap is None and not rules.arrays and rules.band.lo is None
-        simple = simple and pattern is None
+        simple = problem.soft_cap is None and _has_long_tiles(rules) and pattern is None
         hold_q = simple and (is_dense or problem.q_len % 128 == problem.kv_len % 64 == 0)
         tiles = ForwardTiles(block_kv=64, q_held=128 if hold_q else 0)
     if pattern is not None:
@@ -165,7 +164,7 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         tiles = replace(tiles, q_stages=1)
     if tiles.shared(problem) > chip.shared:
         tiles = replace(tiles, block_kv=64)
-    if rules.arrays or rules.band.lo is not None or pattern is not None:
+    if not _has_long_tiles(rules) or pattern is not None:
         # short tiles: o is stored at once, so that their epilogue waits for no copy
         full_o = replace(tiles, o_columns=problem.value_dim)
         tiles = full_o if full_o.shared(problem) <= chip.shared else tiles
@@ -196,11 +195,11 @@ def computes_unshifted(problem: Problem, rules: Rules) -> bool:
         return False
     if rules.arrays and (rules.chunk or not set(rules.names) <= {"q_ids", "kv_ids"}):
         return False
-    return _long(rules) or max(p.dim, p.value_dim) <= 128
+    return _has_long_tiles(rules) or max(p.dim, p.value_dim) <= 128
 
 
-def _long(rules: Rules) -> bool:
-    """Returns whether tiles are as long as a causal mask leaves them."""
+def _has_long_tiles(rules: Rules) -> bool:
+    """Returns whether tiles are as long as a causal mask leaves them: no windows, no segments."""
     return rules.band.lo is None and not rules.arrays
 
 
