@@ -146,7 +146,7 @@ class NotePassed:
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: the collector need not look at it again after every file.
+    """Collecting garbage leaves out what is imported by now, which it would look at in every file.
 
     Tracing and interpreting make many objects, few of them in cycles: at Python's own thresholds
     the collector takes a tenth of the time of the tests.

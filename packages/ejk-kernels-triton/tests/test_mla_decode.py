@@ -229,7 +229,7 @@ def test_calls_without_work():
     assert np.all(np.asarray(lse) == -np.inf)
 
 
-# lengths, heads and other arguments, options, the formula's options
+# lengths, heads and other arguments, options, the reference's options
 ONE_LAUNCH: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "several splits": (dict(lens=(300,), h=40, ps=64, rope=16, dtype="bfloat16"), {}, {}),
     "one tile": (dict(lens=(5,)), {}, {}),

@@ -1,8 +1,8 @@
 """Reliable handling of Ctrl-C.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the garbage
-collector, of which JAX has one, it is printed and dropped; inside the start of an extension module
-it comes out as an ImportError.
+collector, of which JAX has one, or of a weak reference, and in a finalizer it is printed and
+dropped; inside the start of an extension module it comes out as an ImportError.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ ONLY_MERGED = ("v_scale", "sink")  # operands that only the merge reads
 def decode_sequences(work: Work, arrays: Arrays) -> Arrays:
     """Returns partial results of every split, or the output where this launch merges.
 
-    It does where each sequence has one split, or where a config asks for it.
+    It does where each sequence has one split, or where its tiles ask for it.
     """
     from ejkernel.kernels.triton.serving.decode import PagedSplit
 
