@@ -3,6 +3,7 @@
     python tools/gpu/batch_invariance.py costs              # milliseconds, and over the default
     python tools/gpu/batch_invariance.py bits               # 500 compositions an operation
     python tools/gpu/batch_invariance.py bits --count 50 --only page_attention
+    python tools/gpu/batch_invariance.py costs --only s16384,mixtral,mla
 
 ``costs`` times a call as it is and inside ``batch_invariant()``, interleaved, forward and with its
 gradients. ``bits`` draws sequences, puts them into batches of random composition, order, pages and
@@ -113,7 +114,8 @@ def print_costs(only: str) -> None:
         (*case, backward)
         for case in COSTS
         for backward in (False, True)
-        if only in case[0] and (not backward or case[0] in ("flash_attention", "grouped_matmul"))
+        if has_part(f"{case[0]} {case[1]}", only)
+        and (not backward or case[0] in ("flash_attention", "grouped_matmul"))
     ]
     with ThreadPoolExecutor(12) as pool:
         costs = list(pool.map(lambda case: attempt(compile_cost, *case), cases))
@@ -131,6 +133,11 @@ def print_costs(only: str) -> None:
             f"   {' '.join(cost.platforms)}",
             flush=True,
         )
+
+
+def has_part(name: str, parts: str) -> bool:
+    """Returns whether one of the comma-separated parts is in a name."""
+    return any(part in name for part in parts.split(","))
 
 
 def attempt(f: Callable[..., Any], *arguments: Any) -> Any:
@@ -389,13 +396,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=["costs", "bits"])
     parser.add_argument("--count", type=int, default=500, help="batches of an operation")
-    parser.add_argument("--only", default="", help="a part of the operation's name")
+    parser.add_argument("--only", default="", help="parts of names, by commas: NAME,NAME")
     args = parser.parse_args(argv)
     checkout.register()
     if args.what == "costs":
         print_costs(args.only)
         return 0
-    selected = {name: check for name, check in checks().items() if args.only in name}
+    selected = {name: check for name, check in checks().items() if has_part(name, args.only)}
     failed = 0
 
     def timed(name: str) -> tuple[str, Any, float]:

@@ -6,10 +6,10 @@
 
 A row is ``CALLS`` calls in one program, each on the result of the one before, so that launches and
 the gaps between them count. It is us a call, the median of rounds in which the rows of a case take
-turns; ``mla`` has 1.4 to 1.8 us of a concatenation in it, which makes the next query. Forms of
-``mla`` are a platform and fields of its tiles that differ from the chosen ones; a form whose result
-is not that of the first row of its case is WRONG, one that does not run has its error. Exit status
-1: there are such rows.
+turns; ``mla`` has 1.4 to 1.8 us of a concatenation in it, which makes the next query. ``page`` of
+one sequence and ``mla`` have forms: a platform and fields of its tiles that differ from the chosen
+ones. A form whose result is not that of the first row of its case is WRONG, one that does not run
+has its error. Exit status 1: there are such rows. All rows are compiled first, several at once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from ejkernel import modules  # noqa: E402
-from ejkernel.modules.bench.timing import time_together  # noqa: E402
+from ejkernel.modules.bench.timing import Program, time_together  # noqa: E402
 from ejkernel.ops.execution.trials import disagreement  # noqa: E402
 from gpu.sweep import changed, with_choice  # noqa: E402
 
@@ -46,13 +47,19 @@ KERNELS = {
     "pallas": "ejkernel.kernels.pallas.gpu.serving.implementation",
     "triton": "ejkernel.kernels.triton.serving.implementation",
 }
-FORMS = (
-    "pallas",
-    "triton",
-    "triton num_launches=1",
-    "triton num_launches=2",
-    "triton splits=4 num_launches=1",
-)
+FORMS = {
+    "mla": (
+        "pallas",
+        "triton",
+        "triton num_launches=1",
+        "triton num_launches=2",
+        "triton splits=4 num_launches=1",
+    ),
+    "page": ("triton num_launches=1",),
+}
+COMPILERS = 16
+
+Step = Callable[..., tuple[jax.Array, ...]]
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,13 @@ class Row:
         label: operation, sequences x tokens, and the form.
         case: rows of one case are timed together.
         bytes: read by a call.
-        make: returns (function of the query, the query).
+        make: returns a call, and the query with the caches that it writes to: it returns as many.
     """
 
     label: str
     case: str
     bytes: int
-    make: Callable[[], tuple[Callable[[jax.Array], jax.Array], jax.Array]]
+    make: Callable[[], tuple[Step, tuple[jax.Array, ...]]]
 
 
 def normal(number: int, *shape: int) -> jax.Array:
@@ -86,38 +93,52 @@ def tables_of(batch: int, tokens: int, page: int) -> tuple[jax.Array, jax.Array]
 # ---- rows --------------------------------------------------------------------------------------
 
 
-def attention_rows(batch: int, tokens: int) -> Iterator[Row]:
-    """Yields a row for each operation that decodes from keys and values."""
+def attention_rows(batch: int, tokens: int, forms: tuple[str, ...]) -> Iterator[Row]:
+    """Yields a row for each operation that decodes from keys and values, and for its forms."""
     size = 2 * batch * tokens * KV_HEADS * DIM * 2
     pages, q_shape = batch * tokens // PAGE, (batch, HEADS, DIM)
 
-    def paged() -> Any:
+    def paged(form: str | None) -> Any:
         lengths, tables = tables_of(batch, tokens, PAGE)
         k, v = (normal(n, pages, PAGE, KV_HEADS, DIM) for n in (1, 2))
-        return lambda q: modules.page_attention(q, k, v, lengths, tables), normal(0, *q_shape)
+        call = modules.page_attention if form is None else with_form("page_attention", form)
+        return lambda q: (call(q, k, v, lengths, tables),), (normal(0, *q_shape),)
+
+    def packed() -> tuple[jax.Array, ...]:
+        starts = jnp.arange(batch + 1, dtype=jnp.int32)
+        return normal(1, pages, PAGE, 2 * KV_HEADS, DIM), *tables_of(batch, tokens, PAGE), starts
 
     def ragged() -> Any:
-        lengths, tables = tables_of(batch, tokens, PAGE)
-        cache, starts = normal(1, pages, PAGE, 2 * KV_HEADS, DIM), jnp.arange(batch + 1)
-        starts = starts.astype(jnp.int32)
+        cache, *tables = packed()
+        call = modules.ragged_page_attention
+        return lambda q: (call(q, cache, *tables, batch),), (normal(0, *q_shape),)
 
-        def call(q: jax.Array) -> jax.Array:
-            return modules.ragged_page_attention(q, cache, lengths, tables, starts, batch)
+    def written() -> Any:
+        cache, *tables = packed()
+        new = [normal(n, batch, KV_HEADS, DIM) for n in (2, 3)]
+        ends = jnp.full(3, batch, jnp.int32)
 
-        return call, normal(0, *q_shape)
+        def call(q: jax.Array, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return modules.ragged_page_attention_v3(q, *new, cache, *tables, ends)[:2]
+
+        return call, (normal(0, *q_shape), cache)
 
     def contiguous() -> Any:
         k, v = (normal(n, batch, tokens, KV_HEADS, DIM) for n in (1, 2))
         begin, end = (jnp.full(batch, n, jnp.int32) for n in (0, tokens))
         call = modules.ragged_decode_attention
-        return lambda q: call(q, k, v, begin, end), normal(0, *q_shape)
+        return lambda q: (call(q, k, v, begin, end),), (normal(0, *q_shape),)
 
     def flash() -> Any:
         k, v = (normal(n, batch, tokens, KV_HEADS, DIM) for n in (1, 2))
         call = modules.flash_attention
-        return lambda q: call(q[:, None], k, v)[:, 0], normal(0, *q_shape)
+        return lambda q: (call(q[:, None], k, v)[:, 0],), (normal(0, *q_shape),)
 
-    operations = {"page": paged, "ragged": ragged, "contiguous": contiguous, "flash": flash}
+    for form in (None, *(forms if batch == 1 else ())):
+        case = f"page {batch} x {tokens}"
+        label = f"{case} {form or 'default'}"
+        yield Row(label, case, size, lambda form=form: paged(form))
+    operations = {"ragged": ragged, "v3": written, "contiguous": contiguous, "flash": flash}
     for name, make in operations.items():
         case = f"{name} {batch} x {tokens}"
         yield Row(case, case, size, make)
@@ -129,13 +150,13 @@ def latent_rows(batch: int, tokens: int, forms: tuple[str, ...]) -> Iterator[Row
     def make_chain(form: str | None) -> Any:
         lengths, tables = tables_of(batch, tokens, LATENT_PAGE)
         cache = normal(1, batch * tokens // LATENT_PAGE, LATENT_PAGE, LATENT + ROPE)
-        decode = modules.mla_decode if form is None else latent_form(form)
+        decode = modules.mla_decode if form is None else with_form("mla_decode", form)
 
-        def call(q: jax.Array) -> jax.Array:
+        def call(q: jax.Array) -> tuple[jax.Array]:
             o = decode(q, cache, lengths, tables, latent_dim=LATENT)
-            return jnp.concatenate([o, q[..., LATENT:]], axis=-1)
+            return (jnp.concatenate([o, q[..., LATENT:]], axis=-1),)
 
-        return call, normal(0, batch, LATENT_HEADS, LATENT + ROPE)
+        return call, (normal(0, batch, LATENT_HEADS, LATENT + ROPE),)
 
     case = f"mla {batch} x {tokens}"
     for form in (None, *forms):
@@ -144,57 +165,70 @@ def latent_rows(batch: int, tokens: int, forms: tuple[str, ...]) -> Iterator[Row
         yield Row(label, case, size, lambda form=form: make_chain(form))
 
 
-def latent_form(form: str) -> Callable[..., jax.Array]:
-    """Returns ``mla_decode`` of a platform with other fields of its tiles, as ``FORMS`` has them.
+def with_form(operation: str, form: str) -> Callable[..., jax.Array]:
+    """Returns an operation on a platform with other fields of its tiles, as ``FORMS`` has them.
 
     Raises:
-        KeyError, ValueError: it is not a platform and FIELD=N.
+        KeyError, ValueError, AttributeError: it is not a platform with the operation and FIELD=N.
     """
     platform, *pairs = form.split()
     values: Mapping[str, int] = {name: int(n) for name, n in (pair.split("=") for pair in pairs)}
-    kernel: Any = importlib.import_module(KERNELS[platform]).mla_decode
+    kernel: Any = getattr(importlib.import_module(KERNELS[platform]), operation)
     return with_choice(kernel, lambda *problem: changed(kernel.choose(*problem), values))
 
 
 def rows_of(parts: list[str], forms: tuple[str, ...]) -> list[Row]:
     """Returns the rows whose labels have all of these parts, as words or several words."""
-    rows = [row for case in CASES for row in attention_rows(*case)]
-    rows += [row for case in LATENT_CASES for row in latent_rows(*case, forms)]
+    page, mla = (tuple(dict.fromkeys((*FORMS[name], *forms))) for name in ("page", "mla"))
+    rows = [row for case in CASES for row in attention_rows(*case, page)]
+    rows += [row for case in LATENT_CASES for row in latent_rows(*case, mla)]
     return [row for row in rows if all(f" {part} " in f" {row.label} " for part in parts)]
 
 
 # ---- timing ------------------------------------------------------------------------------------
 
 
-def chain(call: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """Returns a program of ``CALLS`` calls."""
+def chain(call: Step) -> Step:
+    """Returns a function of ``CALLS`` calls."""
 
-    def run_all(q: jax.Array) -> jax.Array:
+    def run_all(*carried: jax.Array) -> tuple[jax.Array, ...]:
         for _ in range(CALLS):
-            q = call(q)
-        return q
+            carried = call(*carried)
+        return carried
 
-    return jax.jit(run_all)
+    return run_all
 
 
-def time_case(rows: list[Row]) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns us a call of the rows that can be timed, and what is wrong with the others."""
+def prepare(row: Row) -> tuple[Any, Callable[[], Any]] | str:
+    """Returns the result of one call and its compiled chain, or why it does not run."""
+    try:
+        call, arrays = row.make()
+        first = jax.block_until_ready(jax.jit(call)(*arrays))[0]
+        written = range(1, len(arrays))  # in place, as a server donates its caches
+        compiled = jax.jit(chain(call), donate_argnums=written).lower(*arrays).compile()
+        return first, Program(compiled, arrays, dict(zip(written, written, strict=True)))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:160]}"
+
+
+def time_case(rows: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns us a call of the rows that can be timed, and what is wrong with the others.
+
+    ``rows``: what ``prepare`` returned, by label.
+    """
     programs, wrong, expected = {}, {}, None
-    for row in rows:
-        try:
-            call, q = row.make()
-            first = jax.block_until_ready(jax.jit(call)(q))
-            run = chain(call)
-            jax.block_until_ready(run(q))
-        except Exception as error:
-            wrong[row.label] = f"{type(error).__name__}: {str(error)[:160]}"
+    for label, prepared in rows.items():
+        if isinstance(prepared, str):
+            wrong[label] = prepared
             continue
+        first, program = prepared
         why = None if expected is None else disagreement(first, expected)
         expected = first if expected is None else expected
         if why is None:
-            programs[row.label] = lambda run=run, q=q: run(q)
+            # not a Program itself, whose kernels would be timed without the gaps between them
+            programs[label] = lambda program=program: program()
         else:
-            wrong[row.label] = f"WRONG: {why}"
+            wrong[label] = f"WRONG: {why}"
     times = time_together(programs, rounds=ROUNDS, target_s=ROUND_S)
     return {name: timing.median * 1e6 / CALLS for name, timing in times.items()}, wrong
 
@@ -202,21 +236,25 @@ def time_case(rows: list[Row]) -> tuple[dict[str, float], dict[str, str]]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="latency", description=(__doc__ or "").splitlines()[0])
     p.add_argument("parts", nargs="*", help="a row's label must have all of them")
-    p.add_argument("--form", action="append", default=[], help="of mla: PLATFORM FIELD=N FIELD=N")
+    p.add_argument(
+        "--form", action="append", default=[], help="of page, mla: PLATFORM FIELD=N FIELD=N"
+    )
     return p.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    rows, failed = rows_of(args.parts, (*FORMS, *args.form)), False
+    rows, failed = rows_of(args.parts, tuple(args.form)), False
     if not rows:
         print(f"no row has all of {args.parts}")
         return 2
     checkout.register()
     width = max(len(row.label) for row in rows)
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        prepared = dict(zip((row.label for row in rows), pool.map(prepare, rows), strict=True))
     for case in dict.fromkeys(row.case for row in rows):
         mine = [row for row in rows if row.case == case]
-        times, wrong = time_case(mine)
+        times, wrong = time_case({row.label: prepared[row.label] for row in mine})
         for row in mine:
             us = times.get(row.label)
             text = wrong.get(row.label) if us is None else f"{us:8.2f} us, {row.bytes / 1e6:.2f} MB"

@@ -18,7 +18,7 @@ import checkout
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejktest import ahead, at_size
 from ejktest.cases import attention, grouped, latent, paged, ragged, sparse
-from gpu import compare, compare_code, latency, named, sweep
+from gpu import compare, compare_code, latency, named, ratios, sweep
 
 
 @pytest.fixture
@@ -262,14 +262,18 @@ def test_short_calls_are_timed_in_chains(monkeypatch, capsys):
         "ROUND_S": 0.0,
         "LATENT_HEADS": 2,
         "LATENT_CASES": ((1, 128),),
+        "CASES": ((2, 32),),
+        "FORMS": {"mla": ("triton tiles=2",), "page": ()},
     }
-    for name, value in {**small, "CASES": ((2, 32),), "FORMS": ("triton tiles=2",)}.items():
+    for name, value in small.items():
         monkeypatch.setattr(latency, name, value)
     assert latency.main(["mla", "default"]) == 0
     assert latency.main(["2 x 32", "contiguous"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    assert latency.main(["2 x 32", "v3"]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("mla 1 x 128 default") and " us, 0.15 MB" in first
     assert second.startswith("contiguous 2 x 32 ") and " us, 0.26 MB" in second
+    assert third.startswith("v3 2 x 32 ") and " us, 0.26 MB" in third
     assert latency.main(["mla 1 x 128", "--form", "cuda"]) == 1
     timed, unknown, absent = capsys.readouterr().out.splitlines()
     assert " us, " in timed and "TypeError" in unknown and "tiles" in unknown
@@ -277,7 +281,23 @@ def test_short_calls_are_timed_in_chains(monkeypatch, capsys):
     assert latency.main(["ml"]) == 2
 
 
-def test_forms_of_latent_decoding_have_fields_of_tiles():
+def test_calls_are_timed_next_to_what_they_should_cost(monkeypatch, capsys):
+    """Parts choose rows; one that does not run has its error."""
+    small = {"SEQUENCES": 2, "CONTEXT": 64, "HEADS": 2, "KV_HEADS": 1, "DIM": 16, "ROUNDS": 1}
+    for name, value in {**small, "ROUND_S": 0.0, "CONTINUATIONS": 3, "OWN": 8}.items():
+        monkeypatch.setattr(ratios, name, value)
+    assert ratios.named_call("gated_delta_rule", "delta-packed-64k").shape.sequences == 32
+    monkeypatch.setattr(ratios, "named_call", lambda *_: {}["no-such-shape"])
+    assert ratios.main(["tree of 8", "prefix"]) == 0
+    tree, prefix = capsys.readouterr().out.splitlines()
+    assert tree.startswith("tree of 8 ") and tree.endswith("aim 1.0  (host)")
+    assert prefix.startswith("shared prefix ") and len(prefix.split()) == 6
+    assert ratios.main(["delta step"]) == 1
+    assert "KeyError: 'no-such-shape'" in capsys.readouterr().out
+    assert ratios.main(["no such row"]) == 2
+
+
+def test_forms_of_decoding_have_fields_of_tiles():
     from ejkernel.kernels.pallas import compat
 
     if (reason := compat.mosaic_gpu_problem()) is not None:
@@ -290,7 +310,7 @@ def test_forms_of_latent_decoding_have_fields_of_tiles():
         1, 128, 1, 576, 512, 64, 64, 64, *["bfloat16"] * 3, 576**-0.5, KVLayout.latent(576)
     )
     targets = {"pallas": Chip(), "triton": cuda_target(90)}
-    for form in latency.FORMS:
+    for form in latency.FORMS["mla"]:
         platform, *pairs = form.split()
-        tiles = latency.latent_form(form).choose(p, targets[platform])
+        tiles = latency.with_form("mla_decode", form).choose(p, targets[platform])
         assert {f"{name}={value}" for name, value in sweep.flat(tiles).items()} >= set(pairs)
