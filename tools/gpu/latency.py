@@ -2,6 +2,7 @@
 
     python tools/gpu/latency.py                        # every row
     python tools/gpu/latency.py mla 32768              # rows whose labels have all of these parts
+    python tools/gpu/latency.py mla "1 x 8192,1 x 32768"                # commas: any of these
     python tools/gpu/latency.py mla --form "triton splits=2 num_launches=1"
 
 A row is ``CALLS`` calls in one program, each on the result of the one before, so that launches and
@@ -178,11 +179,14 @@ def with_form(operation: str, form: str) -> Callable[..., jax.Array]:
 
 
 def rows_of(parts: list[str], forms: tuple[str, ...]) -> list[Row]:
-    """Returns the rows whose labels have all of these parts, as words or several words."""
+    """Returns the rows whose labels have all of these parts: words, of several by commas one."""
     page, mla = (tuple(dict.fromkeys((*FORMS[name], *forms))) for name in ("page", "mla"))
     rows = [row for case in CASES for row in attention_rows(*case, page)]
     rows += [row for case in LATENT_CASES for row in latent_rows(*case, mla)]
-    return [row for row in rows if all(f" {part} " in f" {row.label} " for part in parts)]
+    choices = [part.split(",") for part in parts]
+    return [
+        row for row in rows if all(any(f" {x} " in f" {row.label} " for x in c) for c in choices)
+    ]
 
 
 # ---- timing ------------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ def time_case(rows: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="latency", description=(__doc__ or "").splitlines()[0])
-    p.add_argument("parts", nargs="*", help="a row's label must have all of them")
+    p.add_argument("parts", nargs="*", help="a row's label must have all of them; A,B: A or B")
     p.add_argument(
         "--form", action="append", default=[], help="of page, mla: PLATFORM FIELD=N FIELD=N"
     )

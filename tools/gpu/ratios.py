@@ -1,17 +1,18 @@
-"""Time calls next to what they should cost: a plainer call, or a copy of the bytes they move.
+"""Time calls next to plainer calls, or next to a copy of the bytes that they move.
 
     python tools/gpu/ratios.py                       # every row
     python tools/gpu/ratios.py delta tree            # rows whose names have one of these parts
 
-A row is milliseconds of a call, of what stands next to it, and their ratio with the ratio that is
-aimed at. Both are timed alternately in one process, short ones by the kernels' own time; rows of
-nothing to compare with are milliseconds alone. All programs are compiled first, several at once.
+A row is milliseconds of a call and of the one next to it, and their ratio with the ratio that is
+aimed at. Both are timed alternately in one process, short ones by the kernels' own time; some rows
+are milliseconds of one call alone. All programs are compiled first, several at once.
 Exit status 1: a row did not run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,6 @@ sys.path.insert(0, str(checkout.ROOT / "docs" / "examples"))
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-import shared_prefix  # noqa: E402
 
 from ejkernel import modules  # noqa: E402
 from ejkernel.modules.bench.case import forward_and_backward, ours  # noqa: E402
@@ -39,9 +39,9 @@ from ejkernel.modules.workloads.find import shapes_of  # noqa: E402
 
 COMPILERS = 16
 ROUNDS, ROUND_S = 9, 0.05
-SEQUENCES, CONTEXT, PAGE = 16, 8192, 16  # of trees
+SEQUENCES, CONTEXT, PAGE = 16, 8192, 16
 HEADS, KV_HEADS, DIM = 32, 8, 128
-CONTINUATIONS, OWN = 64, 256  # of a prefix of CONTEXT tokens, and most tokens of each
+CONTINUATIONS, LONGEST = 64, 256  # of a prefix of CONTEXT tokens, and most tokens of one
 
 Arrays = tuple[jax.Array, ...]
 Timed = tuple[Callable[..., Any], Arrays]  # a function of its arrays
@@ -150,8 +150,9 @@ def tree(nodes: int) -> tuple[Timed, ...]:
 
 def prefix() -> tuple[Timed, ...]:
     """A prefix that is read once next to tables that all name its pages."""
+    shared_prefix: Any = importlib.import_module("shared_prefix")  # of docs/examples
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "dtype": jnp.bfloat16}
-    arguments = shared_prefix.make(CONTINUATIONS, CONTEXT, OWN, page_size=PAGE, **sizes)
+    arguments = shared_prefix.make(CONTINUATIONS, CONTEXT, LONGEST, page_size=PAGE, **sizes)
     q, kv, caches, lengths, tables = arguments
     count = CONTEXT // PAGE
     joined = [
@@ -161,8 +162,8 @@ def prefix() -> tuple[Timed, ...]:
     shared = jnp.broadcast_to(jnp.arange(count, dtype=tables.dtype), (CONTINUATIONS, count))
     where = lengths + CONTEXT, jnp.concatenate([shared, tables + count], axis=1)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *own: jax.Array) -> jax.Array:
-        return shared_prefix.attend(q, (k, v), own[:2], *own[2:])
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *pages: jax.Array) -> jax.Array:
+        return shared_prefix.attend(q, (k, v), pages[:2], *pages[2:])
 
     return (attend, (q, *kv, *caches, lengths, tables)), (
         modules.page_attention,

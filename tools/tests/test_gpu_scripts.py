@@ -269,7 +269,7 @@ def test_short_calls_are_timed_in_chains(monkeypatch, capsys):
         monkeypatch.setattr(latency, name, value)
     assert latency.main(["mla", "default"]) == 0
     assert latency.main(["2 x 32", "contiguous"]) == 0
-    assert latency.main(["2 x 32", "v3"]) == 0
+    assert latency.main(["2 x 32", "v3,v4"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("mla 1 x 128 default") and " us, 0.15 MB" in first
     assert second.startswith("contiguous 2 x 32 ") and " us, 0.26 MB" in second
@@ -284,7 +284,7 @@ def test_short_calls_are_timed_in_chains(monkeypatch, capsys):
 def test_calls_are_timed_next_to_what_they_should_cost(monkeypatch, capsys):
     """Parts choose rows; one that does not run has its error."""
     small = {"SEQUENCES": 2, "CONTEXT": 64, "HEADS": 2, "KV_HEADS": 1, "DIM": 16, "ROUNDS": 1}
-    for name, value in {**small, "ROUND_S": 0.0, "CONTINUATIONS": 3, "OWN": 8}.items():
+    for name, value in {**small, "ROUND_S": 0.0, "CONTINUATIONS": 3, "LONGEST": 8}.items():
         monkeypatch.setattr(ratios, name, value)
     assert ratios.named_call("gated_delta_rule", "delta-packed-64k").shape.sequences == 32
     monkeypatch.setattr(ratios, "named_call", lambda *_: {}["no-such-shape"])
