@@ -4,20 +4,27 @@
     accuracy.py flash_attention          of one operation, or several
     accuracy.py --platform xla           of one backend: xla, triton, pallas, cuda
     accuracy.py --write                  keep them in tools/accuracy_records, one file a device
+    accuracy.py --out FILE               keep them in another file
+    accuracy.py --processes 8 --seconds 80   that many at once; nothing starts after the seconds
 
-``tables.py --write`` makes the table of these records. A backend whose hardware is absent runs in
-its interpreter, which rounds where the hardware rounds but adds in another order. The reference is
-the call with the same inputs in float64, by the XLA implementation, which the tests compare with
-numpy.
+``tables.py --write`` makes the table of these records. What is in a record and was not measured
+again stays. A backend whose hardware is absent runs in its interpreter, which rounds where the
+hardware rounds but adds in another order. The reference is the call with the same inputs in
+float64 on the CPU, by the XLA implementation, which the tests compare with numpy.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
+import multiprocessing
+import os
 import sys
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +117,9 @@ def run_call(example: Call, arrays: dict[str, jax.Array], platform: str) -> list
     return [np.asarray(x) for x in (out, *gradients.values())]
 
 
-def errors(operation: str, dtype: str, platform: str) -> list[float]:
-    """Returns RMS errors over the RMS of the reference: of the output, and the largest one of
-    the gradients where the operation is trained."""
+@functools.lru_cache(1)  # the platforms of one operation and dtype follow each other
+def reference(operation: str, dtype: str) -> tuple[Call, dict[str, jax.Array], list[np.ndarray]]:
+    """Returns a call, its arrays in a dtype, and its results in float64 from these arrays."""
     example = call(
         operation,
         length=LENGTH,
@@ -122,9 +129,17 @@ def errors(operation: str, dtype: str, platform: str) -> list[float]:
         sizes=SIZES,
     )
     arrays = cast(example, dtype)
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.enable_x64(True), jax.default_device(cpu):
+        wide = cast(Call(operation, jax.device_put(arrays, cpu), {}), jnp.float64)
+        return example, arrays, run_call(example, wide, "xla")
+
+
+def errors(operation: str, dtype: str, platform: str) -> list[float]:
+    """Returns RMS errors over the RMS of the reference: of the output, and the largest one of
+    the gradients where the operation is trained."""
+    example, arrays, exact = reference(operation, dtype)
     got = run_call(example, arrays, platform)
-    with jax.enable_x64(True):
-        exact = run_call(example, cast(Call(operation, arrays, {}), jnp.float64), "xla")
     ratios = [measure(a, b).rms_ratio for a, b in zip(got, exact, strict=True)]
     return [ratios[0], *([max(ratios[1:])] if ratios[1:] else [])]
 
@@ -162,47 +177,94 @@ def device_name() -> str:
     return kind.lower().replace(" ", "-")
 
 
-def record(operation: str, platform: str) -> dict[str, Any]:
-    """Returns errors by ``operation dtype``: None where the kernel declines the call."""
+def record(operation: str, dtype: str, platforms: Sequence[str]) -> dict[str, Any]:
+    """Returns errors by platform: None where the kernel declines the call, text where it failed."""
     from ejkernel.ops import KernelNotSupported
 
-    cells: dict[str, Any] = {}
-    for dtype in DTYPES:
+    found: dict[str, Any] = {}
+    on_cpu = jax.default_backend() == "cpu"
+    for platform in platforms:
+        if not have(operation, platform):
+            continue
         try:
-            cell = [float(f"{x:.2g}") for x in errors(operation, dtype, platform)]
+            with interpreters() if on_cpu else contextlib.nullcontext():
+                found[platform] = [float(f"{x:.2g}") for x in errors(operation, dtype, platform)]
         except KernelNotSupported:
-            cell = None
-        print(f"{platform:7} {operation} {dtype}: {cell}", file=sys.stderr, flush=True)
-        cells[f"{operation} {dtype}"] = cell
-    return cells
+            found[platform] = None
+        except Exception as error:  # the others are worth having
+            found[platform] = f"{type(error).__name__}: {error}"
+    return found
 
 
-def keep(platform: str, cells: dict[str, Any]) -> None:
-    """Adds errors to the record of this device."""
-    path = RECORDS / f"{device_name()}.json"
-    cells_by_platform = json.loads(path.read_text()) if path.is_file() else {}
-    cells_by_platform.setdefault(platform, {}).update(cells)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(cells_by_platform, indent=1, sort_keys=True) + "\n")
+def keep(path: Path, operation: str, dtype: str, found: dict[str, Any]) -> None:
+    """Adds errors, which are no failures, to a record."""
+    from ejkernel.modules.bench.record import environment
+
+    content = json.loads(path.read_text()) if path.is_file() else {"errors": {}}
+    content |= environment()
+    for platform, cell in found.items():
+        if not isinstance(cell, str):
+            content["errors"].setdefault(platform, {})[f"{operation} {dtype}"] = cell
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def run_jobs(
+    jobs: Sequence[tuple[str, str]], platforms: Sequence[str], processes: int, seconds: float
+) -> Iterable[tuple[str, str, dict[str, Any]]]:
+    """Yields operation, dtype and their errors by platform, as they are finished in time."""
+    deadline = time.monotonic() + seconds
+    if processes == 1:
+        for job in jobs:
+            if time.monotonic() < deadline:
+                yield *job, record(*job, platforms)
+        return
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # they share a GPU
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    futures = {pool.submit(record, *job, platforms): job for job in jobs}
+    workers = list(pool._processes.values())
+    try:
+        for future in as_completed(futures, max(0.0, deadline - time.monotonic())):
+            yield *futures[future], future.result()
+    except TimeoutError:
+        pass
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.kill()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("operation", nargs="*", help="operations; without any, all")
     parser.add_argument("--platform", action="append", choices=PLATFORMS)
+    parser.add_argument("--dtype", action="append", choices=DTYPES)
     parser.add_argument("--write", action="store_true", help="keep the errors of this device")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to keep them")
+    parser.add_argument("--processes", type=int, default=1, metavar="N")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="ends by then")
     options = parser.parse_args(argv)
     unknown = [name for name in options.operation if name not in FORMS]
     if unknown:
         parser.error(f"no operation {unknown[0]!r}; there are: {', '.join(FORMS)}")
-    scope = interpreters() if jax.default_backend() == "cpu" else contextlib.nullcontext()
-    with scope:
-        for platform in options.platform or PLATFORMS:
-            for operation in options.operation or FORMS:
-                cells = record(operation, platform) if have(operation, platform) else {}
-                if options.write and cells:
-                    keep(platform, cells)
-    return 0
+    path = options.out
+    if path is None and options.write:
+        path = RECORDS / f"{device_name()}.json"
+    jobs = [
+        (name, dtype) for name in options.operation or FORMS for dtype in options.dtype or DTYPES
+    ]
+    left, failed = dict.fromkeys(jobs), False
+    platforms = options.platform or PLATFORMS
+    for operation, dtype, found in run_jobs(jobs, platforms, options.processes, options.seconds):
+        del left[operation, dtype]
+        failed |= any(isinstance(cell, str) for cell in found.values())
+        for platform, cell in found.items():
+            print(f"{platform:7} {operation} {dtype}: {cell}", file=sys.stderr, flush=True)
+        if path is not None:
+            keep(path, operation, dtype, found)
+    for operation, dtype in left:
+        print(f"no time left: {operation} {dtype}", file=sys.stderr)
+    return 1 if failed or left else 0
 
 
 if __name__ == "__main__":

@@ -135,30 +135,34 @@ def records_table() -> str:
 
 def accuracy_table() -> str:
     """Returns the errors that ``accuracy.py`` recorded: a row per operation and dtype, a column per
-    device and backend that ran."""
+    device and backend that ran, and when these were."""
     from accuracy import DTYPES, FORMS, PLATFORMS, RECORDS
 
-    records = {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))}
-    columns = [(device, p) for device in records for p in PLATFORMS if p in records[device]]
-    heads = ["operation", "inputs", *(_column_title(device, p) for device, p in columns)]
+    records = [json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))]
+    columns = [(record, p) for record in records for p in PLATFORMS if p in record["errors"]]
+    heads = ["operation", "inputs", *(_column_title(r["device"], p) for r, p in columns)]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for operation in FORMS:
         for dtype in DTYPES:
             key = f"{operation} {dtype}"
-            cells = [_accuracy_cell(records[device][p].get(key)) for device, p in columns]
+            cells = [_accuracy_cell(record["errors"][p].get(key)) for record, p in columns]
             if any(cell != "-" for cell in cells):
                 rows.append(f"| `{operation}` | {dtype} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+    devices = [f"{_title(r['device'])}, {r['date']}, JAX {r['versions']['jax']}" for r in records]
+    return "\n".join([*rows, "", f"Recorded: {'; '.join(devices)}."])
+
+
+def _title(device: str) -> str:
+    return "CPU" if device == "cpu" else device
 
 
 def _column_title(device: str, platform: str) -> str:
-    if device != "cpu":
-        return f"{PLATFORMS[platform]}, {device}"
-    return {
-        "xla": "XLA, CPU",
-        "triton": "Triton, interpreted",
-        "pallas": "Pallas for TPUs, interpreted",
-    }[platform]
+    on_gpu = {"pallas": "Pallas for Hopper", "cuda": "cuDNN"}
+    on_cpu = {"triton": "Triton, interpreted", "pallas": "Pallas for TPUs, interpreted"}
+    if device == "cpu":
+        return on_cpu.get(platform, f"{PLATFORMS[platform]}, CPU")
+    names = PLATFORMS if "TPU" in device else PLATFORMS | on_gpu
+    return f"{names[platform]}, {device}"
 
 
 def _accuracy_cell(errors: list[float] | None) -> str:
