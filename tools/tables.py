@@ -3,8 +3,9 @@
     tables.py            show what is out of date, exit status 1 if anything is
     tables.py --write    bring the documents up to date
 
-Text between ``<!-- table NAME -->`` and ``<!-- end -->`` is written here; the descriptions come
-from docs/operations/README.md.
+Text between ``<!-- table NAME -->`` and ``<!-- end -->`` is written here, and within a line between
+``<!-- figures NAME -->`` and ``<!-- end -->``; the descriptions come from
+docs/operations/README.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from typing import Any
 
 import generated
+import speeds
 from tpu import table as tpu_costs
 
 HARDWARE = ("CPU", "Hopper GPUs", "other NVIDIA", "AMD", "TPUs")
@@ -42,9 +44,11 @@ ON_TPU = "compiled and interpreted, never run on a chip"
 ROW = re.compile(r"^\| \[(\w+)\]\((\w+\.md)\) \| `\w+` \| `(\w+)` \| (.+) \|$", re.MULTILINE)
 PAGES = (
     *("README.md", "docs/guides/numerics.md", "docs/hardware.md", "docs/measured.md"),
-    *("docs/sharding.md", "docs/kernels/tpu.md", "docs/kernels/tpu_costs.md"),
+    *("docs/sharding.md", "docs/kernels/flash_attention_hopper.md"),
+    *("docs/kernels/tpu.md", "docs/kernels/tpu_costs.md"),
 )
 SLOT = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+WITHIN_A_LINE = re.compile(r"(<!-- figures (\w+) -->).*?(<!-- end -->)")
 
 
 def platforms() -> dict[str, list[str]]:
@@ -233,6 +237,8 @@ def render(text: str) -> str:
         "hardware": hardware_table,
         "operations": operations_table,
         "records": records_table,
+        "flash_comparison": speeds.comparison,
+        "flash_rates": speeds.rates,
         "sharding": sharding_table,
         "tpu_comparison": tpu_costs.comparison,
         "tpu_costs": tpu_costs.page,
@@ -245,6 +251,8 @@ def render(text: str) -> str:
         body = tables[name]() if name in tables else kernels_of(name)
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
+    figures = {"flash_speeds": speeds.sentence}
+    text = WITHIN_A_LINE.sub(lambda m: f"{m[1]}{figures[m[2]]()}{m[3]}", text)
     return SLOT.sub(fill, text)
 
 

@@ -75,12 +75,12 @@ def test_what_fails_and_what_has_no_time_is_said_and_not_kept(monkeypatch, tmp_p
     assert "no time left: mean_pooling float32" in capsys.readouterr().err
     assert not path.exists()
     assert accuracy.main(command) == 0
-    kept = path.read_text()
-    assert list(json.loads(kept)["errors"]["xla"]) == ["mean_pooling float32"]
+    text = path.read_text()
+    assert list(json.loads(text)["errors"]["xla"]) == ["mean_pooling float32"]
 
     def fail(*_):
         raise RuntimeError("a lost context")
 
     monkeypatch.setattr(accuracy, "errors", fail)
     assert accuracy.main(command) == 1
-    assert "a lost context" in capsys.readouterr().err and path.read_text() == kept
+    assert "a lost context" in capsys.readouterr().err and path.read_text() == text
