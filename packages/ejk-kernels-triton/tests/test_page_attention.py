@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.triton import page_attention
+from ejkernel.kernels.triton.serving import decode, merge
 from ejkernel.kernels.triton.serving import decode_tiles as tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
@@ -21,6 +22,7 @@ from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem
 from ejktest.bound import bound
 from ejktest.drawn import wild_tables
+from ejktest.interleaved import interleaved
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 
@@ -107,6 +109,90 @@ def test_against_the_formula(name):
         assert x.dtype == np.float32
         check_close(np.asarray(x), want_lse, dtype=q.dtype, name="lse")
     assert not np.asarray(got, np.float32)[lens == 0].any()
+
+
+# lengths, heads and other arguments, options, the reference's options
+ONE_LAUNCH: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "several splits": (dict(lens=(300,), h=8, dtype="bfloat16"), {}, {}),
+    "no tokens": (dict(lens=(0,)), {}, {}),
+    "one split": (dict(lens=(70,)), dict(num_splits=1), {}),
+    "window, cap, sinks": (
+        dict(lens=(150,), d=24, dv=40),
+        dict(sliding_window=70, logits_soft_cap=2.0, num_splits=3, softmax_aux=SINKS),
+        dict(left=70, cap=2.0, aux=SINKS),
+    ),
+    "int8": (
+        dict(lens=(200,), h=6, dtype="bfloat16", cache="int8"),
+        dict(k_scale=0.02, v_scale=0.5),
+        dict(k_scale=0.02, v_scale=0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_LAUNCH)
+def test_one_launch_of_a_single_sequence(name, monkeypatch):
+    """The last program merges, in whatever order programs end: the same bits, no second launch."""
+    shape, options, reference = ONE_LAUNCH[name]
+    q, k, v, lens, tables = draw(**shape)
+    want = expected(q, k, v, lens, tables, **reference)
+    monkeypatch.delattr(merge.PagedMerge, "outputs")  # a second launch would need them
+    call = dict(return_lse=True, cfg={"num_launches": 1}, **options)
+    results = page_attention(q, k, v, lens, tables, **call)
+    for got, exact in zip(results, want, strict=True):
+        check_close(np.asarray(got), exact, name=name, dtype=q.dtype)
+    for seed in range(2):
+        with interleaved(seed):
+            for got, first in zip(
+                page_attention(q, k, v, lens, tables, **call), results, strict=True
+            ):
+                np.testing.assert_array_equal(got, first)
+
+
+@pytest.mark.parametrize("polls", [0, 2, 10**6])
+def test_programs_that_wait_for_each_other_merge_once_all_have_finished(polls, monkeypatch):
+    """They have the bits of the second launch, whether they wait long enough or give up."""
+    q, k, v, lens, tables = draw(lens=(300,), h=4, dtype="bfloat16")
+    expected_bits = page_attention(q, k, v, lens, tables, return_lse=True, num_splits=4)
+    choose = page_attention.choose
+
+    def all_merge(*problem):
+        return replace(choose(*problem), last_merges=False)
+
+    monkeypatch.setattr(type(page_attention), "choose", staticmethod(all_merge))
+    merged = decode.PagedSplit.merge_tile
+    waiting = {"merge_tile": lambda self: (x := merged(self)) and x._replace(POLLS=polls)}
+    waiting["interpreter_arguments"] = lambda self, target: {"PTX": 0}
+    for attribute, value in waiting.items():
+        monkeypatch.setattr(decode.PagedSplit, attribute, value)
+    cfg = {"num_launches": 1}
+    for seed in range(2):
+        with interleaved(seed):
+            results = page_attention(q, k, v, lens, tables, return_lse=True, num_splits=4, cfg=cfg)
+        for got, want in zip(results, expected_bits, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "merges_in_last"), [(32, 8, True), (64, 1, False), (64, 8, True)]
+)
+def test_the_last_program_merges_few_rows(heads, kv_heads, merges_in_last):
+    """It needs no program to run next to another one."""
+    p, target = problem_of(1, heads, kv_heads, 128, 10000, 16, 8192), cuda_target(90)
+    chosen = tiles.choose(p, target)
+    assert (chosen.num_launches, chosen.last_merges) == (2, merges_in_last)
+    assert page_attention.fix_order(replace(chosen, num_launches=1)).num_launches == 2
+    tiles_of_one = chosen.apply_config({"num_launches": 1}, p, target)
+    many = 10 * target.cores
+    assert tiles.can_merge_at_end(p, tiles_of_one, many, target) == merges_in_last
+    assert not tiles.can_merge_at_end(replace(p, batch=2), tiles_of_one, many, target)
+
+
+def test_few_steps_of_a_program_where_the_last_one_merges():
+    target = cuda_target(90)
+    for pages, ranges in ((64, 16), (512, 32), (8192, 33)):
+        p = problem_of(1, 32, 8, 128, 10000, 16, pages)
+        tiles_of_one = tiles.choose(p, target).apply_config({"num_launches": 1}, p, target)
+        assert tiles.count_work_ranges(p, tiles_of_one, target) == ranges
 
 
 def problem_of(batch, heads, kv_heads, dim, pages, page_size, max_pages):

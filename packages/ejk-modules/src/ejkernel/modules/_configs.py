@@ -82,18 +82,17 @@ class _PagedDecodeConfig(OpConfig):
     pages_per_block: int | None = count_field()
     num_warps: int | None = warps_field()
     num_stages: int | None = stages_field()
+    num_launches: int | None = count_field()
 
 
 @dataclass(frozen=True)
 class PageAttentionConfig(_PagedDecodeConfig):
-    """Key splits and pages per step of page_attention."""
+    """Key splits, pages per step and launches of page_attention."""
 
 
 @dataclass(frozen=True)
 class MLADecodeConfig(_PagedDecodeConfig):
     """Key splits, pages per step and launches of mla_decode."""
-
-    num_launches: int | None = count_field()
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ PACKAGE = KernelPackage(
             "flash_attention.implementation:ring_attention",
             config_fields=(*_FLASH, "context_parallel"),
         ),
-        _serving("page_attention", _PAGED),
+        _serving("page_attention", (*_PAGED, "num_launches")),
         _serving("ragged_page_attention", _RAGGED),
         _serving("ragged_page_attention_v3", _RAGGED),
         _serving("ragged_decode_attention", tuple(f"fwd_params.{size}" for size in _SIZES[1:])),

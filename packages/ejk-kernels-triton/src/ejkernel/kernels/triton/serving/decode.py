@@ -15,7 +15,8 @@ All query heads of a kv head are rows of one matmul, padded to 16.
 A sequence costs SETUP_TILES tiles more than it has: a range that begins another one waits for its
 queries and first keys, and stores its results; it gets SETUP_TILES tiles fewer.
 With SPLITS > 0 every sequence has SPLITS equal ranges instead. With ``counters`` the programs of a
-single sequence then merge its partial results themselves (``merge.merge_at_end``).
+single sequence then merge its partial results themselves: the last one of few rows
+(``merge.merge_by_last``), or all of them together (``merge.merge_at_end``).
 
 A sequence has one query row at its end, or up to TOKENS of them (``counts``, None: all; the first
 is row ``rows``, None: TOKENS times its index): then they are rows of one matmul with their heads,
@@ -67,12 +68,14 @@ from ejkernel.kernels.triton.serving.launch import (
     sequential,
 )
 from ejkernel.kernels.triton.serving.merge import (
+    MERGED,
     POLLS,
     PagedMerge,
     average_factor,
     compute_output_factor,
     load_head_scale,
     merge_at_end,
+    merge_by_last,
     partial_logit,
 )
 from ejkernel.kernels.triton.serving.pages import clamp_run, compute_cache_rows, load_block_pages
@@ -251,7 +254,12 @@ def paged_split(
             tl.store(partial.m + partial_row, m, mask=inside)
             tl.store(partial.l + partial_row, l, mask=inside)
             store_rows(partial.acc, partial_row, acc, acc_tail, inside, cache.V)
-            if counters is not None:
+            if counters is not None and merge.MEMBERS > 0:
+                merge_by_last(
+                    partial, v_scale, sinks, o, lse, counters, b, hk, chunk, layout, cache.V.DIM,
+                    SPLITS, merge,
+                )  # fmt: skip
+            elif counters is not None:
                 merge_at_end(
                     partial, v_scale, sinks, o, lse, counters, b, hk, chunk, work_range, layout,
                     cache.V.DIM, SPLITS, merge,
@@ -311,11 +319,17 @@ class PagedSplit(PagedLaunch):
         return {"counters": "counters_in"}
 
     def merge_tile(self) -> MergeAtEnd | None:
-        """Returns how partial results are merged, as ``PagedMerge`` does it."""
+        """Returns how partial results are merged: by the last program, or as by ``PagedMerge``."""
+        p = self.problem
         if not self.merges_at_end:
             return None
-        launch = PagedMerge(self.problem, self.tiles, self.ranges)
-        return MergeAtEnd(*launch.columns, launch.parts[0], POLLS)
+        if self.tiles.last_merges:
+            members = min(self.query_block[0], power_of_two(p.group * p.tokens))
+            columns = max(16, power_of_two(p.value_dim))
+            parts = min(max(1, MERGED // (members * columns)), power_of_two(self.ranges))
+            return MergeAtEnd(columns, 1, parts, members, POLLS)
+        launch = PagedMerge(p, self.tiles, self.ranges)
+        return MergeAtEnd(*launch.columns, launch.parts[0], 0, POLLS)
 
     def interpreter_arguments(self, target):
         """Programs run one after the other there: waiting is in vain."""

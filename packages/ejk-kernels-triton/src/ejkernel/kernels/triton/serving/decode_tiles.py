@@ -15,6 +15,7 @@ from ejkernel.types.serving.problem import PagedProblem
 # tile field to config field
 LAUNCHED = {name: name for name in ("num_warps", "num_stages", "num_launches")}
 MIN_BLOCK = 16  # tokens: a matrix instruction has no fewer columns
+SHORT_STEPS = 4  # of a work range where the last program merges
 MAX_ROWS = 64  # query heads of one program: more fill the registers with accumulators
 
 
@@ -35,9 +36,11 @@ class DecodeTiles:
         tma: whether steps are read by TMA; only where keys hold their values.
         form: form of scores with 8-bit keys (``eight_bit_scores``); only where keys hold their
             values and are read by TMA.
-        num_launches: 1: the programs of a single sequence wait for each other and merge their
-            partial results, where all of them run at the same time. Other calls have a second
-            launch that merges.
+        num_launches: 1: the programs of a single sequence merge their partial results. Other calls
+            have a second launch that merges.
+        last_merges: whether in one launch the last program of a block of query rows merges them.
+            Else all of its programs wait for each other and share the rows, where all programs of
+            the launch run at the same time.
         convert_once: whether 8-bit values are converted once for both matmuls, which then read
             shared memory; only where keys hold their values.
     """
@@ -55,6 +58,7 @@ class DecodeTiles:
     form: str = ""
     convert_once: bool = False
     num_launches: int = 2
+    last_merges: bool = False
 
     @property
     def fields(self) -> dict[str, int]:
@@ -127,6 +131,12 @@ def shared_bytes(problem: PagedProblem, block: int, stages: int) -> int:
 
 def choose(problem: PagedProblem, target: Target) -> DecodeTiles:
     """Returns the heuristic tiles."""
+    # partial results of few rows are merged in one wait for memory, as soon as waiting for others
+    few = problem.group * problem.tokens * power_of_two(problem.value_dim) <= 1024
+    return replace(_chosen(problem, target), last_merges=few)
+
+
+def _chosen(problem: PagedProblem, target: Target) -> DecodeTiles:
     rows, _ = query_rows(problem)
     columns = power_of_two(max(map(sum, column_parts(problem))))
     # operands of the matmuls go through registers: 64 tokens of 128 columns fill a third of
@@ -164,8 +174,19 @@ def count_work_ranges(problem: PagedProblem, tiles: DecodeTiles, target: Target)
     heads = problem.kv_heads * chunks
     room = target.cores * tiles.programs_per_core
     ranges = room // heads if 4 * heads <= room else -(-4 * room // heads)
-    longest = -(-problem.capacity // tiles.block)
-    return max(1, min(ranges, problem.batch * longest))
+    steps = problem.batch * -(-problem.capacity // tiles.block)
+    if tiles.num_launches == 1 and tiles.last_merges and problem.batch == 1:
+        ranges = min(ranges, count_short_ranges(steps, heads, target))
+    return max(1, min(ranges, steps))
+
+
+def count_short_ranges(steps: int, heads: int, target: Target) -> int:
+    """Returns the work ranges of a call whose last programs merge.
+
+    A program has SHORT_STEPS steps, whose loads are in flight together, so that few partial
+    results merge in one wait; or fewer, so that every multiprocessor has a program.
+    """
+    return max(steps // SHORT_STEPS, target.cores // heads)
 
 
 def can_merge_at_end(
@@ -173,8 +194,9 @@ def can_merge_at_end(
 ) -> bool:
     """Returns whether the launch that reads the keys merges too."""
     programs = ranges * problem.kv_heads * query_rows(problem, tiles.max_rows)[1]
-    run_together = programs <= target.cores * tiles.programs_per_core
-    return tiles.num_launches == 1 and problem.batch == 1 and run_together
+    can_wait = programs <= target.cores * tiles.programs_per_core
+    is_single = tiles.num_launches == 1 and problem.batch == 1
+    return is_single and (tiles.last_merges or can_wait)
 
 
 def neighbours(problem: PagedProblem, target: Target, chosen: DecodeTiles) -> list[DecodeTiles]:

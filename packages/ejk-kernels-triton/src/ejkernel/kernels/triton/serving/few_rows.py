@@ -43,10 +43,11 @@ from ejkernel.kernels.triton.serving.launch import (
     sequential,
 )
 from ejkernel.kernels.triton.serving.merge import (
+    MERGED,
     compute_output_factor,
     find_range,
     load_head_scale,
-    merge_rows,
+    merge_block,
     row_lse,
 )
 from ejkernel.kernels.triton.serving.packed_rows import find_packed_rows, packed_sequences
@@ -59,7 +60,6 @@ from ejkernel.kernels.triton.serving.ragged_tiles import (
 from ejkernel.kernels.triton.targets import instructions
 from ejkernel.types.serving.problem import ITEMSIZE
 
-MERGED = 8192  # float32 elements of partial results that a program loads at once
 COPIED = 2048  # elements of a cache that a program copies at a time
 
 
@@ -222,22 +222,12 @@ def few_rows_attention(
                 head = (head_block % layout.CHUNKS) * tile.HEADS + tl.arange(0, tile.HEADS)
                 is_valid = head < GROUP
                 head += hk * GROUP
-                column = tl.arange(0, tile.COLUMNS)
                 for i in range(0, count):
-                    top, norm, merged = merge_rows(
-                        partial.acc, partial.m, partial.l, first + i * layout.ALL + head,
-                        is_valid, parts, TOKENS * layout.ALL, column, cache.V.DIM, tile.PARTS,
+                    merge_block(
+                        partial, sinks, o, lse, 0, first + i * layout.ALL + head,
+                        (b + i).to(tl.int64) * layout.ALL + head, head, is_valid, parts,
+                        TOKENS * layout.ALL, value_scale, cache.V.DIM, tile.COLUMNS, tile.PARTS,
                     )  # fmt: skip
-                    share = compute_output_factor(top, norm, sinks, 0, head, is_valid, value_scale)
-                    target = (b + i).to(tl.int64) * layout.ALL + head
-                    tl.store(
-                        o + target[:, None] * cache.V.DIM + column[None, :],
-                        (merged * share[:, None]).to(o.dtype.element_ty),
-                        mask=is_valid[:, None] & (column < cache.V.DIM)[None, :],
-                    )
-                    if lse is not None:
-                        logit = row_lse(top, norm, sinks, 0, head, is_valid)
-                        tl.store(lse + target, logit, mask=is_valid)
         t = stop
 
 

@@ -129,12 +129,14 @@ class MergeAtEnd(NamedTuple):
     Attributes:
         COLUMNS, CHUNKS: columns that are merged at once, and how often.
         PARTS: partial results that are loaded at once.
+        MEMBERS: query rows that the last program merges at once; 0: all programs share them.
         POLLS: looks at a counter before a program gives up waiting for others.
     """
 
     COLUMNS: int
     CHUNKS: int
     PARTS: int
+    MEMBERS: int
     POLLS: int
 
 

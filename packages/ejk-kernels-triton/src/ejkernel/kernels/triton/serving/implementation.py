@@ -56,7 +56,8 @@ class PageAttention(DecodeKernel):
 
     The query is float16, bfloat16 or float32; caches are of those dtypes, int8, float8_e4m3fn or
     float8_e5m2; head dims are multiples of 8 up to 256. Memory past a context is never read. Two
-    runs give the same bits. ``cfg``: pages_per_block, num_splits, num_warps, num_stages.
+    runs give the same bits. ``cfg``: pages_per_block, num_splits, num_warps, num_stages,
+    num_launches.
     """
 
     call = calls.PageAttention

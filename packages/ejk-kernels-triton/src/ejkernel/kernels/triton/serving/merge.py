@@ -23,7 +23,7 @@ from typing import ClassVar
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import power_of_two, struct
-from ejkernel.kernels.triton.serving.finished import wait_for_programs
+from ejkernel.kernels.triton.serving.finished import count_finished, wait_for_programs
 from ejkernel.kernels.triton.serving.groups import Partial
 from ejkernel.kernels.triton.serving.launch import (
     PagedLaunch,
@@ -34,6 +34,7 @@ from ejkernel.kernels.triton.serving.launch import (
 from ejkernel.types.serving.problem import ITEMSIZE
 
 POLLS = 1024  # looks at a counter, about 0.5 us each, before a program gives up waiting
+MERGED = 8192  # float32 elements of partial results that the last program loads at once
 FEW = tl.constexpr(8)  # partial results that a thread holds, one after the other
 
 
@@ -236,6 +237,7 @@ def merge_rows(
 
     ``rows``: the first of each. No sum crosses lanes, and PARTS loads are in flight together.
     """
+    AVERAGES: tl.constexpr = acc_in.dtype.element_ty == tl.float16
     m = tl.full(rows.shape, float("-inf"), tl.float32)
     l = tl.zeros(rows.shape, tl.float32)  # noqa: E741
     acc = tl.zeros([rows.shape[0], column.shape[0]], tl.float32)
@@ -248,7 +250,8 @@ def merge_rows(
             valid = inside & (i + n < count)
             at = rows + (i + n) * step
             mask = valid[:, None] & (column < DV)[None, :]
-            accs += (tl.load(acc_in + at[:, None] * DV + column[None, :], mask=mask, other=0.0),)
+            acc_at = acc_in + at[:, None] * DV + column[None, :]
+            accs += (tl.load(acc_at, mask=mask, other=0.0).to(tl.float32),)
             ms += (tl.load(m_in + at, mask=valid, other=float("-inf")),)
             ls += (tl.load(l_in + at, mask=valid, other=0.0),)
         for n in tl.static_range(PARTS):
@@ -260,8 +263,9 @@ def merge_rows(
         acc = acc * alpha[:, None]
         for n in tl.static_range(PARTS):
             weight = tl.exp2(ms[n] - base)
-            l += ls[n] * weight  # noqa: E741
-            acc += accs[n] * weight[:, None]
+            total = ls[n] * weight
+            l += total  # noqa: E741
+            acc += accs[n] * (total if AVERAGES else weight)[:, None]
     return m, l, acc
 
 
@@ -290,6 +294,52 @@ def merge_columns(
     tl.store(
         o + row * DV + column, (acc * tl.sum(factor, 0)).to(o.dtype.element_ty), mask=column < DV
     )
+
+
+@triton.jit
+def merge_block(
+    partial, sinks, o, lse_out, b, partial_rows, rows, heads, inside, count, step, value_scale,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Writes ``rows`` of the output, and of its lse if there is one, with all of their columns.
+
+    Each has ``count`` partial results, ``step`` rows apart, the first of them ``partial_rows``.
+    """
+    column = tl.arange(0, COLUMNS)
+    m, l, acc = merge_rows(  # noqa: E741
+        partial.acc, partial.m, partial.l, partial_rows, inside, count, step, column, DV, PARTS
+    )
+    factor = compute_output_factor(m, l, sinks, b, heads, inside, value_scale)
+    tl.store(
+        o + rows[:, None] * DV + column[None, :],
+        (acc * factor[:, None]).to(o.dtype.element_ty),
+        mask=inside[:, None] & (column < DV)[None, :],
+    )
+    if lse_out is not None:
+        tl.store(lse_out + rows, row_lse(m, l, sinks, b, heads, inside), mask=inside)
+
+
+@triton.jit
+def merge_by_last(
+    partial, v_scale, sinks, o, lse_out, counters, b, hk, chunk, layout, DV: tl.constexpr,
+    SPLITS: tl.constexpr, tile,
+):  # fmt: skip
+    """Writes the rows of a program's block of sequence ``b``, in the last program that has them.
+
+    All splits of a block count themselves in one of the ``counters``.
+    """
+    GROUP: tl.constexpr = layout.ALL // layout.KV
+    ROWS: tl.constexpr = layout.TOKENS * layout.ALL
+    value_scale = load_head_scale(v_scale, b, hk)
+    if count_finished(counters + hk * layout.CHUNKS + chunk) == SPLITS - 1:
+        member = chunk * layout.BLOCK + tl.arange(0, tile.MEMBERS)
+        heads = hk * GROUP + member % GROUP
+        row = (member // GROUP * layout.ALL + heads).to(tl.int64)
+        merge_block(
+            partial, sinks, o, lse_out, b, b.to(tl.int64) * SPLITS * ROWS + row,
+            b.to(tl.int64) * ROWS + row, heads, member < GROUP * layout.TOKENS, SPLITS, ROWS,
+            value_scale, DV, tile.COLUMNS, tile.PARTS,
+        )  # fmt: skip
 
 
 @triton.jit

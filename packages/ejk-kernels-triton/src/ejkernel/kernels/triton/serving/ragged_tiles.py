@@ -18,7 +18,6 @@ from ejkernel.types.serving.schedule import LongPrefill
 
 MIN_SPLIT_KEYS = 1024  # keys of a split: its partial results are a quarter of their bytes
 MAX_COMPARISONS = 4096  # of rows with sequences, which each program of few rows makes at once
-FEW_ROWS_STEPS = 4  # steps of a work range of few rows
 MAX_REPEATED_READS = 4  # times that few rows of one sequence may read its keys, one a chunk
 MAX_PLANNED_ROWS = 1024  # that a program looks at at once, where a plan has their sequences
 MAX_DECODE_TOKENS = 8  # rows of a sequence in one decoding step: keys are read once for all of them
@@ -212,9 +211,7 @@ def is_few_rows(problem: RaggedProblem, tiles: RaggedTiles) -> bool:
 def few_row_ranges(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> int:
     """Returns the number of equal work ranges of all keys of few rows.
 
-    A program has FEW_ROWS_STEPS steps, whose loads are in flight together, so that few partial
-    results merge in one wait; or fewer, so that every multiprocessor has a program, or more, where
-    as many programs run as of ``decode``.
+    As ``count_short_ranges``, or fewer, where as many programs run as of ``decode``.
     """
     p, t = problem.paged, tiles.decode
     longest = -(-p.capacity // t.block)
@@ -222,7 +219,7 @@ def few_row_ranges(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -
         return max(1, problem.rows * min(tiles.splits, longest))
     _, chunks = query_rows(decode_problem(problem, tiles), t.max_rows)
     heads, steps = p.kv_heads * chunks, problem.rows * longest
-    ranges = max(steps // FEW_ROWS_STEPS, target.cores // heads)
+    ranges = decode_tiles.count_short_ranges(steps, heads, target)
     return max(1, min(ranges, t.programs_per_core * target.cores // heads, steps))
 
 
