@@ -181,6 +181,29 @@ def test_a_narrow_terminal_drops_columns_of_one_table(capsys, monkeypatch, rich)
 
 
 @pytest.mark.parametrize("rich", [False, True])
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_has_headings_in_place_of_columns(capsys, monkeypatch, width, rich):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    if rich:
+        pytest.importorskip("rich")
+    out = RichOutput() if rich else Output()
+    forward = (ROW[0], "fwd", *ROW[2:])
+    out.table(COLUMNS, [ROW, ROW, forward], right=(3, 4), optional=(6, 5, 4), headings=2)
+    out.fields([(f"{' '.join(ROW[:3])}", "a reason that is longer than one line of a terminal")])
+    printed = capsys.readouterr()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", printed.out).splitlines()
+    assert max(map(len, lines)) <= width
+    titles = [line for line in lines if line.startswith(f"{ROW[0]}, ")]
+    assert [title.split()[1] for title in titles] == [ROW[1], "fwd"]
+    assert sum("12.5" in line and ROW[2] in line for line in lines) == 3
+    assert printed.err.count("too narrow for") == 1
+    kept = "71% arithmetic" if width == 60 else "480.1"
+    assert printed.out.count("71% arithmetic" if width == 60 else "480.1") == 3
+
+
+@pytest.mark.parametrize("rich", [False, True])
 def test_a_path_longer_than_a_line_stays_whole(capsys, monkeypatch, rich):
     """So that it can be copied."""
     monkeypatch.setenv("COLUMNS", "60")

@@ -110,6 +110,7 @@ def _show(rows: list[Any], limits: Any, out: Output) -> None:
             timed,
             right=(3, 4, 5, 6, 7),
             optional=(4, 6, 5, 8, 7),
+            headings=2,
         )
     if any((r.percent_of_limit or 0.0) > 100.0 for r in rows):
         from ejkernel.modules.bench.limits import ABOVE

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from ejkernel.modules.cli.output import Output
+from ejkernel.modules.cli.output import Output, print_line
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -21,7 +21,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(args: argparse.Namespace, out: Output) -> int:
     script = fish() if args.shell == "fish" else bash(zsh=args.shell == "zsh")
     out.data({"script": script})
-    out.text(script)
+    if not out.json:
+        print_line(script)  # a terminal's width breaks none of its lines
     return 0
 
 

@@ -8,6 +8,8 @@ character of it reaches the terminal.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import math
 import shutil
@@ -86,6 +88,8 @@ class Advance(Protocol):
 class Output:
     """Plain text. ``json``: only ``data`` and ``error`` print."""
 
+    _edges = 0  # characters of a table's line outside its columns
+
     def __init__(self, json: bool = False):
         self.json = json
 
@@ -104,14 +108,21 @@ class Output:
             self._title(_line(text))
 
     def text(self, text: str, style: str = "") -> None:
-        """Prints a paragraph as it is."""
+        """Prints a paragraph, its lines broken between words where the terminal is narrower."""
         if not self.json:
             self._text(printable(text), style)
 
     def fields(self, rows: Sequence[tuple[str, Any]]) -> None:
-        """Prints names and values."""
-        if not self.json:
-            self._fields([(_line(name), printable(str(value))) for name, value in rows])
+        """Prints names and values, which stand below their names where these leave no room."""
+        if self.json:
+            return
+        fields = [(_line(name), printable(str(value))) for name, value in rows]
+        if max((len(name) for name, _ in fields), default=0) <= self._room() / 2:
+            self._fields(fields)
+            return
+        for name, value in fields:
+            self._text(name, "")
+            self._fields([("", value)])
 
     def table(
         self,
@@ -119,6 +130,7 @@ class Output:
         rows: Sequence[Sequence[Any]],
         right: Sequence[int] = (),
         optional: Sequence[int] = (),
+        headings: int = 0,
     ) -> None:
         """Prints a table, or its rows one below the other where the terminal is too narrow.
 
@@ -127,29 +139,49 @@ class Output:
             rows: the cells.
             right: the columns that are right-aligned.
             optional: the columns that a narrow terminal goes without, the first of them first.
+            headings: how many of the first columns become headings over the rows that share
+                them before any column is left out.
         """
         if self.json:
             return
         names, body = list(map(_line, columns)), [[cell_text(c) for c in row] for row in rows]
-        widths = [max(map(len, column)) + 3 for column in zip(names, *body, strict=True)]
-        left_out: list[int] = []
+        widths = [max(map(len, column)) for column in zip(names, *body, strict=True)]
+        first = 0 if self._fits(widths) else headings
+        shown = self._shown(widths, first, [i for i in optional if i >= first])
+        for heading, group in itertools.groupby(body, lambda row: row[:first]):
+            if heading:
+                self._title(", ".join(heading))
+            if shown:
+                cells = [[row[i] for i in shown] for row in group]
+                right_aligned = [shown.index(i) for i in right if i in shown]
+                self._table([names[i] for i in shown], cells, right_aligned)
+                continue
+            for row in group:  # one below the other, so that no word is broken
+                self._title(row[first])
+                below = zip(names[first + 1 :], row[first + 1 :], strict=True)
+                self._fields([(name, cell) for name, cell in below if cell])
+        missing = [name for i, name in enumerate(names) if i >= first and i not in shown]
+        if shown and missing:
+            self.note(f"the terminal is too narrow for: {', '.join(missing)}; --json has all")
+
+    def _shown(self, widths: Sequence[int], first: int, optional: Sequence[int]) -> list[int]:
+        """Returns the columns from ``first`` that fit a line, none if too many do not."""
+        shown = list(range(first, len(widths)))
+        left_out = []
         for i in optional:
-            if sum(widths) - 3 <= self._room():
+            if self._fits([widths[j] for j in shown]):
                 break
-            widths[i] = 0
+            shown.remove(i)
             left_out.append(i)
-        if sum(widths) - 3 <= self._room():
-            shown = [i for i in range(len(names)) if i not in left_out]
-            cells = [[row[i] for i in shown] for row in body]
-            right = [shown.index(i) for i in right if i in shown]
-            self._table([names[i] for i in shown], cells, right)
-            if left_out:
-                missing = ", ".join(names[i] for i in sorted(left_out))
-                self.note(f"the terminal is too narrow for: {missing}; --json has all")
-            return
-        for head, *cells in body:  # one below the other, so that no word is broken
-            self._title(head)
-            self._fields([(n, c) for n, c in zip(names[1:], cells, strict=True) if c])
+        if not self._fits([widths[j] for j in shown]):
+            return []
+        for i in reversed(left_out):  # a narrow one may fit in the place of a wide one
+            if self._fits([widths[j] for j in (*shown, i)]):
+                shown.append(i)
+        return sorted(shown)
+
+    def _fits(self, widths: Sequence[int]) -> bool:
+        return sum(widths) + 3 * (len(widths) - 1) + self._edges <= self._room()
 
     def checks(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
         """``(status, what, found, fix)`` per line; the fix only where something is wrong."""
@@ -185,13 +217,15 @@ class Output:
         return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else math.inf
 
     def _remark(self, text: str, style: str) -> None:
-        print(text, file=sys.stderr)
+        width = shutil.get_terminal_size((100, 24)).columns if sys.stderr.isatty() else None
+        print(_wrapped(text, width), file=sys.stderr)
 
     def _title(self, text: str) -> None:
         print_line(f"\n{text}\n{'-' * len(text)}")
 
     def _text(self, text: str, style: str) -> None:
-        print_line(text)
+        room = self._room()
+        print_line(_wrapped(text, None if math.isinf(room) else int(room)))
 
     def _fields(self, rows: list[tuple[str, str]]) -> None:
         width = max((len(name) for name, _ in rows), default=0)
@@ -219,6 +253,8 @@ class Output:
 class RichOutput(Output):
     """Colours, frames and bars."""
 
+    _edges = 2
+
     def __init__(self) -> None:
         super().__init__()
         from rich.console import Console
@@ -230,8 +266,8 @@ class RichOutput(Output):
         return self._console.width
 
     def _remark(self, text: str, style: str) -> None:
-        # lines break between words; a path longer than a line stays whole, to be copied
-        self._errors.print(text, style=style, markup=False, overflow="ignore", crop=False)
+        wrapped = _wrapped(text, self._errors.width if self._errors.is_terminal else None)
+        self._errors.print(wrapped, style=style, markup=False, overflow="ignore", crop=False)
 
     @contextlib.contextmanager
     def progress(self, label: str, total: int) -> Generator[Advance]:
@@ -359,7 +395,14 @@ def _line(text: str) -> str:
 
 def _hanging(text: str, indent: int) -> str:
     """``text`` wrapped to the terminal, later lines indented."""
-    room = max(40, shutil.get_terminal_size((100, 24)).columns - indent)
-    if len(text) <= room or not sys.stdout.isatty():
+    room = max(20, shutil.get_terminal_size((100, 24)).columns - indent)
+    wrapped = _wrapped(text, room if sys.stdout.isatty() else None)
+    return wrapped.replace("\n", "\n" + " " * indent)
+
+
+def _wrapped(text: str, width: int | None) -> str:
+    """``text`` with lines broken between words; a longer word, such as a path, stays whole."""
+    if width is None or len(text) <= width:
         return text
-    return ("\n" + " " * indent).join(textwrap.wrap(text, room, break_long_words=False))
+    fill = functools.partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(fill(line, width) if len(line) > width else line for line in text.split("\n"))
