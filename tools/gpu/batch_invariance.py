@@ -41,6 +41,7 @@ from ejkernel.modules.workloads.find import shapes_of  # noqa: E402
 from ejkernel.ops import batch_invariant  # noqa: E402
 from ejkernel.ops.execution.executor import get_default_executor  # noqa: E402
 from ejkernel.ops.execution.timing import compare_programs  # noqa: E402
+from ejkernel.types.serving import split  # noqa: E402
 
 Arrays = dict[str, Any]
 
@@ -254,10 +255,10 @@ def place_pages(a: Arrays, tokens: jax.Array) -> jax.Array:
     return cache.at[a["tables"][:, :pages]].set(rows)
 
 
-def paged_check(name: str) -> Check:
+def paged_check(name: str, latent_heads: int = 16, **options: Any) -> Check:
     """Returns the check of decoding over pages."""
     latent = name == "mla_decode"
-    width, heads = (LATENT + 64, 16) if latent else (DIM, HEADS)
+    width, heads = (LATENT + 64, latent_heads) if latent else (DIM, HEADS)
     token = () if latent else (KV_HEADS, 2)
     tokens = draw(SEQUENCES, LONGEST, *token, width, seed=7)
     query = draw(SEQUENCES, heads, width, seed=8)
@@ -266,7 +267,9 @@ def paged_check(name: str) -> Check:
         cache, rows = place_pages(a, tokens), query[a["members"]]
         last = a["lens"], a["tables"]
         if latent:
-            return modules.mla_decode(rows, cache, *last, latent_dim=LATENT, return_lse=True)
+            return modules.mla_decode(
+                rows, cache, *last, latent_dim=LATENT, return_lse=True, **options
+            )
         caches = cache[..., 0, :], cache[..., 1, :]
         return modules.page_attention(rows, *caches, *last, return_lse=True)
 
@@ -337,6 +340,7 @@ def checks() -> dict[str, Check]:
     return (
         dense_checks()
         | {name: paged_check(name) for name in ("page_attention", "mla_decode")}
+        | {"mla_decode hopper": paged_check("mla_decode", 64, platform="pallas")}
         | {name: ragged_check(name) for name in ragged}
         | {"grouped_matmul": grouped_check()}
     )
@@ -402,6 +406,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.what == "costs":
         print_costs(args.only)
         return 0
+    split.FIXED_STEPS = 4  # so that sequences of up to 16 steps are split
     selected = {name: check for name, check in checks().items() if has_part(name, args.only)}
     failed = 0
 

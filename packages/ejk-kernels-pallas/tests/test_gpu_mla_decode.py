@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,10 @@ if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
 from ejkernel.kernels.pallas.gpu.serving.implementation import mla_decode
-from ejkernel.kernels.pallas.gpu.serving.mla_merge import merge_lse
+from ejkernel.kernels.pallas.gpu.serving.mla_merge import merge_fixed_lse, merge_lse
+from ejkernel.ops import batch_invariant
 from ejkernel.types.masks.structure import Unsupported
-from ejkernel.types.serving.split import split_schedule
+from ejkernel.types.serving.split import fixed_split, split_schedule
 from ejktest.bound import on, struct
 from ejktest.split_units import LENGTHS, partial_of, unit_steps
 
@@ -47,6 +49,36 @@ def test_lse_of_partial_results_is_that_of_the_sequence(name: str) -> None:
         logits = x * c * np.log(2.0)
         want = np.logaddexp.reduce(logits, axis=1) if x.size else np.full(2, -np.inf)
         np.testing.assert_allclose(lse, want, rtol=1e-5, atol=1e-5)
+
+
+def test_lse_of_fixed_splits_is_that_of_the_sequence_and_has_its_bits_in_any_batch() -> None:
+    rng, c = np.random.default_rng(0), 0.3
+    lengths = np.array([1, 0, 9000, 2048, 2049, 40_000], np.int32)
+    scores = [rng.normal(size=(2, n)) * 9 for n in lengths]
+
+    def lse_of(members: list[int], splits: int) -> np.ndarray:
+        """Returns the result of a batch whose tables have room for so many splits."""
+        b = len(members)
+        m = np.full((b * splits + b, 2), np.nan, np.float32)
+        total, cuts = m.copy(), np.zeros((b, 4), np.int32)
+        for i, n in enumerate(members):
+            for split in range(splits):
+                first, steps, count = (int(x) for x in fixed_split(lengths[n], split, step=STEP))
+                x = scores[n][:, first * STEP : (first + steps) * STEP]
+                cuts[i] = i, i * splits, count if count > 1 else 0, 0
+                if x.size:
+                    number = i * splits + split if count > 1 else b * splits + i
+                    m[number] = x.max(1)
+                    total[number] = np.exp2((x - x.max(1, keepdims=True)) * c).sum(1)
+        return np.asarray(jax.jit(merge_fixed_lse)(c, m, total, cuts, lengths[members]))
+
+    every = lse_of(list(range(6)), 16)
+    for x, lse in zip(scores, every, strict=True):
+        logits = x * c * np.log(2.0)
+        want = np.logaddexp.reduce(logits, axis=1) if x.size else np.full(2, -np.inf)
+        np.testing.assert_allclose(lse, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(lse_of([2], 5), every[2:3])
+    np.testing.assert_array_equal(lse_of([4, 0, 3], 2), every[[4, 0, 3]])
 
 
 class TestCalls:
@@ -86,6 +118,12 @@ class TestCalls:
         text = self.decode(*self.shapes(page=16), return_lse=True)
         assert text.count("custom_call @mosaic_gpu") == 2 and "paged_split" not in text
 
+    def test_lowers_batch_invariant_calls(self) -> None:
+        with batch_invariant():
+            text = self.decode(*self.shapes(), return_lse=True)
+        assert text.count("custom_call @mosaic_gpu") == 2 and "paged_split" not in text
+        assert text != self.decode(*self.shapes(), return_lse=True)
+
     @pytest.mark.parametrize(
         ("dtype", "cache"), [("float16", "int8"), ("bfloat16", "float8_e4m3fn")]
     )
@@ -115,8 +153,15 @@ class TestCalls:
         with pytest.raises(Unsupported, match=reason):
             self.decode(*self.shapes(**shapes), **options)
 
-    @pytest.mark.parametrize(("batch", "capacity", "ahead"), [(2, 1024, False), (1, 2**12, True)])
-    def test_leads_where_there_is_enough_to_read(self, batch, capacity, ahead, monkeypatch) -> None:
+    @pytest.mark.parametrize(
+        ("batch", "capacity", "invariant", "ahead"),
+        [(2, 1024, False, False), (1, 2**12, False, True), (2, 1024, True, True)],
+    )
+    def test_leads_where_there_is_enough_to_read(
+        self, batch, capacity, invariant, ahead, monkeypatch
+    ) -> None:
+        """A batch-invariant call has one kernel whatever its size."""
         problem = SimpleNamespace(batch=batch, capacity=capacity)
         monkeypatch.setattr(mla_decode, "problem_of", lambda call: problem)
-        assert (mla_decode.priority_for(None) > 100) == ahead
+        call: Any = SimpleNamespace(route=SimpleNamespace(batch_invariant=invariant))
+        assert (mla_decode.priority_for(call) > 100) == ahead

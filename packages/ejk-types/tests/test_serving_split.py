@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from ejkernel.types.serving.split import (
+    FIXED_STEPS,
+    MAX_FIXED_SPLITS,
     OVERHEAD_SHARE,
     SEQUENCE_OVERHEAD,
+    fixed_split,
+    max_fixed_splits,
     partial_number,
     split_schedule,
     unit_of_one,
@@ -50,6 +54,20 @@ def test_a_unit_of_one_sequence(units):
             assert int(unit.cut.partials) == expected.cut.partials
             if expected.cut.partials:
                 assert tuple(map(int, unit.cut)) == expected.cut
+
+
+@pytest.mark.parametrize("length", [0, 1, 64, 2048, 2049, 8192, 20_000, 131_072])
+def test_fixed_splits_follow_from_the_length_of_a_sequence(length):
+    """Each step is in one of them, and those that a longer table allows are empty."""
+    splits = [fixed_split(np.int32(length), np.int32(i), step=STEP) for i in range(20)]
+    counts = {int(count) for _, _, count in splits}
+    taken = [range(int(first), int(first + steps)) for first, steps, _ in splits]
+    assert [j for steps in taken for j in steps] == list(range(-(-length // STEP)))
+    (count,) = counts
+    assert count == max_fixed_splits(length, STEP) and not any(map(len, taken[count:]))
+    longest = max(map(len, taken))
+    assert longest <= FIXED_STEPS or count == MAX_FIXED_SPLITS
+    assert longest - min(map(len, taken[:count])) <= 1
 
 
 @pytest.mark.parametrize("units", [5, 66])

@@ -7,6 +7,9 @@ What one unit accumulates of a cut sequence is a *partial result*; a unit has tw
 first sequence and of its last, numbered ``2 * unit`` and ``2 * unit + 1``. Sequences that lie in
 one unit are complete, and come after all partial results: ``2 * units + sequence``.
 
+In a batch-invariant call a unit is one of ``MAX_FIXED_SPLITS`` splits of a sequence, which follow
+from the length of that sequence alone (``fixed_split``); the last ones are empty where it is short.
+
 Every program finds its own range, so there is no table and no launch before the kernel.
 ``split_schedule`` is the reference in NumPy; ``unit_of_one`` finds a unit of a single sequence by
 arithmetic on its length.
@@ -24,6 +27,7 @@ from jax import lax
 MIN_STEPS = 2  # steps of a unit: fewer cost more to merge than they save
 SEQUENCE_OVERHEAD = 4  # steps that another sequence of a unit costs besides its own, in time
 OVERHEAD_SHARE = 8  # the overhead is at most one step in eight: short units hold little else
+FIXED_STEPS, MAX_FIXED_SPLITS = 32, 16  # of a split of its own: most steps, unless there are more
 EVENNESS = (26, 25)  # how much longer than the mean a unit may be for sequences to stay complete
 
 
@@ -79,6 +83,19 @@ def unit_of_one(length: Any, unit: Any, *, units: int, step: int) -> SplitUnit:
     partials = jnp.where(unit < last, last + 1, 0)
     zero = unit * 0
     return SplitUnit(zero, first, end - first, CutSequence(zero, zero, partials, unit))
+
+
+def max_fixed_splits(capacity: int, step: int) -> int:
+    """Returns the most splits that ``fixed_split`` makes of up to ``capacity`` tokens."""
+    return max(1, min(MAX_FIXED_SPLITS, -(-capacity // (FIXED_STEPS * step))))
+
+
+def fixed_split(length: Any, split: Any, *, step: int) -> tuple[Any, Any, Any]:
+    """Returns (first step, steps, number of splits) of a split of a sequence, from its length."""
+    steps = lax.div(jnp.maximum(length, 0) + (step - 1), step)
+    splits = jnp.clip(lax.div(steps + (FIXED_STEPS - 1), FIXED_STEPS), 1, MAX_FIXED_SPLITS)
+    first, end = (lax.div(steps * jnp.minimum(s, splits), splits) for s in (split, split + 1))
+    return first, end - first, splits
 
 
 def split_schedule(lengths: np.ndarray, units: int, step: int) -> list[SplitUnit]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.gpu.serving.mla_decode import LATENT, ROPE, ROWS, MLADecodeKernel
-from ejkernel.kernels.pallas.gpu.serving.mla_merge import merge, merge_lse
+from ejkernel.kernels.pallas.gpu.serving.mla_merge import merge, merge_fixed_lse, merge_lse
 from ejkernel.kernels.pallas.gpu.serving.prefill import prefill, prefill_kernel
 from ejkernel.kernels.pallas.gpu.serving.tiles import (
     DIMS,
@@ -125,16 +125,20 @@ class RaggedPageAttentionv3(Ragged):
 
 def decode_stage(work: Work, arrays: Arrays) -> Arrays:
     """Returns the arrays of ``MLADecodeKernel.outputs``."""
-    kernel = MLADecodeKernel(work.problem, work.target.cores)
+    kernel = _latent_kernel(work)
     outputs = kernel.outputs()
     read = [arrays[name] for name in ("q", "k", "tables", "lens")]
     results = _launch_in_int32(kernel, outputs, *read, *_scale(arrays))
     return dict(zip(outputs, results, strict=True))
 
 
+def _latent_kernel(work: Work) -> MLADecodeKernel:
+    return MLADecodeKernel(work.problem, work.target.cores, work.batch_invariant)
+
+
 def merge_stage(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output, and the log-sum-exp if the call returns it."""
-    c = MLADecodeKernel(work.problem, work.target.cores).c
+    c, fixed = _latent_kernel(work).c, work.batch_invariant
     read = [arrays[name] for name in ("o", "partial_o", "m", "total", "cut_sequences", "lens")]
     o = arrays["o"]
     types = {"o": o}
@@ -142,8 +146,9 @@ def merge_stage(work: Work, arrays: Arrays) -> Arrays:
         types["lse"] = jax.ShapeDtypeStruct(o.shape[:2], jnp.float32)
 
     def run(o: jax.Array, partial_o: jax.Array, *sums: jax.Array) -> tuple[jax.Array, ...]:
-        outputs = (merge(c, o, partial_o, *sums),)
-        return (*outputs, merge_lse(c, *sums)) if work.problem.return_lse else outputs
+        outputs = (merge(c, o, partial_o, *sums, fixed=fixed),)
+        lse = merge_fixed_lse if fixed else merge_lse
+        return (*outputs, lse(c, *sums)) if work.problem.return_lse else outputs
 
     return dict(zip(types, _launch_in_int32(run, types, *read, *_scale(arrays)), strict=True))
 
@@ -206,10 +211,17 @@ class MLADecode(XlaGradients, StagedKernel, PallasKernel):
             return f"latent_cache: pages of {p.page_size} are no power of two from 8 on"
         return None
 
+    def variant_reason(self, problem: LatentProblem) -> str | None:
+        return None  # splits that each sequence decides for itself, merged in their order
+
     def priority_for(self, call: BoundCall) -> int:
-        """Ahead of the kernels for every GPU where there is enough to read."""
+        """Ahead of the kernels for every GPU where there is enough to read.
+
+        And in batch-invariant calls, whose batch may not choose.
+        """
         p = self.problem_of(call)
-        return 110 if p.batch * p.capacity >= MIN_TOKENS else 90
+        leads = call.route.batch_invariant or p.batch * p.capacity >= MIN_TOKENS
+        return 110 if leads else 90
 
 
 ragged_page_attention = RaggedPageAttention()

@@ -3,7 +3,8 @@
     s_j = q . c_j,  p_j = exp2(c (s_j - m)),  l = sum_j p_j,  o = sum_j p_j c_j[:latent]
 
 Work split: a program has 64 query rows and one unit of the split schedule
-(``types.serving.split``), a range of steps of 64 tokens. The programs of one unit are neighbours,
+(``types.serving.split``), a range of steps of 64 tokens; in batch-invariant calls one of the splits
+that a sequence decides for itself. The programs of one unit are neighbours,
 so that the second reads the cache from L2. One of a program's three warpgroups multiplies cache
 rows by the queries and makes probabilities. The other two accumulate half of the value columns
 each, 128 registers a thread. So the values of a step are accumulated while the scores of the next
@@ -87,7 +88,13 @@ from ejkernel.kernels.pallas.gpu.serving.mla_split import find_unit
 from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.masks.structure import Band
 from ejkernel.types.serving.problem import LatentProblem
-from ejkernel.types.serving.split import CutSequence, unit_of_one
+from ejkernel.types.serving.split import (
+    CutSequence,
+    SplitUnit,
+    fixed_split,
+    max_fixed_splits,
+    unit_of_one,
+)
 
 F32 = jnp.float32
 LATENT, ROPE = 512, 64
@@ -155,10 +162,12 @@ class MLADecodeKernel:
     Attributes:
         problem: sizes and dtypes. Each new token has ``heads`` query rows, a multiple of 64.
         cores: multiprocessors.
+        batch_invariant: whether units are splits that each sequence decides for itself.
     """
 
     problem: LatentProblem
     cores: int
+    batch_invariant: bool = False
 
     @property
     def rows(self) -> int:
@@ -176,8 +185,25 @@ class MLADecodeKernel:
         return self.rows // ROWS
 
     @property
+    def splits(self) -> int:
+        """Units of a sequence, where each decides for itself."""
+        return max_fixed_splits(self.problem.capacity, STEP)
+
+    @property
     def units(self) -> int:
+        if self.batch_invariant:
+            return self.problem.batch * self.splits
         return max(1, self.cores // self.blocks)
+
+    @property
+    def partials(self) -> int:
+        """Partial results of all units; complete sequences come after them."""
+        return self.units if self.batch_invariant else 2 * self.units
+
+    @property
+    def cut_units(self) -> int:
+        """Units with a ``CutSequence``; of fixed splits the first of every sequence."""
+        return self.problem.batch if self.batch_invariant else self.units
 
     @property
     def c(self) -> float:
@@ -197,14 +223,32 @@ class MLADecodeKernel:
         program = lax.axis_index("program")
         return lax.div(program, self.blocks), lax.rem(program, self.blocks)
 
+    def find_range(self, r: Any) -> SplitUnit:
+        """Returns the range of this program's unit."""
+        p, unit = self.problem, self.program_position()[0]
+        if self.batch_invariant:
+            # the first splits of all sequences come first, the splits that may be empty last
+            split, sequence = lax.div(unit, p.batch), lax.rem(unit, p.batch)
+            first, steps, splits = fixed_split(self.length(r, sequence), split, step=STEP)
+            partials = jnp.where(splits > 1, splits, 0)
+            cut = CutSequence(sequence, sequence * self.splits, partials, unit * 0)
+            return SplitUnit(sequence, first, steps, cut)
+        if p.batch == 1:
+            return unit_of_one(self.length(r, 0), unit, units=self.units, step=STEP)
+        return find_unit(r.lengths, unit, units=self.units, step=STEP, capacity=p.capacity)
+
     def first_step(self, r: Any) -> Step:
         sequence = r.unit.sequence
         return Step(sequence, r.unit.step, self.length(r, sequence))
 
     def partial(self, r: Any, at: Step, n: Any) -> jax.Array:
         """Returns the index of the result that this program has of a sequence after step n."""
-        inside = self.program_position()[0] * 2 + (at.sequence != r.unit.sequence).astype(jnp.int32)
-        return jnp.where(at.is_complete(n), 2 * self.units + at.sequence, inside)
+        unit = self.program_position()[0]
+        if self.batch_invariant:
+            inside = at.sequence * self.splits + lax.div(unit, self.problem.batch)
+        else:
+            inside = unit * 2 + (at.sequence != r.unit.sequence).astype(jnp.int32)
+        return jnp.where(at.is_complete(n), self.partials + at.sequence, inside)
 
     def length(self, r: Any, sequence: Any) -> jax.Array:
         return jnp.clip(r.lengths[sequence], 0, self.problem.capacity)
@@ -327,10 +371,12 @@ class MLADecodeKernel:
 
             return is_last, q_regs, probs, alpha, top, total
 
-        @pl.when(block == 0)
+        unit = self.program_position()[0]
+
+        @pl.when((block == 0) & (unit < self.cut_units))
         def store_cut() -> None:  # for the merge
             for i, x in enumerate(r.unit.cut):
-                r.cut_sequences[self.program_position()[0], i] = x
+                r.cut_sequences[unit, i] = x
 
         @pl.when(count > 0)
         def compute() -> None:
@@ -420,12 +466,12 @@ class MLADecodeKernel:
 
         o has the outputs of complete sequences; the others are unset. Partial results are outputs
         of some of the keys, partial_o ``[partials, rows, 512]``, and in float32 m and total
-        ``[partials + b, rows]``. Those that no program has are unset. cut_sequences ``[units, 4]``
-        are the ``CutSequence`` of every unit.
+        ``[partials + b, rows]``. Those that no program has are unset. cut_sequences ``[cuts, 4]``
+        are the ``CutSequence`` of every unit, in batch-invariant calls of every sequence.
         """
-        batch, partials = self.problem.batch, 2 * self.units
+        batch, partials = self.problem.batch, self.partials
         sums = jax.ShapeDtypeStruct((partials + batch, self.rows), F32)
-        cut_sequences = (self.units, len(CutSequence._fields))
+        cut_sequences = (self.cut_units, len(CutSequence._fields))
         return {
             "o": jax.ShapeDtypeStruct((batch, self.rows, LATENT), self.dtype),
             # in float32 17 MB of one sequence that fills the chip: as many us as several steps
@@ -452,11 +498,7 @@ class MLADecodeKernel:
         def body(*refs: Any, **scratch: Any) -> None:
             named = {"k_scale": None} | dict(zip((*inputs, *outputs), refs, strict=True))
             r = SimpleNamespace(**named, **self.loader.named(scratch))
-            unit, capacity = self.program_position()[0], self.problem.capacity
-            if self.problem.batch == 1:
-                r.unit = unit_of_one(self.length(r, 0), unit, units=self.units, step=STEP)
-            else:
-                r.unit = find_unit(r.lengths, unit, units=self.units, step=STEP, capacity=capacity)
+            r.unit = self.find_range(r)
             wg = lax.axis_index("wg")
             pl.when(wg == SCORES)(lambda: self.compute_scores(r))
             pl.when(wg < HALVES)(lambda: self.accumulate_values(r))

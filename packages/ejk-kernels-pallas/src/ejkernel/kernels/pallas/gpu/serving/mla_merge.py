@@ -6,6 +6,8 @@ Work split: all units but the last that a sequence is cut into share its rows, a
 results of a row in their order. A load takes as long as hundreds of additions, so several are in
 flight before the first addition: two partial results of four rows, or eight of one row where there
 are many. Outputs of complete sequences are in place already; sequences without tokens get zeros.
+Fixed splits of a sequence (``types.serving.split.fixed_split``) are merged in the same order by
+programs of the sequence, of which a small batch has more.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from ejkernel.types.serving.split import CutSequence, partial_number
 F32 = jnp.float32
 THREADS = 128  # of a program
 PROGRAMS = 8  # for 64 rows of a unit
+FIXED_PROGRAMS = 1024  # of all sequences whose splits are fixed, unless that is less
 FEW, MANY = 2, 8  # partial results whose loads are in flight together
 ROWS_OF_FEW = 4  # rows whose loads are in flight together, of few partial results
 
@@ -32,14 +35,17 @@ ROWS_OF_FEW = 4  # rows whose loads are in flight together, of few partial resul
 def merge(
     c: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array,
     cut_sequences: jax.Array, lengths: jax.Array, k_scale: jax.Array | None = None,
+    *, fixed: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Returns ``o [b, rows, d]``, in place, with the rows of all sequences.
 
     The arrays are ``MLADecodeKernel.outputs``; c is the absolute base-2 logit of a dot product of
-    1.
+    1. ``fixed``: whether its units are fixed splits.
     """
     b, rows, d = o.shape
     units, programs = len(cut_sequences), PROGRAMS * rows // ROWS
+    if fixed:
+        programs = max(programs, min(rows, FIXED_PROGRAMS // b))
     layout = plgpu.Layout.WG_STRIDED((d,), d // THREADS)
 
     def count_from(start: Any, stride: Any, end: int) -> Any:
@@ -55,12 +61,14 @@ def merge(
         scale = scale_of(k_scale, cut.sequence)
         factor = logit_unit(c, scale)
 
+        def number_of(i: Any) -> Any:
+            return cut.first_partial + i if fixed else partial_number(cut.first_partial, i)
+
         def add_partials(together: int, rows: list) -> None:
             def add_some(i: Any, carry: Any) -> Any:
                 numbers = [i * together + n for n in range(together)]
                 partials = [
-                    (partial_number(cut.first_partial, jnp.minimum(n, cut.partials - 1)),
-                     n < cut.partials)
+                    (number_of(jnp.minimum(n, cut.partials - 1)), n < cut.partials)
                     for n in numbers
                 ]  # fmt: skip
                 # all loads before the first use of any
@@ -98,7 +106,7 @@ def merge(
 
         def add_rows(together: int, row_count: int) -> None:
             start = cut.units_before * programs + program
-            stride = (cut.partials - 1) * programs
+            stride = programs if fixed else (cut.partials - 1) * programs
 
             def some_rows(i: Any, carry: Any) -> Any:
                 row = (start + i * stride) * row_count
@@ -161,6 +169,33 @@ def merge_lse(
     partial_factor = factor if k_scale is None else factor[..., None]
     weight = jnp.exp2((m - shift[:, None]) * partial_factor)
     row_sum = jnp.sum(jnp.where(mine, weight * total, 0.0), axis=1)
+    return jnp.where(row_sum > 0.0, (shift * factor + jnp.log2(row_sum)) * jnp.log(2.0), -jnp.inf)
+
+
+def merge_fixed_lse(
+    c: float, m: jax.Array, total: jax.Array, cut_sequences: jax.Array, lengths: jax.Array,
+    k_scale: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Returns the same as ``merge_lse`` of fixed splits, which are added in their order."""
+    b = len(lengths)
+    factor: Any = c if k_scale is None else logit_unit(c, k_scale)[:, None]
+    partials = CutSequence(*cut_sequences.T).partials[:, None]
+    split = jnp.arange(len(m) // b - 1)
+    # a complete sequence is a last split
+    is_seen = jnp.concatenate([split < partials, (partials == 0) & (lengths[:, None] > 0)], axis=1)
+
+    def of_sequences(x: jax.Array) -> jax.Array:
+        complete = len(m) - b
+        splits = x[:complete].reshape(b, -1, x.shape[1])
+        return jnp.concatenate([splits, x[complete:, None]], axis=1)
+
+    highs = jnp.where(is_seen[..., None], of_sequences(m), -jnp.inf)
+    top = jnp.max(highs, axis=1)
+    shift = jnp.where(top == -jnp.inf, 0.0, top)
+    totals, row_sum = of_sequences(total), jnp.zeros_like(top)
+    for i in range(is_seen.shape[1]):  # whatever their number, 0 behind the last
+        weight = jnp.exp2((highs[:, i] - shift) * factor)
+        row_sum += jnp.where(is_seen[:, i, None], weight * totals[:, i], 0.0)
     return jnp.where(row_sum > 0.0, (shift * factor + jnp.log2(row_sum)) * jnp.log(2.0), -jnp.inf)
 
 
