@@ -120,16 +120,16 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    kept, dropped, seen = [], [], set()
+    selected, dropped, seen = [], [], set()
     one_each, done = config.getoption("--one-each"), config.getoption("--leave-out")
     names = set(pathlib.Path(done).read_text().splitlines()) if done else ()
     for item in items:
         function = getattr(item, "originalname", None)
         key = (item.path, getattr(item, "cls", None), function)
         again = one_each and function and key in seen
-        (dropped if again or item.nodeid in names else kept).append(item)
+        (dropped if again or item.nodeid in names else selected).append(item)
         seen.add(key)
-    items[:] = kept
+    items[:] = selected
     config.hook.pytest_deselected(items=dropped)
 
 

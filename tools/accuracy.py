@@ -181,28 +181,28 @@ def record(operation: str, dtype: str, platforms: Sequence[str]) -> dict[str, An
     """Returns errors by platform: None where the kernel declines the call, text where it failed."""
     from ejkernel.ops import KernelNotSupported
 
-    found: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     on_cpu = jax.default_backend() == "cpu"
     for platform in platforms:
         if not have(operation, platform):
             continue
         try:
             with interpreters() if on_cpu else contextlib.nullcontext():
-                found[platform] = [float(f"{x:.2g}") for x in errors(operation, dtype, platform)]
+                cells[platform] = [float(f"{x:.2g}") for x in errors(operation, dtype, platform)]
         except KernelNotSupported:
-            found[platform] = None
+            cells[platform] = None
         except Exception as error:  # the others are worth having
-            found[platform] = f"{type(error).__name__}: {error}"
-    return found
+            cells[platform] = f"{type(error).__name__}: {error}"
+    return cells
 
 
-def keep(path: Path, operation: str, dtype: str, found: dict[str, Any]) -> None:
+def keep(path: Path, operation: str, dtype: str, cells: dict[str, Any]) -> None:
     """Adds errors, which are no failures, to a record."""
     from ejkernel.modules.bench.record import environment
 
     content = json.loads(path.read_text()) if path.is_file() else {"errors": {}}
     content |= environment()
-    for platform, cell in found.items():
+    for platform, cell in cells.items():
         if not isinstance(cell, str):
             content["errors"].setdefault(platform, {})[f"{operation} {dtype}"] = cell
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -255,13 +255,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     left, failed = dict.fromkeys(jobs), False
     platforms = options.platform or PLATFORMS
-    for operation, dtype, found in run_jobs(jobs, platforms, options.processes, options.seconds):
+    for operation, dtype, cells in run_jobs(jobs, platforms, options.processes, options.seconds):
         del left[operation, dtype]
-        failed |= any(isinstance(cell, str) for cell in found.values())
-        for platform, cell in found.items():
+        failed |= any(isinstance(cell, str) for cell in cells.values())
+        for platform, cell in cells.items():
             print(f"{platform:7} {operation} {dtype}: {cell}", file=sys.stderr, flush=True)
         if path is not None:
-            keep(path, operation, dtype, found)
+            keep(path, operation, dtype, cells)
     for operation, dtype in left:
         print(f"no time left: {operation} {dtype}", file=sys.stderr)
     return 1 if failed or left else 0

@@ -91,20 +91,20 @@ class Model:
 
         A word is its longest known beginning, then the longest known continuation, and so on.
         """
-        known, ids = self.vocabulary, []
+        vocabulary, ids = self.vocabulary, []
         for word in words_of(text):
             pieces, first = [], 0
             while first < len(word):
                 ends = range(len(word), first, -1)
                 marked = ("##" * (first > 0) + word[first:end] for end in ends)
-                piece = next((piece for piece in marked if piece in known), None)
+                piece = next((piece for piece in marked if piece in vocabulary), None)
                 if piece is None or len(word) > 100:
-                    pieces = [known["[UNK]"]]
+                    pieces = [vocabulary["[UNK]"]]
                     break
-                pieces.append(known[piece])
+                pieces.append(vocabulary[piece])
                 first += len(piece) - 2 * (first > 0)
             ids += pieces
-        return [known["[CLS]"], *ids[: self.size.longest - 2], known["[SEP]"]]
+        return [vocabulary["[CLS]"], *ids[: self.size.longest - 2], vocabulary["[SEP]"]]
 
 
 def words_of(text: str) -> list[str]:
@@ -313,8 +313,8 @@ def main(
         )
     padded, packed = found.values()
     print(f"the vectors differ by {abs(padded - packed).max():.1e} at most")
-    asked, _ = run(model, pad([model.tokenize(query)]), 1)
-    cosines = packed @ asked[0]
+    query_vector, _ = run(model, pad([model.tokenize(query)]), 1)
+    cosines = packed @ query_vector[0]
     print(f"nearest to {query!r}:")
     for i in np.argsort(-cosines)[:3]:
         print(f"  {cosines[i]:.2f}  {texts[i]}")

@@ -150,7 +150,7 @@ def empty(batch: int) -> State:
 def step(params: Params, state: State, token: jax.Array, position: jax.Array):
     """Logits ``[batch, 256]`` after one token a text ``[batch]``, and the state with it."""
     x = params["bytes"][token][:, None]
-    kept = []
+    caches = []
     for kind, block, layer_state in zip(LAYERS, params["blocks"], state, strict=True):
         if kind == "delta":
             mixed, layer_state = delta(block, x, layer_state)
@@ -167,9 +167,9 @@ def step(params: Params, state: State, token: jax.Array, position: jax.Array):
             seen = jnp.arange(WINDOW) <= position
             mask = jnp.broadcast_to(seen, (x.shape[0], 1, 1, WINDOW))
             mixed = norm(flash_attention(q, *layer_state, attention_mask=mask))
-        kept.append(layer_state)
+        caches.append(layer_state)
         x = finish(block, x, mixed)
-    return (norm(x) @ params["logits"])[:, 0], kept
+    return (norm(x) @ params["logits"])[:, 0], caches
 
 
 @functools.partial(jax.jit, static_argnames="count", donate_argnames="state")
@@ -194,8 +194,8 @@ def generate(params: Params, state: State, prompt: jax.Array, count: int, key: j
 
 def bits(params: Params, tokens: jax.Array) -> jax.Array:
     """Mean bits of a byte after those before it."""
-    shares = jax.nn.log_softmax(forward(params, tokens[:, :-1]))
-    chosen = jnp.take_along_axis(shares, tokens[:, 1:, None], 2)
+    log_probabilities = jax.nn.log_softmax(forward(params, tokens[:, :-1]))
+    chosen = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], 2)
     return -jnp.mean(chosen) / jnp.log(2.0)
 
 

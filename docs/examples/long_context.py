@@ -90,8 +90,9 @@ def measure(arrays, sharding, strategy: str | None, expected=None) -> tuple[Repo
     error = max(
         abs(a - b).max() / abs(b).max() for a, b in zip(results, expected or results, strict=True)
     )
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return Report(Counter(found), held, memory.temp_size_in_bytes, float(error)), results, seconds
+    argument_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    report = Report(Counter(found), argument_bytes, memory.temp_size_in_bytes, float(error))
+    return report, results, seconds
 
 
 def draw(reports: dict[str, Report], length: int, path: str) -> None:

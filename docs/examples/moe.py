@@ -70,13 +70,13 @@ def init(key: jax.Array, dim: int, hidden: int, experts: int) -> Experts:
 def route(router: jax.Array, x: jax.Array, chosen: int) -> Routes:
     """The best ``chosen`` experts of every token of ``x [tokens, dim]``."""
     experts = router.shape[1]
-    shares = jax.nn.softmax(x @ router)
-    best, expert = jax.lax.top_k(shares, chosen)
+    probabilities = jax.nn.softmax(x @ router)
+    best, expert = jax.lax.top_k(probabilities, chosen)
     weights = best / best.sum(-1, keepdims=True)
     rows = expert.reshape(-1)
     order = jnp.argsort(rows, stable=True)
     sizes = jnp.bincount(rows, length=experts)
-    balance = experts * jnp.sum(sizes / rows.size * shares.mean(0))
+    balance = experts * jnp.sum(sizes / rows.size * probabilities.mean(0))
     return Routes(order // chosen, sizes, weights.reshape(-1)[order], balance)
 
 
@@ -107,7 +107,7 @@ def experts_on_devices(
     0, so a sum over the devices puts the answers together.
     """
     to = route(p.router, x, chosen)
-    held = p.up.shape[0] // mesh.shape[axis]
+    local_experts = p.up.shape[0] // mesh.shape[axis]
 
     @partial(
         jax.shard_map,
@@ -116,7 +116,7 @@ def experts_on_devices(
         out_specs=P(),
     )
     def run(rows, up, down, sizes):
-        first = jax.lax.axis_index(axis) * held
+        first = jax.lax.axis_index(axis) * local_experts
         rows = jax.nn.silu(grouped_matmul(rows, up, sizes, first))
         return jax.lax.psum(grouped_matmul(rows, down, sizes, first), axis)
 
@@ -134,7 +134,7 @@ def experts_and_tokens_on_devices(
     so no token is dropped however uneven the routes are.
     """
     devices = mesh.shape[axis]
-    held = p.up.shape[0] // devices
+    local_experts = p.up.shape[0] // devices
 
     @partial(
         jax.shard_map,
@@ -145,7 +145,7 @@ def experts_and_tokens_on_devices(
     def run(router, up, down, x):
         to = route(router, x, chosen)
         room = to.order.shape[0]
-        sizes = to.sizes.reshape(devices, held)  # of each expert of each device
+        sizes = to.sizes.reshape(devices, local_experts)  # of each expert of each device
         counts = sizes.sum(1)
         starts = jnp.cumsum(counts) - counts
         place = starts[:, None] + jnp.arange(room)

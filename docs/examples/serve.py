@@ -112,8 +112,8 @@ class Room:
 
     def __post_init__(self):
         if self.rows < self.sequences:
-            each = f"at least one for each of {self.sequences} sequences"
-            raise ValueError(f"{self.rows} rows, expected {each}")
+            minimum = f"at least one for each of {self.sequences} sequences"
+            raise ValueError(f"{self.rows} rows, expected {minimum}")
 
 
 @dataclass(eq=False)
@@ -289,19 +289,20 @@ class Server:
         self, request: Request, given: list[int], parents: list[int], best: np.ndarray
     ) -> int:
         """Takes the tokens that the model chose after those given; returns how many."""
-        known = len(request.tokens) - request.done  # of those given, the rest is a draft
-        if len(given) < known:
+        num_certain = len(request.tokens) - request.done  # of those given, the rest is a draft
+        if len(given) < num_certain:
             request.done += len(given)
             return 0  # still reads
-        children = {(parents[row], given[row]): row for row in range(known, len(given))}
-        path, row = [], known - 1
+        children = {(parents[row], given[row]): row for row in range(num_certain, len(given))}
+        path, row = [], num_certain - 1
         while (row := children.get((row, int(best[row])), -1)) >= 0:
             path.append(row)
-        self.drafted, self.accepted = self.drafted + len(given) - known, self.accepted + len(path)
-        in_place = sum(row == known + i for i, row in enumerate(path))
+        self.drafted += len(given) - num_certain
+        self.accepted += len(path)
+        in_place = sum(row == num_certain + i for i, row in enumerate(path))
         self.beside += len(path) - in_place
-        request.done += known + in_place
-        request.tokens += [int(best[row]) for row in (known - 1, *path)]
+        request.done += num_certain + in_place
+        request.tokens += [int(best[row]) for row in (num_certain - 1, *path)]
         if len(request.tokens) == request.end:
             self.running.remove(request)
             self.release(request)

@@ -35,14 +35,14 @@ def attend_prefix(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[j
     kv_heads = key.shape[1]
     rows = query.reshape(n, kv_heads, -1, dim).swapaxes(1, 2).reshape(1, -1, kv_heads, dim)
     parts = max(1, key.shape[0] // PART)
-    whole = key.shape[0] // parts * parts
-    key_parts, value_parts = (x[:whole].reshape(parts, -1, *x.shape[1:]) for x in (key, value))
+    even_rows = key.shape[0] // parts * parts
+    key_parts, value_parts = (x[:even_rows].reshape(parts, -1, *x.shape[1:]) for x in (key, value))
     queries = jnp.broadcast_to(rows, (parts, *rows.shape[1:]))
     outs, lses = flash_attention(queries, key_parts, value_parts, return_lse=True)
     attended = [(outs[i], lses[i]) for i in range(parts)]
-    if whole < key.shape[0]:
-        rest = (x[whole:][None] for x in (key, value))
-        out, lse = flash_attention(rows, *rest, return_lse=True)
+    if even_rows < key.shape[0]:
+        tail = (x[even_rows:][None] for x in (key, value))
+        out, lse = flash_attention(rows, *tail, return_lse=True)
         attended.append((out[0], lse[0]))
     out, lse = merge_attention(*zip(*attended, strict=True))
     out, lse = (x.reshape(n, -1, kv_heads, *x.shape[2:]).swapaxes(1, 2) for x in (out, lse))
@@ -62,8 +62,8 @@ def attend(
     prefix: keys and values ``[keys, hk, d]``. caches: pages ``[pages, page_size, hk, d]`` of what
     follows it, by ``lengths [n]`` and ``tables [n, max_pages]``.
     """
-    own = page_attention(query, *caches, lengths, tables, return_lse=True)
-    out, _ = merge_attention(*zip(attend_prefix(query, *prefix), own, strict=True))
+    own_out = page_attention(query, *caches, lengths, tables, return_lse=True)
+    out, _ = merge_attention(*zip(attend_prefix(query, *prefix), own_out, strict=True))
     return out
 
 

@@ -121,8 +121,8 @@ def shift(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def loss_of(model: ViT, images: jax.Array, classes: jax.Array) -> jax.Array:
-    shares = jax.nn.log_softmax(jax.vmap(model)(images))
-    return -jnp.mean(jnp.take_along_axis(shares, classes[:, None], 1))
+    log_probabilities = jax.nn.log_softmax(jax.vmap(model)(images))
+    return -jnp.mean(jnp.take_along_axis(log_probabilities, classes[:, None], 1))
 
 
 @eqx.filter_jit
@@ -143,7 +143,9 @@ def logits_of(model: ViT, images: jax.Array, attend: Callable[..., jax.Array] = 
     return jax.vmap(partial(model, attend=attend))(images)
 
 
-def draw(history: list[float], images: np.ndarray, said: np.ndarray, right: np.ndarray, path: str):
+def draw(
+    history: list[float], images: np.ndarray, predicted: np.ndarray, right: np.ndarray, path: str
+):
     """The losses, and pictures of the test with the answers, wrong ones first and in red."""
     if importlib.util.find_spec("matplotlib") is None:
         print("no picture: matplotlib is not installed")
@@ -159,7 +161,7 @@ def draw(history: list[float], images: np.ndarray, said: np.ndarray, right: np.n
     order = np.argsort(right, kind="stable")
     for axes, i in zip(pictures.subplots(3, 7).flat, order, strict=False):
         axes.imshow(images[i], "gray_r")
-        axes.set_title(str(said[i]), color="black" if right[i] else "red", fontsize=10)
+        axes.set_title(str(predicted[i]), color="black" if right[i] else "red", fontsize=10)
         axes.axis("off")
     figure.savefig(path, dpi=110)
     print(f"picture: {path}")
@@ -187,13 +189,13 @@ def main(
         )
         history.append(float(value))
         if i % max(steps // 10, 1) == 0 or i == steps - 1:
-            said = np.argmax(logits_of(model, test_images), 1)
-            right = said == test_classes
+            predicted = np.argmax(logits_of(model, test_images), 1)
+            right = predicted == test_classes
             print(f"step {i:4d}  loss {history[-1]:.3f}  test {right.mean():.1%} right")
     difference = logits_of(model, test_images) - logits_of(model, test_images, attend_as_equinox)
     print(f"accuracy: {right.sum()} of {len(right)} pictures of the test, {right.mean():.1%}")
     print(f"against Equinox's own attention: logits differ by {abs(difference).max():.1e}")
-    draw(history, test_images, said, right, picture)
+    draw(history, test_images, predicted, right, picture)
     return model, float(right.mean())
 
 

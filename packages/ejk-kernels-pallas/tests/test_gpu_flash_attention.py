@@ -155,10 +155,10 @@ MASKED = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_shared_memory_suffices(monkeypatch, mask, dtype):
     """Of both passes, for all head dims, by what the kernels ask for."""
-    asked = []
+    requests = []
 
     def kernel(body, *, out_type, kernel_name, scratch_types=(), **_):
-        asked.append((kernel_name, shared_bytes(scratch_types)))
+        requests.append((kernel_name, shared_bytes(scratch_types)))
         return lambda *_: tuple(jnp.zeros(x.shape, x.dtype) for x in out_type)
 
     monkeypatch.setattr(plgpu, "kernel", kernel)
@@ -170,8 +170,8 @@ def test_shared_memory_suffices(monkeypatch, mask, dtype):
         shapes = [struct(1, length, 2, n, dtype=jnp.dtype(dtype)) for n in (d, d, dv)]
         with on(H200):
             jax.eval_shape(f if options else gradient(f), *shapes)
-    assert [x for x in asked if x[1] > SHARED] == []
-    assert refused or any("forward" in name for name, _ in asked)
+    assert [x for x in requests if x[1] > SHARED] == []
+    assert refused or any("forward" in name for name, _ in requests)
 
 
 def test_named_residuals_keep_the_forward_kernel_from_running_twice():
@@ -286,23 +286,25 @@ def _visible(problem, block_q, block_kv, t, transposed):
         return _in_lists(t, seen, block_q, block_kv, i, j, transposed)
     if "q_ids" not in t:
         return seen
-    own, other = (j // block_kv, i // block_q) if transposed else (i // block_q, j // block_kv)
-    ranges = t["ranges"][:, :, jnp.broadcast_to(own, (p.q_len, p.kv_len))]
+    row_block, column_block = (
+        (j // block_kv, i // block_q) if transposed else (i // block_q, j // block_kv)
+    )
+    ranges = t["ranges"][:, :, jnp.broadcast_to(row_block, (p.q_len, p.kv_len))]
     start, full_start, full_stop, stop = (ranges[..., c] for c in range(4))
-    visited = (other >= start) & (other < stop)
-    return visited & (seen | ((other >= full_start) & (other < full_stop)))
+    visited = (column_block >= start) & (column_block < stop)
+    return visited & (seen | ((column_block >= full_start) & (column_block < full_stop)))
 
 
 def _in_lists(t, seen, block_q, block_kv, i, j, transposed):
-    visited, whole = (t["tiles"] & bit != 0 for bit in (lists.SOME, lists.EVERY))
+    visited, full_tiles = (t["tiles"] & bit != 0 for bit in (lists.SOME, lists.EVERY))
     if transposed:
-        visited, whole = visited.swapaxes(2, 3), whole.swapaxes(2, 3)
+        visited, full_tiles = visited.swapaxes(2, 3), full_tiles.swapaxes(2, 3)
     if "bits" in t:
         (row, column), block = ((j, i), block_q) if transposed else ((i, j), block_kv)
         word = t["bits"][:, :, row // 64, column // block]
         seen &= (word >> (row % 64 // 16 * 8 + column % block // 16) & 1) != 0
-    visited, whole = (y[:, :, i // block_q, j // block_kv] for y in (visited, whole))
-    return visited & (seen | whole)
+    visited, full_tiles = (y[:, :, i // block_q, j // block_kv] for y in (visited, full_tiles))
+    return visited & (seen | full_tiles)
 
 
 def _attention(problem, visible, q, k, v, sink=None):

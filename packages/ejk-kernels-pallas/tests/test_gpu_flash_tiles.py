@@ -138,16 +138,17 @@ def test_a_config_says_the_tiles_that_run_and_they_stay_when_the_heuristic_chang
     assert stored == WarpgroupParams(**UNEVEN[n, d, dtype])
     for other in (tiles.ForwardTiles(block_kv=64, stages=3), tiles.ForwardTiles(q_held=64)):
         changed = replace(flash_attention.choose(p, Chip()), fwd=other)
-        runs = changed.apply_config({"fwd_params": stored}, p, Chip()).fwd
-        assert (runs.block_q, runs.block_kv) == (stored.q_blocksize, stored.kv_blocksize)
-        assert (runs.consumers, runs.stages) == (stored.warpgroups, stored.num_stages)
+        applied = changed.apply_config({"fwd_params": stored}, p, Chip()).fwd
+        assert (applied.block_q, applied.block_kv) == (stored.q_blocksize, stored.kv_blocksize)
+        assert (applied.consumers, applied.stages) == (stored.warpgroups, stored.num_stages)
 
 
 def test_shipped_tiles_are_said_in_full():
     _, entries = read_table(Path(tiles.__file__).parents[2] / "tables" / "nvidia_h200.json")
     for entry in entries.values():
-        said = FwdParams.from_dict(entry.plain["config"]["fwd_params"])
-        assert said.q_blocksize and said.kv_blocksize and said.num_stages, entry.plain["config"]
+        params = FwdParams.from_dict(entry.plain["config"]["fwd_params"])
+        tiles_in_full = params.q_blocksize and params.kv_blocksize and params.num_stages
+        assert tiles_in_full, entry.plain["config"]
 
 
 @pytest.mark.parametrize(

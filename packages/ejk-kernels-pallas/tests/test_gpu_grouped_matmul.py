@@ -91,8 +91,8 @@ def test_against_float64_without_races(name: str) -> None:
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         found = np.asarray(jax.jit(kernel.__call__)(*given))
     assert not gpu_callbacks.get_races().races_found
-    whole = np.zeros((kernel.held, down, across))
-    want = oracle.grouped_matmul(a, whole, np.maximum(sizes, 0), offset, dout=b).drhs
+    full_weights = np.zeros((kernel.held, down, across))
+    want = oracle.grouped_matmul(a, full_weights, np.maximum(sizes, 0), offset, dout=b).drhs
     check_close(found, want, name=name)
 
 

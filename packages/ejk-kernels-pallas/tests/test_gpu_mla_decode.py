@@ -43,8 +43,8 @@ def test_lse_of_partial_results_is_that_of_the_sequence(name: str) -> None:
         x = np.concatenate([scores[sequence][:, j * STEP : (j + 1) * STEP] for j in steps], axis=1)
         m[n] = x.max(1)
         total[n] = np.exp2((x - x.max(1, keepdims=True)) * c).sum(1)
-    cuts = np.asarray([unit.cut for unit in schedule], np.int32)
-    got = np.asarray(jax.jit(merge_lse)(c, m, total, cuts, lengths))
+    splits = np.asarray([unit.cut for unit in schedule], np.int32)
+    got = np.asarray(jax.jit(merge_lse)(c, m, total, splits, lengths))
     for x, lse in zip(scores, got, strict=True):
         logits = x * c * np.log(2.0)
         want = np.logaddexp.reduce(logits, axis=1) if x.size else np.full(2, -np.inf)

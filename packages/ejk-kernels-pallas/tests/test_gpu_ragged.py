@@ -146,8 +146,8 @@ def hopper():
 def only_seen(m: ragged_cases.Mix, x: dict[str, jax.Array]) -> jax.Array:
     """The cache with nan wherever there is no token."""
     seen = in_context(m.lens, x["tables"], *x["cache"].shape[:2])
-    rest = (1,) * (x["cache"].ndim - 2)
-    return jnp.where(seen.reshape(*seen.shape, *rest), x["cache"], jnp.nan)
+    ones = (1,) * (x["cache"].ndim - 2)
+    return jnp.where(seen.reshape(*seen.shape, *ones), x["cache"], jnp.nan)
 
 
 @pytest.mark.gpu

@@ -56,20 +56,20 @@ def test_marked_tiles_are_computed_again_and_no_others(columns):
     rng = np.random.default_rng(columns)
     problem = Problem(1, 256, 256, 1, 1, 128, 128, "bfloat16", 1.0)
     kernel = flash_kernel(problem, forward_tiles(problem, Rules(), Chip()), (), 132)
-    each = -(-columns // (MARK_WORDS * 32))
+    num_words = -(-columns // (MARK_WORDS * 32))
     order = np.full((1, columns), -1, np.int32)
     order[0, :-1] = rng.permutation(columns - 1)
     wrong = rng.random((2, columns - 1)) < 0.2
     wrong[0, -1] = True
     marks = np.zeros((2, MARK_WORDS * 32), bool)
     for consumer, tile in np.argwhere(wrong):
-        marks[consumer, tile // each] = True
+        marks[consumer, tile // num_words] = True
     words = np.packbits(marks, axis=1, bitorder="little").view(np.int32)
     r = SimpleNamespace(order=jnp.asarray(order), marks=jnp.asarray(words))
     number = lambda i: kernel.scheduler.of_marked.number(r, i)  # noqa: E731
     program = jax.vmap(lambda _: lax.map(number, jnp.arange(columns)), axis_name="program")
     found = np.asarray(program(jnp.zeros(1)))[0]
-    taken = np.repeat(marks.any(0), each)[: columns - 1]
+    taken = np.repeat(marks.any(0), num_words)[: columns - 1]
     np.testing.assert_array_equal(found[: taken.sum()], order[0, :-1][taken])
     assert (found[taken.sum() :] == -1).all()
     assert kernel.scheduler.of_marked.is_any_marked(r)
@@ -238,10 +238,10 @@ def test_lists_of_known_and_tiles_of_traced_patterns_agree():
     mask = combine_masks(causal=True, causal_offset=3, q_len=n, kv_len=2 * n)
     pattern = np.random.default_rng(n).random((1, 1, n, 2 * n)) < 0.4
     for make in (lists.forward_lists, lists.backward_lists):
-        known, traced = (make(p, mask, x, (1, 1)) for x in (pattern, jnp.asarray(pattern)))
-        assert set(known) == {"lists"} and set(traced) == {"tiles"}
+        static, traced = (make(p, mask, x, (1, 1)) for x in (pattern, jnp.asarray(pattern)))
+        assert set(static) == {"lists"} and set(traced) == {"tiles"}
         of_tiles = tile_lists.of_queries if make is lists.forward_lists else tile_lists.of_keys
-        np.testing.assert_array_equal(known["lists"], of_tiles(np.asarray(traced["tiles"])))
+        np.testing.assert_array_equal(static["lists"], of_tiles(np.asarray(traced["tiles"])))
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -41,9 +41,9 @@ def interpreted():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def ids(*runs: tuple[int, int]) -> np.ndarray:
+def ids(*segments: tuple[int, int]) -> np.ndarray:
     """(id, length) pairs as segment ids of one batch row."""
-    return np.concatenate([np.full(n, i) for i, n in runs]).astype(np.int32)[None]
+    return np.concatenate([np.full(n, i) for i, n in segments]).astype(np.int32)[None]
 
 
 SEGMENTS = ids((0, 60), (3, 70), (-1, 30), (1, 40))

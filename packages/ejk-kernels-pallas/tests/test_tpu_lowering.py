@@ -76,7 +76,7 @@ def test_named_residuals_keep_the_forward_kernel_from_running_twice(policy, kern
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_tiles_fit(chip, dtype, dim):
     """What the tiles ask of vector memory is there, and blocks waste at most an eighth."""
-    facts = facts_of(CHIPS[chip])
+    params = facts_of(CHIPS[chip])
     for length in (1, 129, 640, 1000, 4096, 5000):
         p = Problem(1, length, length, 4, 4, dim, dim, dtype, 1.0)
         for choose, accumulators in (
@@ -84,10 +84,10 @@ def test_tiles_fit(chip, dtype, dim):
             (tiles.dq_tiles, 1),
             (tiles.dkv_tiles, 2),
         ):
-            t = choose(p, facts)
-            held = t.block_kv if accumulators == 2 else t.block_q
-            assert t.vmem(p, held, accumulators) <= facts.vmem, (length, t)
-            assert held % t.rows == 0 and t.rows % tiles.LANES == 0
+            t = choose(p, params)
+            block = t.block_kv if accumulators == 2 else t.block_q
+            assert t.vmem(p, block, accumulators) <= params.vmem, (length, t)
+            assert block % t.rows == 0 and t.rows % tiles.LANES == 0
             rounded = -(-length // tiles.LANES) * tiles.LANES
             for block in (t.block_q, t.block_kv):
                 assert -(-length // block) * block * 8 <= rounded * 9
@@ -100,12 +100,12 @@ def call(*arrays, **options):
 
 
 def test_hooks():
-    asked = call(*shapes(128, 4096))
+    request = call(*shapes(128, 4096))
     with on_chip(CHIPS["v5e"]):
-        assert flash_attention.supports(asked) is None
+        assert flash_attention.supports(request) is None
         assert current_chip().mxu == 128
-        first = flash_attention.heuristic(asked)
-        found = flash_attention.candidates(asked)
+        first = flash_attention.heuristic(request)
+        found = flash_attention.candidates(request)
     assert found[0] == first and len(found) > 3
     sizes = [n for c in found for part in c.values() for n in part.values()]
     assert all(128 <= n <= 1024 and n & (n - 1) == 0 for n in sizes)

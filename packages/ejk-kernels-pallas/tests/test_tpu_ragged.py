@@ -102,9 +102,9 @@ def test_reads_pages(name):
     results = jax.jit(run)(q, pool, np.array(LENS, np.int32), tables, starts)
     # at once: XLA's threads are few, and the interpreter needs one while the reference runs
     results = [np.asarray(x) for x in jax.tree.leaves(results)]
-    wanted = expected(q, pool, tables, starts, **options)
+    reference = expected(q, pool, tables, starts, **options)
     assert results[0].dtype == q.dtype
-    for got, want in zip(results, wanted, strict=True):
+    for got, want in zip(results, reference, strict=True):
         check_close(got, want, name=name)
     assert not results[0][:FIRST].any() and not results[0][-TAIL:].any()
     check_no_races()
@@ -152,9 +152,9 @@ def test_trees(name):
     results = jax.jit(run)(q, pool, np.array(lens, np.int32), tables, starts)
     results = [np.asarray(x) for x in jax.tree.leaves(results)]
     window = options.get("sliding_window")
-    wanted = {n: x for n, x in options.items() if n != "sliding_window"} | trees
-    wanted = expected(q, pool, tables, starts, lens, window=window, **wanted)
-    for got, want in zip(results, wanted, strict=True):
+    oracle_options = {n: x for n, x in options.items() if n != "sliding_window"} | trees
+    reference = expected(q, pool, tables, starts, lens, window=window, **oracle_options)
+    for got, want in zip(results, reference, strict=True):
         check_close(got, want, name=name)
     assert not results[0][:FIRST].any() and not results[0][-TAIL:].any()
     check_no_races()
@@ -239,8 +239,8 @@ def test_tiles_fit(kind):
     )
     for h, hk, ps, tokens in sizes:
         for cache in ("bfloat16", "int8", "float32"):
-            asked = call(h, hk, ps, cache, tokens=tokens)
-            problem = ragged_page_attention.problem(asked.arguments)
+            request = call(h, hk, ps, cache, tokens=tokens)
+            problem = ragged_page_attention.problem(request.arguments)
             t = tiles.choose(problem, chip)
             layout = tiles.Layout(problem, t, chip)
             assert layout.vmem() <= tiles.memory_for(chip)
@@ -263,10 +263,10 @@ def call(
 
 
 def test_refuses_what_it_cannot_do():
-    for asked, reason in (
+    for request, reason in (
         (call(8, 2, 16, "bfloat16", d=64), "kv_pages: rows of 64 columns are not supported"),
         (call(6, 3, 16, "bfloat16"), "kv_pages: 3 kv heads of bfloat16 are not 1, 2, 4 or"),
         (call(8, 1, 16, "int8"), "kv_pages: 1 kv heads of int8 are not 1, 2, 4 or"),
         (call(8, 2, 16, "bfloat16", dtype="float16"), "queries: float16 is not supported"),
     ):
-        assert (ragged_page_attention.supports(asked) or "").startswith(reason)
+        assert (ragged_page_attention.supports(request) or "").startswith(reason)

@@ -114,16 +114,16 @@ def test_lists_of_a_known_pattern_are_those_of_the_device(lead, rule, by_key) ->
         2, q_len, kv_len, 4, 2, 16, 16, "float32", 1.0,
         pattern_blocks=blocks, rules=split_mask(mask)[0],
     )  # fmt: skip
-    known = build_static_list(p, mask, chosen, tile, by_key=by_key)
-    assert known is not None
+    static = build_static_list(p, mask, chosen, tile, by_key=by_key)
+    assert static is not None
     found = list_operands(p, mask, chosen, tile, by_key=by_key)
     assert {n: (x.shape, x.dtype) for n, x in found.items()} == {
-        n: (x.shape, x.dtype) for n, x in known.items()
+        n: (x.shape, x.dtype) for n, x in static.items()
     }
-    np.testing.assert_array_equal(found["order"], known["order"])
-    counts = known["listed"][..., 1]
-    written = np.arange(known["listed"].shape[-1]) < counts[..., None] + 2
-    np.testing.assert_array_equal(np.where(written, found["listed"], 0), known["listed"])
+    np.testing.assert_array_equal(found["order"], static["order"])
+    counts = static["listed"][..., 1]
+    written = np.arange(static["listed"].shape[-1]) < counts[..., None] + 2
+    np.testing.assert_array_equal(np.where(written, found["listed"], 0), static["listed"])
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -140,18 +140,18 @@ def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], by_key: b
     masked, covers = element_mask_for_lists(p, jnp.asarray(chosen), None, Tiles(*tile))
     assert ("mask" in masked) == (tile != (16, 16))
     assert covers == ((*blocks, tile[1]) if masked else (1, 1, 0))
-    some = every = True
+    any_seen = every = True
     for seen in (np.kron(chosen, np.ones(blocks, bool)), np.tri(n, dtype=bool)[None, None]):
         cut = (n // tile[0], tile[0], n // tile[1], tile[1])
         tiles = seen.reshape(*seen.shape[:2], *cut).swapaxes(3, 4)
-        some, every = some & tiles.any((-2, -1)), every & tiles.all((-2, -1))
+        any_seen, every = any_seen & tiles.any((-2, -1)), every & tiles.all((-2, -1))
     if by_key:
-        some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
-    for head, block in np.ndindex(some.shape[1:3]):
+        any_seen, every = any_seen.swapaxes(-1, -2), every.swapaxes(-1, -2)
+    for head, block in np.ndindex(any_seen.shape[1:3]):
         full, count, *row = np.asarray(found["listed"][0, head, block])
         np.testing.assert_array_equal(row[:full], np.flatnonzero(every[0, head, block]))
-        rest = np.flatnonzero(some[0, head, block] & ~every[0, head, block])
-        np.testing.assert_array_equal(row[full:count], rest)
+        partly_seen = np.flatnonzero(any_seen[0, head, block] & ~every[0, head, block])
+        np.testing.assert_array_equal(row[full:count], partly_seen)
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -93,8 +93,8 @@ def test_every_array_of_flash_attention_is_where_its_parameter_is(
     def no_code(source, target):
         kinds = leaves(tuple(kind for _, kind in source.signature))
         maps = [kind for kind in kinds if kind.startswith("tensordesc")]
-        facts = {"elem_type": 10, "swizzle": 3, "block_size": [64, 64]}
-        return Code(source.kernel.__name__, "", 8, 0, 0, 1, (facts,) * len(maps))
+        params = {"elem_type": 10, "swizzle": 3, "block_size": [64, 64]}
+        return Code(source.kernel.__name__, "", 8, 0, 0, 1, (params,) * len(maps))
 
     monkeypatch.setattr(bridge, "describe", spy)
     monkeypatch.setattr(bridge, "compile_kernel", no_code)

@@ -105,8 +105,8 @@ def run(text, word):
                 low, high, source = found.groups()
                 names[low], names[high] = names[source] & 0xFFFF, names[source] >> 16
                 continue
-            operation, rest = line.rstrip(";").split(" ", 1)
-            target, *operands = (x.strip() for x in rest.split(","))
+            operation, arguments = line.rstrip(";").split(" ", 1)
+            target, *operands = (x.strip() for x in arguments.split(","))
             immediate = {"prmt.b32": 2, "lop3.b32": 1, "shr.u32": 1, "shl.b32": 1}.get(operation, 0)
             count = len(operands)
             given = []
@@ -136,9 +136,9 @@ def test_every_pair_of_numbers_is_exact(text, kind, read):
     want = numbers.astype(even.dtype)
     np.testing.assert_array_equal(even, want[0::2])
     np.testing.assert_array_equal(odd, want[1::2])
-    for got, wanted in ((even, want[0::2]), (odd, want[1::2])):
-        there = ~np.isnan(wanted)
-        assert np.array_equal(np.signbit(got[there]), np.signbit(wanted[there]))
+    for got, expected in ((even, want[0::2]), (odd, want[1::2])):
+        there = ~np.isnan(expected)
+        assert np.array_equal(np.signbit(got[there]), np.signbit(expected[there]))
 
 
 @pytest.mark.parametrize("number", ["float16", "bfloat16"])

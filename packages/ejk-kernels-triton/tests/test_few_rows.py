@@ -69,23 +69,23 @@ def expected(q, kv, lens, tables, starts, **options):
 @pytest.mark.parametrize("cores", [2, 40])
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_reference(name, cores):
-    rows, lens, known = CASES[name]
+    rows, lens, oracle_options = CASES[name]
     q, keys, values, kv, *tables = draw(rows, lens)
-    options = {NAMES[n]: x for n, x in known.items()}
+    options = {NAMES[n]: x for n, x in oracle_options.items()}
     with interpret_mode(), compile_for(cuda_target(90, cores)):
         out, lse = ragged_page_attention(q, kv, *tables, len(rows), return_lse=True, **options)
         counts = np.array([0, 0, len(rows)])
         written, cache = ragged_page_attention_v3(
             q, keys, values, kv, *tables, counts, cfg={"num_splits": 3}, **options
         )
-    want, want_lse = expected(q, kv, *tables, **known)
+    want, want_lse = expected(q, kv, *tables, **oracle_options)
     check_close(np.asarray(out), want, name=name)
     check_close(np.asarray(lse), want_lse, name="lse")
     want_cache = np.asarray(
         paged.write_pages(*map(jnp.asarray, (kv, keys, values)), *tables, len(rows))
     )
     np.testing.assert_array_equal(cache, want_cache)
-    want, _ = expected(q, want_cache, *tables, **known)
+    want, _ = expected(q, want_cache, *tables, **oracle_options)
     check_close(np.asarray(written), want, name="after the write")
 
 
@@ -130,8 +130,8 @@ def test_a_cache_outside_the_memory_of_its_operand(monkeypatch):
             return bound
         moved.append(type(launch))
         aliases = bound.aliases.items()
-        kept = {operand: result for operand, result in aliases if result != cache.index}
-        return replace(bound, aliases=kept)
+        aliased = {operand: result for operand, result in aliases if result != cache.index}
+        return replace(bound, aliases=aliased)
 
     with interpret_mode(), compile_for(cuda_target(90, 40)):
         expected = ragged_page_attention_v3(*args)

@@ -30,9 +30,9 @@ def interpreted():
         yield
 
 
-def ids(*runs: tuple[int, int]) -> np.ndarray:
+def ids(*segments: tuple[int, int]) -> np.ndarray:
     """(id, length) pairs as segment ids of one batch row."""
-    return np.concatenate([np.full(n, i) for i, n in runs]).astype(np.int32)[None]
+    return np.concatenate([np.full(n, i) for i, n in segments]).astype(np.int32)[None]
 
 
 SEGMENTS = ids((0, 11), (3, 18), (-1, 4), (1, 7))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def known(request: pytest.FixtureRequest):
+def references(request: pytest.FixtureRequest):
     """Inputs and reference of a case of this run, its kernels compiled.
 
     Processes compile kernels while threads compile and run references.
@@ -33,9 +33,9 @@ def known(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("name", AT_SIZE)
-def test_against_float32(name: str, known) -> None:
+def test_against_float32(name: str, references) -> None:
     """o, lse and all gradients; the second run has the same bits."""
-    at_size.check(AT_SIZE[name], flash_attention, known(name))
+    at_size.check(AT_SIZE[name], flash_attention, references(name))
 
 
 @pytest.mark.parametrize("name", large_logits.AT_SIZE)

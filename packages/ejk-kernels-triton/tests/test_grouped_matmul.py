@@ -62,9 +62,9 @@ def check(lhs, rhs, sizes, offset=None, existing=None, *, cfg=SMALL, **options):
         return out, back(dout.astype(out.dtype))
 
     out, (dlhs, drhs, dexisting) = pull(lhs, rhs, sizes, offset, existing, dout)
-    known = {n: x for n, x in options.items() if n == "transpose_rhs"}
+    oracle_options = {n: x for n, x in options.items() if n == "transpose_rhs"}
     want = oracle.grouped_matmul(
-        lhs, rhs, sizes, offset, existing, dout=dout.astype(out.dtype), **known
+        lhs, rhs, sizes, offset, existing, dout=dout.astype(out.dtype), **oracle_options
     )
     check_close(out, want.out, name="out")
     check_close(dlhs, want.dlhs, dtype=narrower(dlhs, out), name="dlhs")

@@ -41,7 +41,7 @@ def outcome(semantic, operation, *operands):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_pair_of_operands(operation) -> None:
     interpret._prepare()
-    own = interpreter.TritonSemantic(interpreter.interpreter_builder)
+    semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
     tensors = [(kind, shape) for kind in KINDS for shape in ((), (4,), (2, 4))]
     pairs = [(x, y) for x in tensors for y in tensors]
     pairs += [pair for x in tensors for n in NUMBERS for pair in ((x, n), (n, x))]
@@ -52,7 +52,7 @@ def test_every_pair_of_operands(operation) -> None:
             yield pair, outcome(semantic, operation, *made)
 
     with mock.patch.object(interpret, "constructors", list), interpret._interpreted_library():
-        want = list(results(own))
+        want = list(results(semantic))
     with interpret._interpreted_library():
         got = list(results(interpreter.interpreter_semantic))
     assert {len(x) for _, x in want if isinstance(x, tuple)} == {5}

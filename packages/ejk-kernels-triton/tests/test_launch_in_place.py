@@ -88,19 +88,19 @@ def test_a_donated_cache_is_written_in_place(launcher):
     shape = dict(queries=(t, h, d), keys=(t, 1, d), values=(t, 1, d), kv_cache=(7, 4, 2, d))
     arrays = {name: numbers(*s) for name, s in shape.items()}
     lens, tables = jnp.zeros(n, jnp.int32), jnp.zeros((n, 5), jnp.int32)
-    rest = (lens, tables, jnp.zeros(n + 1, jnp.int32), jnp.zeros(3, jnp.int32))
+    tables_and_lengths = (lens, tables, jnp.zeros(n + 1, jnp.int32), jnp.zeros(3, jnp.int32))
     step = jax.jit(ragged_page_attention_v3, donate_argnums=3)
     with compile_for(HOPPER):
-        traced = step.trace(*arrays.values(), *rest)
+        traced = step.trace(*arrays.values(), *tables_and_lengths)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "custom_call @" + launcher.name in line]
     # schedule, write, decode, prefill, merge
     assert len(calls) == 5
-    kept = [re.search(r"operand_index = (\d+)", line) for line in calls]
-    assert [match is not None for match in kept] == [False, True, False, False, True]
+    aliases = [re.search(r"operand_index = (\d+)", line) for line in calls]
+    assert [match is not None for match in aliases] == [False, True, False, False, True]
     operands = re.search(r"custom_call @\w+\(([^)]*)\)", calls[1])[1].split(", ")
     donated = re.search(r"(%arg\d+): tensor<7x4x2x16xf32> {[^}]*tf.aliasing_output = 1", text)[1]
-    assert f"{operands[int(kept[1][1])]} = stablehlo.optimization_barrier {donated}" in text
+    assert f"{operands[int(aliases[1][1])]} = stablehlo.optimization_barrier {donated}" in text
     assert calls[4].count("output_operand_alias<") == 2  # the rows and the cache
     assert "stablehlo.copy" not in text
 

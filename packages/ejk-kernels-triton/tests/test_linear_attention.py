@@ -63,8 +63,8 @@ def check(args, cu_seqlens=None, *, cfg=SMALL, state_dtype=None, **options):
         return *out, back(linear_cotangents(args))[0]
 
     found = pull(args, cu_seqlens)
-    known = {"state_dtype": state_dtype or args["query"].dtype, "cu_seqlens": cu_seqlens}
-    check_linear(args, found, **known, **options)
+    oracle_options = {"state_dtype": state_dtype or args["query"].dtype, "cu_seqlens": cu_seqlens}
+    check_linear(args, found, **oracle_options, **options)
     return found
 
 
@@ -198,9 +198,9 @@ def test_constants_are_rows_of_one_gate(shape, cu, long_segments):
 
     @jax.jit
     def pull(gate):
-        def both(rest, gate):
+        def both(smooth, gate):
             g = {"g_gamma": gate} if gate.ndim == 1 else {"g": gate}
-            return run(**rest, **g, return_state=True)
+            return run(**smooth, **g, return_state=True)
 
         out, back = jax.vjp(both, {n: x for n, x in args.items() if n != "g_gamma"}, gate)
         return *out, *back(linear_cotangents(args))
@@ -303,8 +303,8 @@ def test_packed_equals_separate_and_twice_reversed_is_forward(lengths, size, see
         same(o[:, first:last], alone[0])
         same(state[m], alone[1][0])
         for name, x in alone[2].items():
-            whole = grads[name]
-            same(whole[m : m + 1] if name == "initial_state" else whole[:, first:last], x)
+            full_grad = grads[name]
+            same(full_grad[m : m + 1] if name == "initial_state" else full_grad[:, first:last], x)
     # all rows the other way round, and the sequences with them
     rows = np.concatenate([np.arange(cu[-1])[::-1], np.arange(cu[-1], 98)])
 

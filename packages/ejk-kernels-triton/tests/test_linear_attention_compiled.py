@@ -93,7 +93,7 @@ def launched(shape, which, target):
         "do": aval((b, s, h, dv), jnp.dtype(dtype)),
     }
     cu = {"cu": aval((b, n + 1), jnp.int32)} if n else {}
-    cuts = {"cuts": aval((4, t.chunk, t.chunk), jnp.bfloat16)}
+    splits = {"cuts": aval((4, t.chunk, t.chunk), jnp.bfloat16)}
     channel_gate = aval((b, s, h, dv if of_values else dk), gates)
     ends = ChunkLoop(p, t, passes.SEGMENT_STATES).outputs()
     rows = {"query": arrays["q"], "key": arrays["k"], "value": arrays["v"]}
@@ -101,7 +101,7 @@ def launched(shape, which, target):
     gate = {"gate": aval((b, s, h), jnp.float32)}
     prefix_sums = GatePrefixSums(p, t).with_operands(gate | cu)
     pair = {"reader": arrays[reader], "source": arrays[source], "gate": channel_gate}
-    decay = DecayChannels(p, t, of_values).with_operands(pair | cuts | cu)
+    decay = DecayChannels(p, t, of_values).with_operands(pair | splits | cu)
     halves = {}
     if scalar:
         arrays |= prefix_sums.outputs()
@@ -112,7 +112,7 @@ def launched(shape, which, target):
         arrays |= {f"{source}_decayed": decayed["source_decayed"]}
         arrays |= {f"{name}_{side}": decayed[name] for name in ("pairs", "totals")}
     if which == "prepare":
-        return decay, pair | cuts | cu
+        return decay, pair | splits | cu
     if which == "gate sums":
         return prefix_sums, gate | cu
     if which == "steps":
@@ -142,11 +142,11 @@ def launched(shape, which, target):
         else:
             results = ("" if of_values else dtype, dtype, gates.name)
             launch = ChannelGradient(p, t, of_values, results)
-        return launch, pair | others | halves | cuts | of_chunks | cu
+        return launch, pair | others | halves | splits | of_chunks | cu
     spec = PASSES[which]
     named = spec.operands(p).items()
-    known = arrays | cu | {"starts": ends["ends"]}
-    return ChunkLoop(p, t, spec), {name: known[array] for name, array in named}
+    operands = arrays | cu | {"starts": ends["ends"]}
+    return ChunkLoop(p, t, spec), {name: operands[array] for name, array in named}
 
 
 def source_of(launch, operands, target):

@@ -96,8 +96,8 @@ def test_constants_are_rows_of_one_gate(dims, cu, reverse):
         def run(args):
             return recurrent_attention(**args, cu_seqlens=cu, reverse=reverse)
 
-        rest = {name: x for name, x in args.items() if name != "g"}
-        o, back = jax.vjp(run, rest | {"g_gamma" if gate.ndim == 1 else "g": gate})
+        others = {name: x for name, x in args.items() if name != "g"}
+        o, back = jax.vjp(run, others | {"g_gamma" if gate.ndim == 1 else "g": gate})
         return o, back(o)[0]
 
     o, grads = pull(gate)

@@ -95,5 +95,5 @@ def test_nothing_expanded_is_kept():
         return mla_attention(*arrays[:4], b_k=arrays[4], causal=True)
 
     _, pull = jax.eval_shape(lambda *y: jax.vjp(run, *y), *x[:4], x.b_k)
-    kept = [leaf.shape for leaf in jax.tree.leaves(pull)]
-    assert kept and (B, S, HK, DN + DR) not in kept and (B, S, HK, DV) not in kept
+    residuals = [leaf.shape for leaf in jax.tree.leaves(pull)]
+    assert residuals and (B, S, HK, DN + DR) not in residuals and (B, S, HK, DV) not in residuals

@@ -112,11 +112,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_formula(name):
-    shape, options, known = CASES[name]
+    shape, options, oracle_options = CASES[name]
     q, c, lens, tables = draw(**shape)
     o, lse = mla_decode(q, c, lens, tables, latent_dim=32, return_lse=True, **options)
     want, want_lse = (
-        x.reshape(*q.shape[:-1], *x.shape[3:]) for x in expected(q, c, lens, tables, 32, **known)
+        x.reshape(*q.shape[:-1], *x.shape[3:])
+        for x in expected(q, c, lens, tables, 32, **oracle_options)
     )
     assert o.dtype == q.dtype and o.shape == (*q.shape[:-1], 32) and lse.dtype == jnp.float32
     check_close(np.asarray(o), want, name=name)
@@ -251,7 +252,7 @@ ONE_LAUNCH: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", ONE_LAUNCH)
 def test_one_launch_of_a_single_sequence(name, monkeypatch):
     """The bits of two launches, in two calls of one program; without the merge's launch."""
-    shape, options, known = ONE_LAUNCH[name]
+    shape, options, oracle_options = ONE_LAUNCH[name]
     q, c, lens, tables = draw(**shape)
 
     @jax.jit
@@ -269,7 +270,8 @@ def test_one_launch_of_a_single_sequence(name, monkeypatch):
     for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(expected_bits), strict=True):
         np.testing.assert_array_equal(got, want)
     want, want_lse = (
-        x.reshape(*q.shape[:-1], *x.shape[3:]) for x in expected(q, c, lens, tables, 32, **known)
+        x.reshape(*q.shape[:-1], *x.shape[3:])
+        for x in expected(q, c, lens, tables, 32, **oracle_options)
     )
     o, lse = results[0]
     check_close(np.asarray(o), want, name=name)

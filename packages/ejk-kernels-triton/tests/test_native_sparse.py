@@ -253,9 +253,9 @@ def test_ties_go_to_the_lower_block_across_tiles(dtype, most, monkeypatch):
     s, size, slots = 140, 2, 4
     same, _ = ranked(jnp.ones((1, s, 2, 16)), jnp.ones((1, s, 1, 16)), size, slots)
     for t in range(s):
-        own = t // size
-        rest = [c for c in range((t + 1) // size) if c != own]
-        want = ([own, *rest] + [-1] * slots)[:slots]
+        own_block = t // size
+        earlier_blocks = [c for c in range((t + 1) // size) if c != own_block]
+        want = ([own_block, *earlier_blocks] + [-1] * slots)[:slots]
         np.testing.assert_array_equal(same[0, t, 0], want)
     q, k = normal(1, s, 2, 16).astype(dtype), normal(1, s, 1, 16).astype(dtype)
     both = [jnp.concatenate([x] * (1 if most else 2)) for x in (q, k)]
@@ -286,10 +286,10 @@ def test_small_means_beside_a_large_one():
 def test_groups_of_more_heads_than_rows(monkeypatch):
     """The scores of a group are added part by part: the same blocks as with all heads at once."""
     q, k = normal(1, 24, 6, 16), normal(1, 24, 1, 16)
-    whole, _ = ranked(q, k, 2, 4)
+    full_rank, _ = ranked(q, k, 2, 4)
     chosen = tiles.SelectTiles(2, 16, 4, 1, 3)
     monkeypatch.setattr(select, "choose_select_tiles", lambda p, target: chosen)
-    np.testing.assert_array_equal(ranked(q, k, 2, 4)[0], whole)
+    np.testing.assert_array_equal(ranked(q, k, 2, 4)[0], full_rank)
 
 
 def test_choice_by_huge_logits_and_by_none():
@@ -302,11 +302,11 @@ def test_choice_by_huge_logits_and_by_none():
         "bshd,bnxd->bshn", *(np.asarray(y, np.float64) for y in (q, block_means(k, blocks)))
     )
     for t in range(1, 24):
-        own = t // 2
-        others = [c for c in range((t + 1) // 2) if c != own]
-        first = sorted({int(np.argmax(x[0, t, h, : (t + 1) // 2])) for h in range(2)} - {own})
+        own_block = t // 2
+        others = [c for c in range((t + 1) // 2) if c != own_block]
+        first = sorted({int(np.argmax(x[0, t, h, : (t + 1) // 2])) for h in range(2)} - {own_block})
         for got, best in ((huge, first), (none, [])):
-            want = [own, *best, *(c for c in others if c not in best), -1, -1, -1][:4]
+            want = [own_block, *best, *(c for c in others if c not in best), -1, -1, -1][:4]
             found, end = got[0, t, 0].tolist(), 1 + len(best)
             assert [found[0], *sorted(found[1:end]), *found[end:]] == want
 

@@ -98,12 +98,12 @@ def test_against_the_formula(name):
     got = page_attention(q, k, v, lens, tables, return_lse=return_lse, **options)
     got, *lse = got if return_lse else (got,)
     names = {"sliding_window": "left", "logits_soft_cap": "cap", "softmax_aux": "aux"}
-    known = {names.get(n, n): x for n, x in options.items() if n != "num_splits"}
-    known["scale"] = known.pop("softmax_scale", None)
-    if isinstance(known.get("left"), tuple):
-        known["left"] = known["left"][0]
+    oracle_options = {names.get(n, n): x for n, x in options.items() if n != "num_splits"}
+    oracle_options["scale"] = oracle_options.pop("softmax_scale", None)
+    if isinstance(oracle_options.get("left"), tuple):
+        oracle_options["left"] = oracle_options["left"][0]
     assert got.dtype == q.dtype and got.shape == (*q.shape[:2], v.shape[-1])
-    want, want_lse = expected(q, k, v, lens, tables, **known)
+    want, want_lse = expected(q, k, v, lens, tables, **oracle_options)
     check_close(np.asarray(got), want, name=name)
     for x in lse:
         assert x.dtype == np.float32
@@ -260,8 +260,8 @@ def test_lengths_beyond_the_table_and_ranks():
 def test_every_8_bit_number_is_read_exactly(cache, capability):
     kind = np.dtype(getattr(ml_dtypes, cache, cache))
     codes = np.arange(256, dtype=np.uint8).view(kind)
-    wanted = codes.astype(np.float32)
-    codes = np.where(np.isfinite(wanted), codes, np.zeros_like(codes))
+    values = codes.astype(np.float32)
+    codes = np.where(np.isfinite(values), codes, np.zeros_like(codes))
     v = codes.reshape(16, 1, 1, 16)
     q, lens = np.ones((16, 1, 16), np.float32), np.ones(16, np.int32)
     with compile_for(cuda_target(capability, 4)):
@@ -269,7 +269,7 @@ def test_every_8_bit_number_is_read_exactly(cache, capability):
             q.astype(ml_dtypes.bfloat16), np.zeros_like(v), v, lens, np.arange(16)[:, None],
             num_splits=1,
         )  # fmt: skip
-    want = np.where(np.isfinite(wanted), wanted, 0.0)
+    want = np.where(np.isfinite(values), values, 0.0)
     assert np.array_equal(np.asarray(got, np.float32).ravel(), want)
 
 
@@ -361,5 +361,5 @@ def test_the_grid_depends_on_shapes_and_chip_only():
     ranges = tiles.count_work_ranges(problem, launch, target)
     # two programs on every multiprocessor, all running at once
     assert ranges * 8 == 132 * launch.programs_per_core == 264
-    held = tiles.shared_bytes(problem, launch.block, launch.num_stages)
-    assert launch.programs_per_core * held <= target.shared_limit
+    shared = tiles.shared_bytes(problem, launch.block, launch.num_stages)
+    assert launch.programs_per_core * shared <= target.shared_limit

@@ -112,11 +112,11 @@ def test_against_the_formula(name):
     return_lse = name != "plain"
     got = ragged_page_attention(*args, return_lse=return_lse, **options)
     got, *lse = got if return_lse else (got,)
-    known = {NAMES.get(n, n): x for n, x in options.items() if n != "cfg"}
-    if isinstance(known.get("left"), tuple):
-        known["left"] = known["left"][0]
+    oracle_options = {NAMES.get(n, n): x for n, x in options.items() if n != "cfg"}
+    if isinstance(oracle_options.get("left"), tuple):
+        oracle_options["left"] = oracle_options["left"][0]
     assert got.dtype == args[0].dtype and got.shape == args[0].shape
-    want, want_lse = expected(*args, return_lse=True, **known)
+    want, want_lse = expected(*args, return_lse=True, **oracle_options)
     check_close(np.asarray(got), want, name=name)
     for x in lse:
         assert x.dtype == np.float32
@@ -259,11 +259,11 @@ def test_write_then_attend(name):
     np.testing.assert_array_equal(
         np.asarray(new).view(np.uint8), (packed(want) if "packed" in name else want).view(np.uint8)
     )
-    known = {NAMES.get(n, n): x for n, x in options.items()}
-    if "q_scale" in known:
-        known["scale"] = q.shape[-1] ** -0.5 * known["q_scale"]
-        q = stored(q, known.pop("q_scale"), kv.dtype).astype(q.dtype)
-    want, want_lse = expected(q, want, *args[2:], return_lse=True, **known)
+    oracle_options = {NAMES.get(n, n): x for n, x in options.items()}
+    if "q_scale" in oracle_options:
+        oracle_options["scale"] = q.shape[-1] ** -0.5 * oracle_options["q_scale"]
+        q = stored(q, oracle_options.pop("q_scale"), kv.dtype).astype(q.dtype)
+    want, want_lse = expected(q, want, *args[2:], return_lse=True, **oracle_options)
     check_close(np.asarray(out), want, name=name)
     for x in lse:
         check_close(np.asarray(x), want_lse, dtype=q.dtype, name="lse")
@@ -289,13 +289,13 @@ def test_long_walks_are_cut_into_parts(monkeypatch):
     """Few tiles and long contexts: their keys are shared out, and merged."""
     args = draw(rows=(2, 0, 11, 9), lens=(30, 9, 120, 100), d=24, ps=8)
     options = dict(softmax_aux=SINKS, v_scale=0.5)
-    whole = np.asarray(ragged_page_attention(*args, **options))
+    full_out = np.asarray(ragged_page_attention(*args, **options))
     monkeypatch.setattr(tiles, "MIN_SPLIT_KEYS", 32)
     monkeypatch.setattr(launch, "MAX_LANES", 2)  # several looks at the sequences
     cfg = dict(num_kv_pages_per_block=2, num_splits=3)
     cut, lse = map(np.asarray, ragged_page_attention(*args, cfg=cfg, return_lse=True, **options))
-    assert not np.array_equal(cut, whole)
-    np.testing.assert_allclose(cut, whole, atol=1e-5)
+    assert not np.array_equal(cut, full_out)
+    np.testing.assert_allclose(cut, full_out, atol=1e-5)
     want, want_lse = expected(*args, aux=SINKS, v_scale=0.5, return_lse=True)
     check_close(cut, want)
     check_close(lse, want_lse, name="lse")
@@ -361,12 +361,12 @@ def test_mapped_calls_and_gradients_are_those_of_xla():
 
 def test_gradients_beside_an_8_bit_cache():
     pytest.importorskip("ejkernel.kernels.xla")  # whose gradient it is
-    q, kv, *rest, count = draw(rows=(1,), lens=(5,), dtype="bfloat16", cache="int8", tail=0)
+    q, kv, *lengths, count = draw(rows=(1,), lens=(5,), dtype="bfloat16", cache="int8", tail=0)
     keys, values = drawn_rows((q,))
 
     def f(q):
         out, _ = ragged_page_attention_v3(
-            q, keys, values, kv, *rest, np.array([0, 0, count]), k_scale=0.02, v_scale=0.02
+            q, keys, values, kv, *lengths, np.array([0, 0, count]), k_scale=0.02, v_scale=0.02
         )
         return out.astype(jnp.float32).sum()
 

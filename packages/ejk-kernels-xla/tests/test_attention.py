@@ -71,8 +71,8 @@ def test_dropout_is_that_of_flash_attention(raw: bool) -> None:
     check_close(o, good.o)
     flash = jax.jit(partial(flash_attention, dropout_prob=0.3))
     check_close(flash(q, k, v, dropout_seed=seed), good.o)
-    kept, _ = attention(q, k, v, dropout_rng=rng, dropout_prob=0.3)
-    check_close(kept, oracle.attention(oracle.Case(q, k, v)).o)
+    dropped_out, _ = attention(q, k, v, dropout_rng=rng, dropout_prob=0.3)
+    check_close(dropped_out, oracle.attention(oracle.Case(q, k, v)).o)
 
 
 def test_dtypes_and_lazy_bias() -> None:

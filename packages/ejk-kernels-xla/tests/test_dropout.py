@@ -36,11 +36,11 @@ def test_words_equal_the_formula(seed: int, index: tuple[int, int, int, int]) ->
 
 @pytest.mark.parametrize("prob", [0.1, 0.5, 0.999])
 def test_a_shard_draws_what_the_whole_draws(prob: float) -> None:
-    whole = Dropout.make(5, 4, 6, 9, 12).keep(prob)
+    full_mask = Dropout.make(5, 4, 6, 9, 12).keep(prob)
     words = jnp.array([5, 2, 3, 4, 7], jnp.int32)
     part = Dropout.make(words, 2, 3, 4, 5)
-    np.testing.assert_array_equal(part.keep(prob), whole[2:, 3:, 4:8, 7:])
-    np.testing.assert_array_equal(whole, dropout_factor(prob, 5, whole.shape) > 0)
+    np.testing.assert_array_equal(part.keep(prob), full_mask[2:, 3:, 4:8, 7:])
+    np.testing.assert_array_equal(full_mask, dropout_factor(prob, 5, full_mask.shape) > 0)
 
 
 def test_seeds_are_taken_modulo_two_to_the_32() -> None:

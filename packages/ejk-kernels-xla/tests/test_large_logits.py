@@ -109,9 +109,9 @@ def test_any_magnitude(rows, chosen, sink, other) -> None:
     (o, lse, grads), (o_plain, grads_plain) = _all(Q, K, V, bias, sinks)
     x = np.einsum("bqhd,bkhd->bhqk", *(np.asarray(a, np.float64) for a in (Q, K))) / 4 + bias
     x = x.astype(np.float32).astype(np.float64)  # the rounding that decides
-    whole = np.concatenate([x, np.broadcast_to(sinks.astype(np.float64), (1, 1, 3, 2))], -1)
-    top = whole.max(-1, keepdims=True)
-    e = np.exp(whole - top)
+    logits = np.concatenate([x, np.broadcast_to(sinks.astype(np.float64), (1, 1, 3, 2))], -1)
+    top = logits.max(-1, keepdims=True)
+    e = np.exp(logits - top)
     p = e / e.sum(-1, keepdims=True)
     v = np.asarray(V, np.float64)[0, :, 0]
     want = p[0, 0, :, :N] @ v

@@ -192,13 +192,15 @@ def test_chunk_lengths_agree():
     heads=st.sampled_from([(1, 1), (4, 1), (6, 3)]),
     dk=st.sampled_from([1, 5]),
     dv=st.sampled_from([1, 7]),
-    cuts=st.none() | st.lists(st.integers(0, 33), max_size=4),
+    bounds=st.none() | st.lists(st.integers(0, 33), max_size=4),
     reverse=st.booleans(),
 )
-def test_any_shape(s, heads, dk, dv, cuts, reverse):
-    cu = None if cuts is None else np.array([0, *sorted(min(c, s) for c in cuts)], np.int32)
+def test_any_shape(s, heads, dk, dv, bounds, reverse):
+    cu = None if bounds is None else np.array([0, *sorted(min(c, s) for c in bounds)], np.int32)
     states = 2 if cu is None else len(cu) - 1
-    args = make(("g4",), b=1 if cuts is not None else 2, s=s, h=heads[0], hk=heads[1], dk=dk, dv=dv)
+    args = make(
+        ("g4",), b=1 if bounds is not None else 2, s=s, h=heads[0], hk=heads[1], dk=dk, dv=dv
+    )
     args["initial_state"] = jnp.ones((states, heads[0], dk, dv))
     o, state = recurrent_attention(
         **args, cu_seqlens=cu, return_state=True, reverse=reverse, cfg=TILE

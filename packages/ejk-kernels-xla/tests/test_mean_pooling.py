@@ -92,11 +92,11 @@ def test_excluded_rows_may_hold_anything():
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     rows=st.sampled_from([1, 8, 19]),
-    cuts=st.lists(st.integers(0, 19), min_size=2, max_size=2),
+    bounds=st.lists(st.integers(0, 19), min_size=2, max_size=2),
     chunk=st.sampled_from([None, 4]),
 )
-def test_any_lengths(rows, cuts, chunk):
-    cu = np.array([0, *sorted(min(c, rows) for c in cuts)], np.int32)
+def test_any_lengths(rows, bounds, chunk):
+    cu = np.array([0, *sorted(min(c, rows) for c in bounds)], np.int32)
     check(normal(rows, 2), cu, None, chunk, block=3)
 
 

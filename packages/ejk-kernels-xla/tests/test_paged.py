@@ -402,8 +402,8 @@ def test_gradients_with_numpy_caches_and_tables():
     q, k, v = np.ones((2, 2, 8), np.float32), *(np.ones((3, 4, 1, 8), np.float32) for _ in "kv")
     lens, tables = np.array([3, 6]), np.array([[1, 0], [0, 2]])
 
-    def loss(x, *rest):
-        return (page_attention(x, *rest) ** 2).sum()
+    def loss(x, *others):
+        return (page_attention(x, *others) ** 2).sum()
 
     ours = jax.grad(loss, (0, 2))(q, k, v, lens, tables)
     jaxs = jax.grad(loss, (0, 2))(*map(jnp.asarray, (q, k, v, lens, tables)))

@@ -37,11 +37,11 @@ def test_every_entry_loads(entry) -> None:
     assert inspect.signature(implementation.fn) == signature(implementation.fn.call.signature)
 
 
-def signature(takes) -> inspect.Signature:
+def signature(function) -> inspect.Signature:
     """An operation's, as every backend has it."""
-    own = inspect.signature(takes)
+    declared = inspect.signature(function)
     cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
-    return own.replace(parameters=[*own.parameters.values(), cfg])
+    return declared.replace(parameters=[*declared.parameters.values(), cfg])
 
 
 def test_functions_win_over_subpackages_of_the_same_name() -> None:

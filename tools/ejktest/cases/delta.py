@@ -88,12 +88,12 @@ def check_delta(
 
 
 def _delta(
-    *more: str, dtype: str = BF16, channel_gates: bool = False, **sizes: int
+    *optional: str, dtype: str = BF16, channel_gates: bool = False, **sizes: int
 ) -> AbstractCall:
     """Training of Qwen3-Next's layer, or one with gates per key channel as Kimi Linear's."""
     sizes = {"batch": 1, "seq": 8192, "heads": 32, "kv_heads": 16, "key_dim": 128} | sizes
     return abstract_call(
-        "gated_delta_rule", sizes, "g", "beta", *more, dtype=dtype,
+        "gated_delta_rule", sizes, "g", "beta", *optional, dtype=dtype,
         dtypes={"g": F32, "initial_state": F32}, forms={"g": int(channel_gates)}, trained=True,
         options={"normalize_qk": True},
     )  # fmt: skip

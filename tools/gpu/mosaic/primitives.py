@@ -112,7 +112,7 @@ def barrier_wait(k: Kernel, invals: list) -> list:
 
     def wait(host: Host, key: Any) -> None:
         with ordering(host.thread, site):
-            callbacks._barrier_wait(host.token, host.place, host.thread, key, host.info)
+            callbacks._barrier_wait(host.token, host.position, host.thread, key, host.info)
 
     k.on_host(wait, (), key)
     return []
@@ -220,7 +220,7 @@ def copy_out(k: Kernel, invals: list) -> list | None:
 
     def copy(host: Host, source: Any, to: Any) -> None:
         task = Adding(
-            host.place, host.thread, host.key(source), host.access(source), host.key(to),
+            host.position, host.thread, host.key(source), host.access(source), host.key(to),
             host.access(to), host.info, host.shared.incr_clock(host.thread),
         )  # fmt: skip
         host.shared.execute_async_task(task)
@@ -246,7 +246,7 @@ def copy_in(k: Kernel, invals: list) -> list | None:
     barrier = jaxprs._get_barrier_allocation_key_from_inval(invals[2], trees[2], leaves)
 
     def copy(host: Host, source: Any, to: Any, barrier: Any) -> None:
-        coords = list(host.place.block_coords)
+        coords = list(host.position.block_coords)
         mine, rows = coords[axis], host.shape(to)[0] // size
         part = (slice(mine * rows, (mine + 1) * rows),)
         clock = host.shared.incr_clock(host.thread)

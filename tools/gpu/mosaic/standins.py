@@ -188,31 +188,33 @@ def taken_by_warp(k: Any, names: Any, counter: Any) -> Any:
 
 
 @standin("tickets.ask_ahead")
-def ask_ahead(k: Any, names: Any, counter: Any, words: Any, place: Any) -> None:
-    def ask(host: Any, counter: Any, words: Any, place: Any) -> None:
+def ask_ahead(k: Any, names: Any, counter: Any, words: Any, position: Any) -> None:
+    def ask(host: Any, counter: Any, words: Any, position: Any) -> None:
         last = host.shape(words)[1] - 1
-        host.put(words, np.int32(host.take(counter)), (int(place), last))
+        host.put(words, np.int32(host.take(counter)), (int(position), last))
 
-    k.on_host(ask, (), counter, words, place)
+    k.on_host(ask, (), counter, words, position)
 
 
 @standin("tickets.taken_by_warpgroup")
-def taken_by_warpgroup(k: Any, names: Any, counter: Any, words: Any, place: Any, asks: Any) -> Any:
-    def take(host: Any, counter: Any, words: Any, place: Any, asks: Any) -> Any:
-        at = (int(place), host.shape(words)[1] - 1)
+def taken_by_warpgroup(
+    k: Any, names: Any, counter: Any, words: Any, position: Any, asks: Any
+) -> Any:
+    def take(host: Any, counter: Any, words: Any, position: Any, asks: Any) -> Any:
+        at = (int(position), host.shape(words)[1] - 1)
         if int(asks):
             host.put(words, np.int32(host.take(counter)), at)
         return (host.get(words, at),)
 
-    return k.on_host(take, (INT,), counter, words, place, asks)
+    return k.on_host(take, (INT,), counter, words, position, asks)
 
 
 @standin("tickets.word")
-def word(k: Any, names: Any, words: Any, *place: Any) -> Any:
-    def read(host: Any, words: Any, *place: Any) -> Any:
-        return (host.get(words, tuple(map(int, place))),)
+def word(k: Any, names: Any, words: Any, *position: Any) -> Any:
+    def read(host: Any, words: Any, *position: Any) -> Any:
+        return (host.get(words, tuple(map(int, position))),)
 
-    return k.on_host(read, (INT,), words, *place)
+    return k.on_host(read, (INT,), words, *position)
 
 
 @standin("mla_split.find_unit")

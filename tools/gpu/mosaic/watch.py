@@ -139,7 +139,7 @@ def ordering(thread: Any, site: str):
 
 
 class Kernel:
-    """One equation for its handler: the thread, the place, and how to run on the host."""
+    """One equation for its handler: the thread, the position, and how to run on the host."""
 
     def __init__(self, interpreter: Any, eqn: Any, token: Any, orders: bool) -> None:
         self.interpreter, self.eqn, self.token = interpreter, eqn, token
@@ -155,8 +155,8 @@ class Kernel:
     def on_host(self, run: Any, results: tuple, *operands: Any) -> list:
         """Calls ``run(Host, *operands)`` in the order of the thread's other accesses."""
 
-        def called(token: Any, place: Any, thread: Any, *operands: Any) -> Any:
-            host = Host(token, place, thread, self.eqn.source_info)
+        def called(token: Any, position: Any, thread: Any, *operands: Any) -> Any:
+            host = Host(token, position, thread, self.eqn.source_info)
             outputs = run(host, *operands)
             kinds = zip(outputs or (), results, strict=True)
             return token, *(np.asarray(x, kind.dtype).reshape(kind.shape) for x, kind in kinds)
@@ -173,7 +173,7 @@ class Host:
     """The memory as one thread sees it, on the host; references are (key, transforms)."""
 
     token: Any
-    place: Any
+    position: Any
     thread: Any
     info: Any
 
@@ -213,14 +213,14 @@ class Host:
     def get(self, ref: Any, index: tuple | None = None) -> np.ndarray:
         where = self._located(ref, index)
         _, value = callbacks._get(
-            self.token, self.place, self.thread, *where, source_info=self.info
+            self.token, self.position, self.thread, *where, source_info=self.info
         )
         return value
 
     def put(self, ref: Any, value: Any, index: tuple | None = None) -> None:
         where = self._located(ref, index)
         value = np.asarray(value, self.shared.buffer_shape_and_dtype(self.key(ref)).dtype)
-        operands = self.token, self.place, self.thread, *where, value, None
+        operands = self.token, self.position, self.thread, *where, value, None
         callbacks._swap(*operands, source_info=self.info)
 
     def take(self, counter: Any) -> int:

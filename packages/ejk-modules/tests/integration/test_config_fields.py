@@ -26,13 +26,13 @@ def implementations(name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_implementation_says_which_fields_of_the_config_it_reads(name):
     nested = {"fwd_params": WarpgroupParams, "bwd_params": BwdParams}
-    known = set()
+    documented = set()
     for field in fields(operation_class(name).config_cls):
         inner = nested.get(field.name)
         names = [f"{field.name}.{f.name}" for f in fields(inner)] if inner else [field.name]
-        known.update(names)
+        documented.update(names)
     for implementation in implementations(name):
-        assert set(implementation.config_fields) <= known, implementation.name
+        assert set(implementation.config_fields) <= documented, implementation.name
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

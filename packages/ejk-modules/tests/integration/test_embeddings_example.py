@@ -79,9 +79,9 @@ def oracle_vector(model, tokens) -> np.ndarray:
             for name in ("query", "key", "value")
         )
         logits = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-        shares = np.exp(logits - logits.max(-1, keepdims=True))
-        shares /= shares.sum(-1, keepdims=True)
-        attended = np.einsum("hqk,khd->qhd", shares, v).reshape(x.shape)
+        probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+        probabilities /= probabilities.sum(-1, keepdims=True)
+        attended = np.einsum("hqk,khd->qhd", probabilities, v).reshape(x.shape)
         attended = linear(attended, f"{layer}attention.output.dense")
         x = norm(x + attended, f"{layer}attention.output.LayerNorm")
         hidden = linear(x, f"{layer}intermediate.dense")

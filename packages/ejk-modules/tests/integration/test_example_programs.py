@@ -66,10 +66,10 @@ def test_wrong_words_and_interrupts_end_in_a_sentence(
 ):
     pytest.importorskip(package)
     option = "--sentences" if name == "embeddings" else "--steps"
-    status, said = run_as_program(monkeypatch, name, option, "0")
-    assert status == 2 and said.endswith(f"{option}: given 0, expected a number >= 1\n")
-    status, said = run_as_program(monkeypatch, name, "--picture", str(tmp_path / "no" / "a.png"))
-    assert status == 2 and said.endswith("no/a.png, expected a .png in a folder that exists\n")
+    status, printed = run_as_program(monkeypatch, name, option, "0")
+    assert status == 2 and printed.endswith(f"{option}: given 0, expected a number >= 1\n")
+    status, printed = run_as_program(monkeypatch, name, "--picture", str(tmp_path / "no" / "a.png"))
+    assert status == 2 and printed.endswith("no/a.png, expected a .png in a folder that exists\n")
     monkeypatch.setattr(owner, attribute, interrupt)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", SimpleNamespace(load_digits=interrupt))
     words = ["--weights", str(tmp_path)] if name == "embeddings" else []
