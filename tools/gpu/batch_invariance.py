@@ -276,17 +276,21 @@ def paged_check(name: str, latent_heads: int = 16, **options: Any) -> Check:
     return Check(run, lambda members, rng: (draw_pages(members, rng), members))
 
 
-def ragged_check(name: str) -> Check:
+def ragged_check(name: str, **options: Any) -> Check:
     """Returns the check of packed rows over pages, several of them or one a sequence."""
     tokens = draw(SEQUENCES, LONGEST, KV_HEADS * 2, DIM, seed=7)
     queries = draw(SEQUENCES, int(NEW.max()), HEADS, DIM, seed=8)
-    new = NEW if name.endswith("mixed") else np.ones_like(NEW)
+    new = NEW if "mixed" in name else np.ones_like(NEW)
     most = int(new.max())
 
     def run(a: Arrays) -> Any:
         owner, number = a["owner"], a["number"]
         packed = queries[owner, number]
-        common = {"block_tables": a["tables"], "query_start_loc": a["starts"], "return_lse": True}
+        common = {
+            "block_tables": a["tables"],
+            "query_start_loc": a["starts"],
+            "return_lse": True,
+        } | options
         cache, count = place_pages(a, tokens), a["tables"].shape[0]
         if "v3" not in name:
             return modules.ragged_page_attention(
@@ -335,6 +339,7 @@ def grouped_check() -> Check:
 
 def checks() -> dict[str, Check]:
     """Returns every operation's."""
+    hopper = "ragged_page_attention mixed hopper"
     ragged = ("ragged_page_attention", "ragged_page_attention mixed",
               "ragged_page_attention_v3 mixed")  # fmt: skip
     return (
@@ -342,6 +347,7 @@ def checks() -> dict[str, Check]:
         | {name: paged_check(name) for name in ("page_attention", "mla_decode")}
         | {"mla_decode hopper": paged_check("mla_decode", 64, platform="pallas")}
         | {name: ragged_check(name) for name in ragged}
+        | {hopper: ragged_check(hopper, platform="pallas", return_lse=False)}
         | {"grouped_matmul": grouped_check()}
     )
 

@@ -28,6 +28,7 @@ from ejkernel.kernels.pallas.gpu.serving.implementation import (
     ragged_page_attention_v3,
 )
 from ejkernel.kernels.pallas.gpu.serving.prefill import prefill, prefill_kernel, tile_of
+from ejkernel.ops import batch_invariant
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 from ejkernel.types.serving.schedule import (
@@ -90,6 +91,32 @@ def test_leads_with_pages_that_a_card_has_compared(page, ahead, monkeypatch):
     problem = SimpleNamespace(paged=SimpleNamespace(page_size=page))
     monkeypatch.setattr(ragged_page_attention, "problem_of", lambda call: problem)
     assert (ragged_page_attention.priority_for(None) > 100) == ahead
+
+
+@pytest.mark.parametrize(("rows", "n"), [(5, 3), (1021, 4), (8192, 4)])
+def test_batch_invariant_calls_have_the_same_tiles_whatever_rows_there_are(rows, n):
+    pytest.importorskip("ejkernel.kernels.triton", reason="it has the other stages")
+    layout, ints = KVLayout.interleaved(2, 128), partial(struct, dtype=jnp.int32)
+    arrays = (struct(rows, 8, 128), struct(40, 64, 4, 128), ints(n), ints(n, 64), ints(n + 1))
+
+    def tiles_of(rows, n):
+        sizes = (n, 8, 2, 128, 128, 40, 64, 64)
+        paged = PagedProblem(*sizes, *["bfloat16"] * 3, 128**-0.5, layout)
+        problem = RaggedProblem(paged, rows)
+        assert ragged_page_attention.unsupported_reason(problem, target) is None
+        return ragged_page_attention.tiles(problem, target)
+
+    with on(H200), batch_invariant():
+        target = ragged_page_attention.target()
+        run = lambda *arrays: ragged_page_attention(*arrays, n)  # noqa: E731
+        program = jax.make_jaxpr(run)(*arrays)
+        chosen = tiles_of(rows, n)
+        assert chosen == tiles_of(300, 70)
+    assert program.out_avals[0].shape == arrays[0].shape
+    assert "ragged_page_attention_prefill" in str(program)
+    long = chosen.long_prefill
+    assert (long.min_rows, long.min_total_rows, long.decodes) == (128, 0, False)
+    assert (chosen.splits, chosen.decode.splits) == (None, 16)
 
 
 @pytest.mark.parametrize("operation", ["ragged_page_attention", "mla_decode"])

@@ -26,6 +26,7 @@ from ejkernel.kernels.pallas.gpu.serving.tiles import (
     long_prefill_of,
 )
 from ejkernel.kernels.pallas.kernel import PallasKernel
+from ejkernel.ops.batch_invariance import is_batch_invariant
 from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.stages import ComposedKernel, Stage, StagedKernel
@@ -44,11 +45,14 @@ MIN_TOKENS = 2**12
 def long_prefill(work: Work, arrays: Arrays) -> Arrays:
     """Returns ``o [T, h, d]`` with the rows of long prefill and of ``decode_rows``; others
     unset."""
-    p = work.problem.paged
+    p, rows = work.problem.paged, work.problem.rows
     cache = arrays["k"].reshape(p.pages, p.page_size, -1, p.dim)
     tables = (arrays[name] for name in ("tables", "work_tiles", "decode_rows"))
-    kernel = prefill_kernel(work.problem, work.target.cores)
-    return {"o": prefill(kernel, arrays["q"], cache, *tables)}
+    # only a batch-invariant call has rows that are no multiple: its batch may not choose the kernel
+    missing = -rows % ROW_ALIGNMENT
+    q = jnp.pad(arrays["q"], ((0, missing), (0, 0), (0, 0))) if missing else arrays["q"]
+    kernel = prefill_kernel(replace(work.problem, rows=rows + missing), work.target.cores)
+    return {"o": prefill(kernel, q, cache, *tables)[:rows]}
 
 
 class Ragged(XlaGradients, ComposedKernel, PallasKernel):
@@ -70,6 +74,8 @@ class Ragged(XlaGradients, ComposedKernel, PallasKernel):
         if p.page_size < 16 or p.page_size & (p.page_size - 1):
             cache = self.call.boundary.pools[0]
             return f"{cache}: pages of {p.page_size} are no power of two from 16 on"
+        if is_batch_invariant():
+            return None  # whatever rows there are
         long = long_prefill_of(problem, target.cores)
         if problem.max_query_len is not None and problem.max_query_len < long.min_rows:
             return f"plan: max_query_len={problem.max_query_len} leaves out long prefill"
@@ -86,8 +92,22 @@ class Ragged(XlaGradients, ComposedKernel, PallasKernel):
         long = long_prefill_of(problem, target.cores)
         return replace(super().choose(problem, target), long_prefill=long)
 
+    def variant_reason(self, problem: RaggedProblem) -> str | None:
+        return self.base.variant_reason(problem)
+
+    def sequence_problem(self, problem: RaggedProblem) -> RaggedProblem:
+        return self.base.sequence_problem(problem)
+
+    def fix_order(self, tiles: Any) -> Any:
+        # a tile may begin up to 7 rows before its sequence, but a row's sums have no part of other
+        # rows; sequences of one token have the splits of the base kernel
+        long = replace(tiles.long_prefill, min_total_rows=0, decodes=False)
+        return replace(self.base.fix_order(tiles), long_prefill=long)
+
     def heuristic(self, call: BoundCall) -> dict[str, Any]:
         problem = self.problem_of(call)
+        if call.route.batch_invariant:
+            problem = self.sequence_problem(problem)
         return self.choose(problem, self.target()).fields
 
     def candidates(self, call: BoundCall) -> list[dict[str, Any]]:
@@ -99,11 +119,13 @@ class RaggedPageAttention(Ragged):
 
     Sequences of at least 128 new tokens go through the mainloop of flash attention, where a call
     has enough of them to fill the GPU. Sequences of one new token are decoded in the same kernel,
-    unless one of these takes long by itself. All other stages belong to the implementation for
-    every GPU, which must be installed. Queries and caches are of one dtype, float16 or bfloat16,
-    head dims 64 or 128, pages powers of two of at least 16, the packed rows a multiple of 8. No
-    windows, sinks or scales. The tangent of a soft cap is the hardware's, exact to 2^-11. Two runs
-    give the same bits. ``cfg`` is that of the implementation for every GPU.
+    unless one of these takes long by itself. In batch-invariant calls the kernel has every sequence
+    of at least 128 new tokens and no other. All other stages belong to the implementation for every
+    GPU, which must be installed. Queries and caches are of one dtype, float16 or bfloat16, head
+    dims 64 or 128, pages powers of two of at least 16, the packed rows a multiple of 8 (in
+    batch-invariant calls any number). No windows, sinks or scales. The tangent of a soft cap is the
+    hardware's, exact to 2^-11. Two runs give the same bits. ``cfg`` is that of the implementation
+    for every GPU.
 
     Source: Shah et al. 2024, FlashAttention-3 (arXiv 2407.08608); Kwon et al. 2023,
     "PagedAttention" (arXiv 2309.06180).
