@@ -37,10 +37,11 @@ class _SharedSequenceConfig(_ForwardBackwardConfig):
 
 @dataclass(frozen=True)
 class FlashAttentionConfig(_SharedSequenceConfig):
-    """Tiles of flash_attention; fields as FwdParams and BwdParams, mappings are converted.
+    """Tiles of flash_attention: FwdParams forward, BwdParams backward, or mappings of their fields.
 
-    ``context_parallel``: how devices share a sequence. ``joins_heads``: whether kernels for TPUs
-    read and write ``[b, s, h * d]``, as a projection leaves it, for head dims in multiples of 128.
+    ``context_parallel``: how devices share a sequence, by default "auto". ``joins_heads``: whether
+    kernels for TPUs read and write ``[b, s, h * d]``, as a projection leaves it, for head dims in
+    multiples of 128; None is False.
     """
 
     joins_heads: bool | None = flag_field()
@@ -68,12 +69,12 @@ class FlashMLAConfig(_SharedSequenceConfig):
 
 @dataclass(frozen=True)
 class AttentionConfig(OpConfig):
-    """attention has no tiles."""
+    """Config of attention, which has no tiles: the platform alone."""
 
 
 @dataclass(frozen=True)
 class ScaledDotProductAttentionConfig(OpConfig):
-    """scaled_dot_product_attention has no tiles."""
+    """Config of scaled_dot_product_attention, which has no tiles: the platform alone."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,15 @@ class _PagedDecodeConfig(OpConfig):
 
 @dataclass(frozen=True)
 class PageAttentionConfig(_PagedDecodeConfig):
-    """Key splits, pages per step and launches of page_attention."""
+    """Tiles of page_attention: parts of the keys that run side by side, and pages per step.
+
+    ``num_launches=1``: where a single sequence's parts are merged by the launch that reads them.
+    """
 
 
 @dataclass(frozen=True)
 class MLADecodeConfig(_PagedDecodeConfig):
-    """Key splits, pages per step and launches of mla_decode."""
+    """Tiles of mla_decode, by the fields of PageAttentionConfig."""
 
 
 @dataclass(frozen=True)
@@ -107,17 +111,23 @@ class _RaggedPageConfig(OpConfig):
 
 @dataclass(frozen=True)
 class RaggedPageAttentionConfig(_RaggedPageConfig):
-    """Block sizes of ragged_page_attention."""
+    """Tiles of ragged_page_attention: query rows and pages per step, and parts of a long sequence.
+
+    ``vmem_limit_bytes``: read by no kernel yet.
+    """
 
 
 @dataclass(frozen=True)
 class RaggedPageAttentionv3Config(_RaggedPageConfig):
-    """Block sizes of ragged_page_attention_v3."""
+    """Tiles of ragged_page_attention_v3, by the fields of RaggedPageAttentionConfig."""
 
 
 @dataclass(frozen=True)
 class NativeSparseAttentionConfig(OpConfig):
-    """Tiles of native_sparse_attention; independent of its ``block_size``."""
+    """Tiles of native_sparse_attention: rows of queries and keys per step.
+
+    ``block_size``, which is part of the result, is an argument of the call.
+    """
 
     q_tile: int | None = tile_field()
     kv_tile: int | None = tile_field()
@@ -136,22 +146,22 @@ class _RecurrenceConfig(OpConfig):
 
 @dataclass(frozen=True)
 class RecurrentAttentionConfig(_RecurrenceConfig):
-    """Tiles of recurrent_attention."""
+    """Tiles of recurrent_attention: ``time_tile`` tokens a chunk, ``dv_tile`` columns of values."""
 
 
 @dataclass(frozen=True)
 class GLAttentionConfig(_RecurrenceConfig):
-    """Tiles of gla_attention; ``time_tile`` is the chunk length."""
+    """Tiles of gla_attention, by the fields of RecurrentAttentionConfig."""
 
 
 @dataclass(frozen=True)
 class LightningAttentionConfig(_RecurrenceConfig):
-    """Tiles of lightning_attention; ``time_tile`` is the chunk length."""
+    """Tiles of lightning_attention, by the fields of RecurrentAttentionConfig."""
 
 
 @dataclass(frozen=True)
 class GatedDeltaRuleConfig(_RecurrenceConfig):
-    """Tiles of gated_delta_rule; ``time_tile`` is the chunk length."""
+    """Tiles of gated_delta_rule, by the fields of RecurrentAttentionConfig."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +183,7 @@ class CausalConv1DConfig(_TokenChannelConfig):
 
 @dataclass(frozen=True)
 class GroupedMatmulConfig(OpConfig):
-    """Tiles of grouped_matmul."""
+    """Tiles of grouped_matmul: ``block_m`` rows, ``block_n`` columns, ``block_k`` inner a step."""
 
     block_m: int | None = tile_field()
     block_n: int | None = tile_field()

@@ -52,7 +52,7 @@ def flax_attention(
             its own.
         dropout_rng, dropout_rate, deterministic: as in Flax; the key gives ``dropout_seed``.
         dtype: inputs are cast to it; None = their common dtype.
-        precision: of the matrix products.
+        precision: of the matmuls, as in ``jax.lax.dot``.
         module: must be None: there are no weights to sow (``sow_weights=False``).
         force_fp32_for_softmax: the softmax is always computed in float32 or better.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum, promote_dtype:

@@ -21,18 +21,19 @@ def plan_ragged_attention(
     tokens: int,
     max_query_len: int | None = None,
 ) -> AttentionPlan:
-    """The plan of a step of ragged attention, for its calls in all layers.
+    """Finds the sequence of every packed row once, for the attention of all layers of a step.
 
     Every layer of a model calls :func:`ragged_page_attention` or :func:`ragged_page_attention_v3`
-    with the same starts and lengths. Made once and given to each of them as ``plan=``, a plan saves
-    each call the search for the sequence of every row. With ``max_query_len`` it also says which
-    kernels the step needs: with 1, for sequences that all decode, a call of up to 1024 rows on a
-    GPU is one kernel, and one more for what it writes. The results are the same as without a plan.
+    with the same starts and lengths, and each call searches for the sequences of its rows. Given a
+    plan as ``plan=``, it does not. ``max_query_len`` also says which kernels the step needs: with
+    1, for sequences that all decode, a call of up to 1024 rows on a GPU is one kernel, and one
+    more for what it writes. The results are the same as without a plan.
 
     Args:
-        context_lens: ``[sequences]`` tokens per sequence, the new ones included (``kv_lens``).
-        query_start_loc: ``[sequences + 1]``, the first row of each sequence.
-        num_seqs: valid sequences (``distribution[2]``).
+        context_lens: int32 ``[sequences]``, tokens per sequence, the new ones included
+            (``kv_lens`` of v3).
+        query_start_loc: int32 ``[sequences + 1]``, the first row of each sequence.
+        num_seqs: valid sequences (``distribution[2]`` of v3).
         tokens: rows of the queries, with rows that belong to no sequence.
         max_query_len: rows that a sequence has at most. A promise, part of the program: another
             number compiles another one. Longer sequences are attended to as well, but slowly. None:

@@ -30,16 +30,16 @@ def causal_conv1d(
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Every channel convolved over time with taps of its own, as before linear attention.
+    """The short depthwise convolution before linear attention: causal, ``width`` taps a channel.
 
-    ::
+    Of the tokens of one sequence, those before the first being ``initial_state`` or 0::
 
         y_t[c] = act(bias[c] + sum_i weight[c, i] * x_{t - width + 1 + i}[c])
 
     Args:
         x: ``[batch, seq, channels]``.
         weight: ``[channels, width]``, width from 2 to 8; the last tap is that of the present token.
-        bias: ``[channels]``.
+        bias: ``[channels]``; None = 0.
         initial_state: the ``width - 1`` tokens before each sequence, the latest one last:
             ``[batch, channels, width - 1]``, or one per sequence with cu_seqlens. None: zeros.
         cu_seqlens: cumulative lengths ``[sequences + 1]``, first entry 0; needs batch 1. No
@@ -57,6 +57,7 @@ def causal_conv1d(
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or activation.
         ValueError: bad ``cu_seqlens`` as a numpy array.
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in x, weight, bias and initial_state, also through the state.
 

@@ -34,12 +34,12 @@ def gated_delta_rule(
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """A matrix state per head in which a new value replaces what its key reads.
+    """The gated delta rule: a state per head in which a new value replaces what its key reads.
 
     Per batch row and value head, with the state S ``[key_dim, v_dim]`` starting at
     ``initial_state`` or 0::
 
-        S *= exp(g_t)                                   # one number, or one per key channel
+        S *= exp(g_t)                                   # a scalar, or one per key channel
         S += beta_t * outer(k_t, v_t - S.T @ k_t)
         o_t = (softmax_scale * q_t) @ S
 
@@ -53,7 +53,8 @@ def gated_delta_rule(
         g: log decay per head ``[batch, seq, heads]`` or per key channel ``[batch, seq, heads,
             key_dim]``; normally <= 0. None: nothing decays.
         beta: strength of the replacement ``[batch, seq, heads]``, from 0 to 2; None: 1.
-        initial_state: ``[batch, heads, key_dim, v_dim]``, or one per sequence with cu_seqlens.
+        initial_state: ``[batch, heads, key_dim, v_dim]``, or ``[sequences, ...]`` with
+            cu_seqlens; None = 0.
         cu_seqlens: cumulative lengths ``[sequences + 1]``, first entry 0; needs batch 1. The
             state restarts per sequence; padding rows give 0.
         softmax_scale: default ``key_dim ** -0.5``; there is no softmax.
@@ -69,6 +70,7 @@ def gated_delta_rule(
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range.
+        KernelNotSupported: the forced platform cannot do this call.
 
     States stay bounded where ``beta |k|^2`` is between 0 and 2, as with keys of length 1; beyond
     they grow exponentially. Differentiable in query, key, value, g, beta and initial_state, also

@@ -33,31 +33,36 @@ def gla_attention(
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Linear attention whose state decays by a gate per key channel, worked on in chunks.
+    """Gated linear attention: a state per head that decays by a gate per key channel.
 
     Per batch row and query head, with the state H starting at ``initial_state`` or 0::
 
         H = exp(g_t)[:, None] * exp(g_gamma) * H + outer(k_t, v_t)
         o_t = (softmax_scale * q_t) @ H
 
-    It is :func:`recurrent_attention` with ``g`` and ``g_gamma`` only.
+    It is :func:`recurrent_attention` with ``g`` and ``g_gamma`` only. Tokens are worked on in
+    chunks, which changes rounding only.
 
     Args:
         query: ``[batch, seq, heads, key_dim]``.
-        key, value: ``[batch, seq, kv_heads, ...]``; kv heads are repeated to the query heads.
+        key: ``[batch, seq, kv_heads, key_dim]``; query head i reads head
+            ``i // (heads // kv_heads)`` of keys and values.
+        value: ``[batch, seq, kv_heads, v_dim]``.
         g: log decay ``[batch, seq, heads, key_dim]`` or per head ``[batch, seq, heads]``;
-            normally <= 0; gates down to -20 per step are safe.
-        g_gamma: constant log decay per head, ``[heads]``.
+            normally <= 0; gates down to -20 per step are safe. None: no such decay.
+        g_gamma: constant log decay per head, ``[heads]``. None: no such decay.
         initial_state, cu_seqlens, softmax_scale, reverse, return_state: as in
             :func:`recurrent_attention`.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:
-        ``[batch, seq, heads, v_dim]``; with ``return_state`` also the final state.
+        ``[batch, seq, heads, v_dim]`` in the query's dtype; with ``return_state`` also the final
+        state, as in :func:`recurrent_attention`.
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range.
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in query, key, value, g, g_gamma and initial_state, also through the state.
 

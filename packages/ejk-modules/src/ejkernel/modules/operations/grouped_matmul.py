@@ -68,6 +68,7 @@ def grouped_matmul(
         ValueError: negative sizes or offset as Python scalars or numpy arrays; a sharded inner
             or group axis; ``rhs_scale`` with a float ``rhs``.
         NotImplementedError: a gradient through a call with an 8-bit ``rhs``.
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in lhs, rhs and existing_out; not with an 8-bit ``rhs``.
 

@@ -37,27 +37,33 @@ def lightning_attention(
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """:func:`gla_attention` with a fixed decay: ``g_gamma[m] = -(8 / heads) * w * m`` for head m.
+    """Linear attention with a fixed decay per head, which the layer's index sets.
 
-    ``w = 1 - layer_idx / num_layers``, so later layers forget less::
+    :func:`gla_attention` with ``g_gamma[m] = -(8 / heads) * w * m`` for head m, where
+    ``w = 1 - layer_idx / num_layers``: later layers forget less::
 
-        H = exp(g_gamma) * H + outer(k_t, v_t);  o_t = (softmax_scale * q_t) @ H
+        H = exp(g_gamma) * H + outer(k_t, v_t)
+        o_t = (softmax_scale * q_t) @ H
 
     Args:
         query: ``[batch, seq, heads, key_dim]``.
-        key, value: ``[batch, seq, kv_heads, ...]``; kv heads are repeated to the query heads.
+        key: ``[batch, seq, kv_heads, key_dim]``; query head i reads head
+            ``i // (heads // kv_heads)`` of keys and values.
+        value: ``[batch, seq, kv_heads, v_dim]``.
         layer_idx: ``0 <= layer_idx < num_layers``.
-        num_layers: >= 1.
+        num_layers: layers of the model, >= 1.
         initial_state, cu_seqlens, softmax_scale, reverse, return_state: as in
             :func:`recurrent_attention`.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:
-        ``[batch, seq, heads, v_dim]``; with ``return_state`` also the final state.
+        ``[batch, seq, heads, v_dim]`` in the query's dtype; with ``return_state`` also the final
+        state, as in :func:`recurrent_attention`.
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: ``layer_idx`` outside [0, num_layers).
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in query, key, value and initial_state, also through the state.
 

@@ -54,6 +54,7 @@ def mean_pooling(
     Raises:
         InvalidArgument: wrong dtype, rank or axis size.
         ValueError: ``chunk_size < 1``, bad ``cu_seqlens`` as a numpy array.
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in x; empty groups have gradient 0.
 

@@ -54,7 +54,7 @@ def mla_decode(
         latent_dim: ``1 <= latent_dim <= cache_dim``; the rest of a row is the rotary part.
         softmax_scale: default ``cache_dim ** -0.5``.
         logits_soft_cap, sliding_window, softmax_aux, num_splits: as in :func:`page_attention`.
-        k_scale: what a stored value is multiplied with; None = 1, with a warning for an int8 cache.
+        k_scale: factor of stored values, a scalar; None = 1, with a warning for an int8 cache.
         tree_mask: ``[batch, q_len, q_len]``, where the last tokens are nodes of a tree: row m sees
             every token before them, itself, and of them those j with ``tree_mask[r, m, j]``. None:
             those before it.
@@ -71,6 +71,7 @@ def mla_decode(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range; in numpy arrays also a length that is negative or past the
             table, and a table entry in use outside the cache. Lengths in jax arrays are clipped.
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in query, softmax_aux, k_scale and a floating-point cache.
 

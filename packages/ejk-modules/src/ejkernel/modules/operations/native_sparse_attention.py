@@ -45,9 +45,9 @@ def native_sparse_attention(
         o_swa: softmax over the causal window, only with sliding_window
         out  = g_slc * o_slc + g_cmp * o_cmp + g_swa * o_swa
 
-    Without ``block_indices`` the own block comes first, then blocks by the compressed branch's
-    probability summed over the query heads of the group, ties to the lower index; the choice has
-    no gradient.
+    Without ``block_indices`` a token's own block is selected first, then blocks by the probability
+    that the compressed branch gives them, summed over the query heads of the group; of equal ones
+    the lower index. The choice has no gradient.
 
     Args:
         query: ``[batch, seq, heads, head_dim]``.
@@ -57,12 +57,12 @@ def native_sparse_attention(
             out; the selected and the sliding one count fully.
         block_indices: ``[batch, seq, kv_heads, selected]`` blocks to read, relative to the
             sequence. Duplicates count once; negative and future ones are ignored.
-        block_counts: how many blocks, >= 1, or per token and kv head.
+        block_counts: blocks to select, >= 1, or ``[batch, seq, kv_heads]`` of them.
         cu_seqlens: cumulative lengths of packed sequences; needs batch 1.
         block_size: tokens per block, >= 1.
         max_block_count: static bound of ``block_counts``; larger counts are clipped to it.
             None = all blocks.
-        sliding_window: switches the sliding branch on.
+        sliding_window: ``w`` or ``(left, right)``; switches the sliding branch on.
         softmax_scale: default ``head_dim ** -0.5``.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
@@ -72,6 +72,7 @@ def native_sparse_attention(
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range, or ``g_swa`` without ``sliding_window``.
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in query, key, value and all gates.
 

@@ -52,10 +52,10 @@ def page_attention(
         block_tables: ``[batch, max_blocks]`` page indices; entries past the context may hold
             anything, and rows may share pages.
         softmax_scale: default ``head_dim ** -0.5``.
-        logits_soft_cap: a positive number, or None.
+        logits_soft_cap: c > 0 replaces a logit x by ``c * tanh(x / c)``; None: none.
         sliding_window: ``w`` or ``(left, right)`` around the token's position.
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
-        k_scale, v_scale: what a stored value is multiplied with, one number or one per kv head;
+        k_scale, v_scale: factors of stored keys and values, scalars or one per kv head;
             None = 1, with a warning for an int8 cache.
         num_splits: number of key splits (>= 1) worked on in parallel; changes rounding only and
             beats ``cfg``.
@@ -70,6 +70,7 @@ def page_attention(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range; in numpy arrays also a length that is negative or past the
             table, and a table entry in use outside the cache. Lengths in jax arrays are clipped.
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in query, softmax_aux, the scales and floating-point caches; int8 and 8-bit
     float caches get no gradient.

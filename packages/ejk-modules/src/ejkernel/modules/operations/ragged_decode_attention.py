@@ -35,8 +35,9 @@ def ragged_decode_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of one token per row over keys ``sequence_start <= j < sequence_end``.
 
-    The token sits at position ``i = sequence_end - 1``; the window, if any, is around i. The
-    softmax is :func:`flash_attention`'s.
+    The token sits at position ``i = sequence_end - 1``; the window, if any, is around i::
+
+        o = sum_j softmax_j(softmax_scale * dot(q, k[j])) * v[j]
 
     Args:
         query: ``[batch, 1, heads, head_dim]`` or ``[batch, heads, head_dim]``.
@@ -56,6 +57,7 @@ def ragged_decode_attention(
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range.
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in query, key, value and softmax_aux.
 

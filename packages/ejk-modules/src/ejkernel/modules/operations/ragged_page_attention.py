@@ -76,6 +76,7 @@ def ragged_page_attention(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range; in numpy arrays also starts that decrease, lengths past
             the table and entries in use outside the cache. Lengths in jax arrays are clipped.
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in queries, softmax_aux, the scales and floating-point pages.
 

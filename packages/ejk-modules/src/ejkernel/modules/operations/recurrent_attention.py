@@ -35,7 +35,7 @@ def recurrent_attention(
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
     **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """A matrix state per head that decays, takes in ``k v^T``, and is read by the query.
+    """Linear attention with any gates: a state decays, adds ``k v^T``, and is read by the query.
 
     Per batch row and query head, with the state H ``[key_dim, v_dim]`` starting at
     ``initial_state`` or 0::
@@ -49,10 +49,12 @@ def recurrent_attention(
         key: ``[batch, seq, kv_heads, key_dim]``; kv heads are repeated to the query heads.
         value: ``[batch, seq, kv_heads, v_dim]``.
         g: log decay per key channel ``[batch, seq, heads, key_dim]`` or per head ``[batch, seq,
-            heads]``; normally <= 0.
+            heads]``; normally <= 0. Of this and the other gates None is a decay of 1.
         g_gamma: constant log decay per head, ``[heads]``.
-        gk, gv: log decays per key channel and per value channel.
-        initial_state: ``[batch, heads, key_dim, v_dim]``, or one per sequence with cu_seqlens.
+        gk: log decay per key channel, ``[batch, seq, heads, key_dim]``.
+        gv: log decay per value channel, ``[batch, seq, heads, v_dim]``.
+        initial_state: ``[batch, heads, key_dim, v_dim]``, or ``[sequences, ...]`` with
+            cu_seqlens; None = 0.
         cu_seqlens: cumulative lengths ``[sequences + 1]``, first entry 0; needs batch 1. The
             state restarts per sequence; padding rows give 0.
         softmax_scale: default ``key_dim ** -0.5``; there is no softmax.
@@ -67,6 +69,7 @@ def recurrent_attention(
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range.
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in query, key, value, every gate and initial_state, also through the state.
 

@@ -72,7 +72,8 @@ def ring_attention(
 
     Args:
         query: ``[batch, q_len, heads, head_dim]``, sharded along q_len.
-        key, value: ``[batch, kv_len, kv_heads, ...]``, sharded along kv_len.
+        key: ``[batch, kv_len, kv_heads, head_dim]``, sharded along kv_len.
+        value: ``[batch, kv_len, kv_heads, v_dim]``, sharded along kv_len.
         bias: ``[1 or batch, 1 or heads, 1 or q_len, all keys]``: the query axis is sharded like the
             query, the key axis is whole and in the order of the key array.
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``; counted once.
@@ -99,6 +100,7 @@ def ring_attention(
     Raises:
         InvalidArgument: wrong dtype, rank or axis size; a length the ring does not divide.
         ValueError: no axis and no mesh, or a value out of range.
+        KernelNotSupported: the forced platform cannot do this call.
 
     Differentiable in query, key, value, bias and softmax_aux.
 

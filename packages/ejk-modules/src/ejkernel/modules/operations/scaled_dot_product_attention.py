@@ -38,8 +38,9 @@ def scaled_dot_product_attention(
 ) -> jax.Array:
     """``softmax(softmax_scale * q k^T + bias) v`` over the visible keys.
 
-    The same result as :func:`flash_attention` with the parameters it lacks at their defaults; a
-    vendor library (cuDNN) may serve it. A row that sees no key gives 0 whatever serves it.
+    The result of :func:`flash_attention`, without its parameters for soft caps, sinks, dropout,
+    8-bit inputs and log-sum-exps. A vendor's library (cuDNN) may compute it. A row that sees no
+    key gives 0 on every platform.
 
     Args:
         query, key, value, bias, cum_seqlens_q, cum_seqlens_k: as in :func:`flash_attention`.
