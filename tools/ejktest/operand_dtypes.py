@@ -87,7 +87,7 @@ _LINEAR_GATES = (
     # states too large for one program
     Path({"key_dim": 256, "v_dim": 256}, optional=("g",), forms=_PER_HEAD, varied=(UNIFORM, "g")),
 )
-_SCALED = Path(optional=("k_scale", "v_scale"))
+_SCALES = ("k_scale", "v_scale")  # of 8-bit caches, which other operands do not depend on
 _LAYER = Path(options={"layer_idx": 1, "num_layers": 4})
 _LATENT = Path({"cache_dim": 576, "page_size": 64}, {"latent_dim": 512})
 # ways through the kernels of an operation, where there is more than one or it has static arguments
@@ -114,18 +114,22 @@ PATHS = {
     "native_sparse_attention": (Path(options={"block_size": 16, "block_counts": 2}),),
     "page_attention": (
         Path(),
-        _SCALED | Path(dtypes={"key_cache": "int8", "value_cache": "int8"}),
+        Path(
+            optional=_SCALES,
+            dtypes={"key_cache": "int8", "value_cache": "int8"},
+            varied=(UNIFORM, *_SCALES),
+        ),
     ),
     "ragged_page_attention": (
         Path(),
-        _SCALED | Path(dtypes={"kv_pages": "int8"}),
+        Path(optional=_SCALES, dtypes={"kv_pages": "int8"}, varied=(UNIFORM, *_SCALES)),
         Path({"tokens": 3}, varied=("queries",)),  # few rows: one launch
     ),
     "ragged_page_attention_v3": (
         Path(),
-        _SCALED | Path(dtypes={"kv_cache": "int8"}),
+        Path(optional=_SCALES, dtypes={"kv_cache": "int8"}, varied=(UNIFORM, *_SCALES)),
         *(
-            Path(optional=_SCALED.optional, dtypes={"kv_cache": dtype}, varied=("keys", "values"))
+            Path(optional=_SCALES, dtypes={"kv_cache": dtype}, varied=("keys", "values"))
             for dtype in ("float8_e4m3fn", "float8_e5m2")
         ),
     ),

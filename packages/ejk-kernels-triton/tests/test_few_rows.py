@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from ejkernel.types.serving.plan import make_plan
 from ejktest import triton_calls
 from ejktest.bound import struct
 from ejktest.drawn import wild_tables
+from ejktest.grids import cover
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 
@@ -66,8 +68,16 @@ def expected(q, kv, lens, tables, starts, **options):
 
 
 # one program a sequence and head, or partial results of many, which the last one merges
-@pytest.mark.parametrize("cores", [2, 40])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "cores"),
+    cover(
+        itertools.product(CASES, (2, 40)),
+        ("one", 40),
+        ("each one", 2),
+        ("several", 40),
+        ("all of one", 2),
+    ),
+)
 def test_against_the_reference(name, cores):
     rows, lens, oracle_options = CASES[name]
     q, keys, values, kv, *tables = draw(rows, lens)
@@ -236,7 +246,11 @@ def test_launches_with_a_plan(rows, most, reads):
 
 @pytest.mark.parametrize(
     ("target", "plan"),
-    [(cuda_target(90), None), (rocm_target("gfx942"), None), (cuda_target(90), 1)],
+    [
+        pytest.param(cuda_target(90), None, marks=pytest.mark.slow),
+        (rocm_target("gfx942"), None),
+        (cuda_target(90), 1),
+    ],
     ids=["sm_90", "gfx942", "sm_90 with a plan"],
 )
 def test_compiles_without_spills(target, plan):

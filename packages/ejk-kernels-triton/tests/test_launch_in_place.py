@@ -25,6 +25,7 @@ from ejkernel.kernels.triton.serving.write import RaggedWrite
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejktest.drawn import normal as numbers
+from ejktest.grids import cover
 from ejktest.launcher import custom_calls, lowered
 
 HOPPER = cuda_target(90)
@@ -133,7 +134,7 @@ def reading(call):
     return same | {"context_lens": call["kv_lens"], "kv_pages": call["kv_cache"], "num_seqs": count}
 
 
-@pytest.mark.parametrize("operation", ["read", "write", "write packed"])
+@pytest.mark.parametrize("operation", cover(["read", "write", "write packed"], "read", "write"))
 def test_results_outside_the_memory_of_their_operands(monkeypatch, operation):
     """XLA may move what a call takes from the caller, and what it returns, out of the memory that
     they were said to share."""

@@ -58,15 +58,11 @@ PASSES = {
 }
 # what runs with every change; the rest is slow
 SAMPLE = [
-    ("large", "out", "sm_90"),
     ("float32", "out", "sm_90"),
     ("small float32", "dk", "sm_90"),
-    ("wide float32", "out", "sm_90"),
     ("large", "read", "sm_90"),
     ("large", "steps", "sm_90"),
-    ("channels", "prepare", "sm_90"),
     ("channels", "gate", "sm_90"),
-    ("values", "rows", "sm_90"),
 ]
 OTHERS = ("scan", "gate", "gate sums", "steps")
 ALL = [(s, p, c) for s in SHAPES for p in (*PASSES, *OTHERS) for c in TARGETS]

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.compiled import stages
-from ejkernel.kernels.triton.resources import launch_source, measure
+from ejkernel.kernels.triton.resources import assembly, launch_source, measure
 from ejkernel.kernels.triton.serving import mla_decode_tiles as tiles
 from ejkernel.kernels.triton.serving.decode import PagedSplit
 from ejkernel.kernels.triton.serving.decode_tiles import count_work_ranges
@@ -19,6 +18,7 @@ from ejkernel.kernels.triton.serving.merge import PagedMerge
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import LatentProblem
+from ejktest.grids import cover
 
 pytest.importorskip("triton")
 
@@ -62,16 +62,23 @@ def launched(name, target, b=64, columns=128):
 
 @pytest.mark.parametrize(
     ("name", "chip"),
-    [
-        ("128 heads", "sm_90"),
+    cover(
+        [
+            ("128 heads", "sm_90"),
+            ("page 16", "sm_90"),
+            ("int8, 16 heads", "sm_90"),
+            ("e4m3, 16 heads", "sm_90"),
+            ("int8, 16 heads, splits", "sm_90"),
+            ("three parts", "sm_90"),
+            ("int8", "sm_80"),
+            ("16 heads", "gfx942"),
+        ],
         ("page 16", "sm_90"),
         ("int8, 16 heads", "sm_90"),
         ("e4m3, 16 heads", "sm_90"),
-        ("int8, 16 heads, splits", "sm_90"),
-        ("three parts", "sm_90"),
         ("int8", "sm_80"),
         ("16 heads", "gfx942"),
-    ],
+    ),
 )
 def test_split_kernel(name, chip):
     target = TARGETS[chip]
@@ -94,7 +101,7 @@ def test_split_kernel(name, chip):
 def test_8_bit_numbers_are_converted_once_for_both_products():
     target = TARGETS["sm_90"]
     launch, avals = launched("int8", target)
-    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
+    text = assembly(launch_source(launch, avals, target), target)[0]
     words = launch.tiles.block * launch.problem.token_bytes // 4 // (32 * launch.tiles.num_warps)
     assert text.count("fma.rn.bf16x2") == 2 * words
 
@@ -102,7 +109,7 @@ def test_8_bit_numbers_are_converted_once_for_both_products():
 def test_few_heads_take_int8_keys_as_they_are():
     target = TARGETS["sm_90"]
     launch, avals = launched("int8, 16 heads", target)
-    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
+    text = assembly(launch_source(launch, avals, target), target)[0]
     # both digits of 16 heads beside each other, in 18 steps of 32 columns
     assert len(re.findall(r"wgmma\S*\.m64n32k32\.s32\.s8", text)) == 18
     # 512 columns by 64 tokens, even and odd ones apart
@@ -110,11 +117,18 @@ def test_few_heads_take_int8_keys_as_they_are():
     assert "ldmatrix.sync.aligned.m8n8.x4.shared" not in text  # keys pass through no register
 
 
-@pytest.mark.parametrize("name", ["int8, 16 heads", "e4m3, 16 heads", "int8, 16 heads, splits"])
+@pytest.mark.parametrize(
+    "name",
+    cover(
+        ["int8, 16 heads", "e4m3, 16 heads", "int8, 16 heads, splits"],
+        "int8, 16 heads",
+        "e4m3, 16 heads",
+    ),
+)
 def test_a_place_is_freed_when_all_warps_have_read_it(name):
     target = TARGETS["sm_90"]
     launch, avals = launched(name, target)
-    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
+    text = assembly(launch_source(launch, avals, target), target)[0]
     (freed,) = (m.start() for m in re.finditer(r"mbarrier\.arrive\.shared", text))
     read = max(text.rindex(word, 0, freed) for word in ("ldmatrix", "wgmma.wait_group"))
     assert "bar.sync" in text[read:freed]
@@ -125,7 +139,7 @@ def test_few_heads_take_int8_keys_as_they_are_without_gluon(monkeypatch):
     monkeypatch.setattr(compat, "has_gluon", lambda: False)
     target = TARGETS["sm_90"]
     launch, avals = launched("int8, 16 heads", target)
-    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
+    text = assembly(launch_source(launch, avals, target), target)[0]
     # a warp has 16 of 64 keys: two digits times 18 steps of 32 columns times two of eight keys
     assert len(re.findall(r"mma\.sync\S*\.s32\.s8", text)) == 2 * 18 * 2
     assert "sub.rn.f16x2" not in text
@@ -135,7 +149,7 @@ def test_few_heads_take_int8_keys_as_they_are_without_gluon(monkeypatch):
 def test_warps_find_their_share_alone():
     target = TARGETS["sm_90"]
     launch, avals = launched("16 heads", target)
-    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
+    text = assembly(launch_source(launch, avals, target), target)[0]
     assert launch.problem.batch > 32  # more sequences than a warp has lanes
     assert "bar.sync" not in text[: text.rindex("redux.sync")]
 
@@ -193,7 +207,7 @@ def test_few_parts_are_merged_by_threads_that_need_no_other():
     target = TARGETS["sm_90"]
     launch, avals = merge_of("int8, 16 heads")
     assert avals[0].dtype == jnp.float16
-    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
+    text = assembly(launch_source(launch, avals, target), target)[0]
     assert "shfl.sync" not in text and "bar.sync" not in text
 
 
@@ -201,14 +215,14 @@ def test_lanes_that_add_many_parts_have_the_same_sum():
     """What lanes exchange is no product: added to another in one instruction it is not rounded."""
     target = TARGETS["sm_90"]
     launch, avals = merge_of("16 heads", batch=2)
-    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
+    text = assembly(launch_source(launch, avals, target), target)[0]
     exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+%r\d+, (%r\d+)", text))
     assert exchanged
     products = set(re.findall(r"mul\.(?:rn\.)?f32\s+(%r\d+)", text))
     assert not exchanged & products
 
 
-@pytest.mark.parametrize("columns", [16, 128])
+@pytest.mark.parametrize("columns", cover([16, 128], 128))
 def test_the_launch_of_a_single_sequence_waits_and_merges(columns):
     """It counts behind all stores, and loads partial results behind the counter."""
     target = TARGETS["sm_90"]
@@ -223,7 +237,7 @@ def test_the_launch_of_a_single_sequence_waits_and_merges(columns):
     # of 64 rows: addresses of partial results, from before the loop to behind it
     assert used.spills <= 128 and not used.serialized
     assert used.registers * 32 * used.num_warps * tiles.programs_per_core <= 65536
-    text = stages(source, target, "ptx")[0]["ptx"]
+    text = assembly(source, target)[0]
     first, gave_up = (m.start() for m in re.finditer(r"atom\.global\.gpu\.acq_rel\.add", text))
     last_store = text.rindex("st.global", 0, first)
     assert "bar.sync" in text[last_store:first]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.kernels.triton.compiled import stages
-from ejkernel.kernels.triton.resources import launch_source, measure
+from ejkernel.kernels.triton.resources import assembly, launch_source, measure
 from ejkernel.kernels.triton.serving import decode_tiles as tiles
 from ejkernel.kernels.triton.serving.decode import PagedSplit
 from ejkernel.kernels.triton.serving.merge import PagedMerge
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem
+from ejktest.grids import cover
 
 pytest.importorskip("triton")
 
@@ -55,8 +57,19 @@ def launched(name, target):
     return PagedSplit(p, t, ranges).with_operands(avals), list(avals.values())
 
 
-@pytest.mark.parametrize("chip", TARGETS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    cover(
+        itertools.product(CASES, TARGETS),
+        ("d128", "gfx942"),
+        ("d80 page 1", "sm_90"),
+        ("d256 page 64", "sm_90"),
+        ("int8", "sm_90"),
+        ("e4m3", "sm_90"),
+        ("e5m2 d80", "sm_80"),
+        ("int8 group 64", "sm_90"),
+    ),
+)
 def test_split_kernel(name, chip):
     target = TARGETS[chip]
     launch, avals = launched(name, target)
@@ -78,7 +91,7 @@ def test_split_kernel(name, chip):
 def test_8_bit_numbers_move_and_convert_together(name):
     target = TARGETS["sm_90"]
     launch, avals = launched(name, target)
-    text = stages(launch_source(launch, avals, target), target, "ptx")[0]["ptx"]
+    text = assembly(launch_source(launch, avals, target), target)[0]
     # whole matrices from shared memory, never bytes; four numbers to a conversion of one register
     assert "ldmatrix" in text
     assert "ld.shared.b8" not in text and "cvt.rn.f32.s" not in text

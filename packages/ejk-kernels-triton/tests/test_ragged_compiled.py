@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from ejkernel.kernels.triton.serving.write import BLOCK, RaggedWrite
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
+from ejktest.grids import cover
 
 pytest.importorskip("triton")
 
@@ -108,7 +110,12 @@ def used(kernel: str, problem: RaggedProblem, target):
 
 @pytest.mark.parametrize(
     ("chip", "page", "dim"),
-    [*((chip, 16, 128) for chip in TARGETS), ("sm_90", 64, 128), ("sm_90", 16, 64)],
+    cover(
+        [*((chip, 16, 128) for chip in TARGETS), ("sm_90", 64, 128), ("sm_90", 16, 64)],
+        ("sm_80", 16, 128),
+        ("gfx942", 16, 128),
+        ("sm_90", 64, 128),
+    ),
 )
 def test_tiles_of_prefills(chip, page, dim):
     target = TARGETS[chip]
@@ -126,14 +133,21 @@ def test_log_sum_exp_takes_no_spills():
     assert used("merge", p, target)[1].spills == 0
 
 
+TREES = {
+    "all": {},
+    "window": {"window_left": 100},
+    "positions": {"window_left": 100, "positioned": True},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"window_left": 100}, {"window_left": 100, "positioned": True}],
-    ids=["all", "window", "positions"],
+    ("kernel", "name"),
+    cover(
+        itertools.product(("decode", "prefill"), TREES), ("decode", "positions"), ("prefill", "all")
+    ),
 )
-@pytest.mark.parametrize("kernel", ["decode", "prefill"])
-def test_trees_take_no_spills(kernel, options):
-    target = TARGETS["sm_90"]
+def test_trees_take_no_spills(kernel, name):
+    target, options = TARGETS["sm_90"], TREES[name]
     _, found = used(kernel, problem(tree_columns=64, **options), target)
     assert found.spills == 0
     _, causal = used(kernel, problem(**options), target)

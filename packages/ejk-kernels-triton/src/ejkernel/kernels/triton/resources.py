@@ -6,6 +6,7 @@ without options. Triton's own binaries, which are never launched here, are made 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -46,16 +47,25 @@ def launch_source(launch: Launch, avals, target: Target) -> Source:
     return describe(launch.bind(target), avals, launch.result_types())
 
 
+@functools.lru_cache(maxsize=16)
+def assembly(source: Source, target: Target) -> tuple[str, dict]:
+    """Returns the text that the chip's assembler reads, and the metadata.
+
+    Kept for some sources, since what reads the text often measures it too.
+    """
+    last = "ptx" if target.platform == "cuda" else "amdgcn"
+    outputs, metadata = stages(source, target, last)
+    return outputs[last], metadata
+
+
 def measure(source: Source, target: Target) -> Resources:
     """Compile to a binary (no device needed) and read what it uses."""
-    outputs, metadata = stages(source, target, "ptx" if target.platform == "cuda" else None)
+    text, metadata = assembly(source, target)
     shared, warps = int(metadata["shared"]), int(metadata["num_warps"])
     if target.platform == "cuda":
-        text = outputs["ptx"]
         registers, spills, serialized = _assemble(text, target)
         products = text.count("wgmma.mma_async") or text.count("mma.sync")
         return Resources(registers, spills, shared, warps, products, serialized)
-    text = outputs["amdgcn"]
     count = {
         name: int(found[1]) if (found := re.search(rf"\.{name}:\s+(\d+)", text)) else 0
         for name in ("vgpr_count", "agpr_count", "vgpr_spill_count")
