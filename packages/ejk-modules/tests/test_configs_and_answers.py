@@ -77,6 +77,8 @@ def test_supports_and_forced_platforms():
     assert not modules.supports("attention", platform="triton")
     with pytest.raises(KernelNotFound, match="flash_attention"):
         modules.supports("flashy")
+    with pytest.raises(KernelNotFound, match=r"did you mean 'gla_attention'\?"):
+        modules.supports("glaattention")
     with pytest.raises(ValueError, match="auto, triton"):
         modules.supports(FLASH, platform="tritom")
     with pytest.raises(KernelNotSupported) as caught:

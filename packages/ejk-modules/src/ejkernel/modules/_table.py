@@ -74,13 +74,18 @@ def operation_class(name: str) -> type[Operation]:
     """The Kernel class of a function's, alias's or registry name.
 
     Raises:
-        KernelNotFound: there is no such operation; the message lists all.
+        KernelNotFound: there is no such operation; the message names a similar one and lists all.
     """
+    import difflib
+
     from ejkernel.ops import KernelNotFound
 
     word = name.strip().lower()
     word = {**REGISTRY_NAMES, **ALIASES}.get(word, word)
     if word not in OPERATIONS:
-        names = ", ".join(sorted(OPERATIONS))
-        raise KernelNotFound(f"operation {name!r} is unknown: expected one of {names}")
+        names = sorted({*OPERATIONS, *ALIASES, *REGISTRY_NAMES})
+        similar = difflib.get_close_matches(word, names, 1)
+        hint = f"did you mean {similar[0]!r}? " if similar else ""
+        listed = ", ".join(sorted(OPERATIONS))
+        raise KernelNotFound(f"operation {name!r} is unknown: {hint}expected one of {listed}")
     return load(home(word), OPERATIONS[word])
