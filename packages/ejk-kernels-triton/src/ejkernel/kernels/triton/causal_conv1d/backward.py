@@ -14,7 +14,8 @@ atomics here, and two runs give the same bits.
 Bound: x and dy are read, dx is written: memory. 2 x 8192 tokens of 8192 channels in bfloat16:
 805 MB, 0.187 ms at the 4.3 TB/s at which an H200 copies. Segments of 128 tokens store 2.6% more for
 taps and bias. Tokens that two segments read come from the second-level cache: 2% more of its
-traffic.
+traffic. A step has 38 instructions an element, 26 of them arithmetic, on sm_90: 0.15 ms of all
+schedulers at 1.98 GHz. Steps without masks would have 34, in registers of a quarter of the warps.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ejkernel.kernels.triton.causal_conv1d.segments import (
     load_history,
     load_taps,
     load_tokens,
+    sigmoid,
     sizes_of,
     tap_sum,
 )
@@ -86,7 +88,7 @@ def convolve_backward(
             dz = dtokens[j]
             if SILU:
                 z = tap_sum(taps, shift, tokens, j, sizes)
-                gate = tl.sigmoid(z)
+                gate = sigmoid(z)
                 dz = dz * (gate + z * gate * (1.0 - gate))
             dhistory += (dz,)
             counted = tl.where(t + j < last, dz, 0.0)

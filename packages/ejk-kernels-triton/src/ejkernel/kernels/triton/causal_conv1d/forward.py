@@ -24,6 +24,7 @@ from ejkernel.kernels.triton.causal_conv1d.segments import (
     load_history,
     load_taps,
     load_tokens,
+    sigmoid,
     sizes_of,
     tap_sum,
 )
@@ -52,7 +53,7 @@ def convolve(x, weight, bias, initial_state, cu, y, state, sizes, SILU: tl.const
         for j in tl.static_range(sizes.STEP):
             z = tap_sum(taps, shift, tokens, j, sizes)
             if SILU:
-                z = z * tl.sigmoid(z)
+                z = z * sigmoid(z)
             z = tl.where(valid, z, 0.0)
             row = y + tl.cast(t + j, tl.int64) * sizes.channels
             tl.store(row + channel, z.to(y.dtype.element_ty), mask=inside & (t + j < last))
