@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import generated
+from ejkernel.modules.bench.record import PEER_NAMES
 
 RECORD = generated.ROOT / "tools/bench/results/nvidia-h200/flash_attention.json"
-PEERS = {"cudnn": "cuDNN", "fa3": "FlashAttention-3"}
 NOT_REPEATED = "FlashAttention-3's backward adds dq in no fixed order; ours repeats its bits."
 MODES = ("fwd", "fwd+bwd")
 CASE = re.compile(r"(sweep|short)-d(\d+)-s(\d+)-(full|causal|b\d+)")
@@ -29,7 +29,7 @@ def _read() -> tuple[dict[str, Any], Rows, list[str]]:
     """Returns the record, our rows by case and mode, and the peers that are in them."""
     record = json.loads(RECORD.read_text())
     ours = [r for r in record["rows"] if r["contender"] == "ejkernel" and r["ms"] is not None]
-    peers = [name for name in PEERS if any(name in r["speed_over"] for r in ours)]
+    peers = [name for name in PEER_NAMES if any(name in r["speed_over"] for r in ours)]
     return record, {(r["case"], r["mode"]): r for r in ours}, peers
 
 
@@ -74,7 +74,7 @@ def comparison() -> str:
         texts = [f"{s[peer]:.2f}" if peer in s else "-" for s in speeds]
         return " / ".join(texts) if set(texts) != {"-"} else ""
 
-    heads = ["head dim, length", *(f"{mask}, over {PEERS[peer]}" for mask, peer in columns)]
+    heads = ["head dim, length", *(f"{mask}, over {PEER_NAMES[peer]}" for mask, peer in columns)]
     body = [[label, *(cell(c, *column) for column in columns)] for label, c in _table_rows(rows)]
     device = record["device"].removeprefix("NVIDIA ")
     text = [
@@ -104,7 +104,7 @@ def rates() -> str:
         [f"d = {label}", *(cell(c, *column) for column in columns)]
         for label, c in _table_rows(rows)
     ]
-    over = " and over ".join(PEERS[peer] for peer in peers)
+    over = " and over ".join(PEER_NAMES[peer] for peer in peers)
     intro = f"TFLOP/s, in brackets the speed over {over}, {record['date']}\n({_where(record)}):"
     return f"{intro}\n\n{_table(heads, body)}"
 
@@ -125,7 +125,7 @@ def sentence() -> str:
                 ]
                 ranges.append(f"{min(speeds):.2f} to {max(speeds):.2f}" if speeds else "-")
         long, long_both, short, short_both = ranges
-        name = "cuDNN through `jax.nn`" if peer == "cudnn" else PEERS[peer]
+        name = "cuDNN through `jax.nn`" if peer == "cudnn" else PEER_NAMES[peer]
         phrases.append(
             f"{long} times as fast as {name} ({long_both} with gradients), with 1k tokens {short} "
             f"({short_both})"

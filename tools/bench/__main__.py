@@ -16,6 +16,7 @@ import tempfile
 from bench import plot, report, workloads
 from ejkernel.modules import cli
 from ejkernel.modules.workloads.find import operation_names
+from ejkernel.modules.workloads.shapes import SHAPES
 
 
 def others() -> list[str]:
@@ -46,12 +47,14 @@ def main(argv: list[str] | None = None) -> int:
     args, ejk_options = parse(argv)
     if args.op in others():
         return importlib.import_module(f"bench.workloads.{args.op}").main(args)
+    order = {shape.name: i for i, shape in enumerate(SHAPES)}  # whatever was measured first
     pace = ["--rounds", str(args.rounds), "--target-s", str(args.target_s)]
     with tempfile.TemporaryDirectory() as folder:
         command = ["bench", args.op, "--shape", args.cases, *pace, "--out", folder, *ejk_options]
         status = cli.main(command)
         for record in pathlib.Path(folder).glob("*.json"):
             result = json.loads(record.read_text())
+            result["rows"].sort(key=lambda row: order.get(row["case"], len(order)))
             path = report.write_json(args.out, args.op, result)
             path.with_suffix(".md").write_text(report.markdown(result))
             print(f"wrote {path}, .md and {plot.write_chart(path).name}", file=sys.stderr)

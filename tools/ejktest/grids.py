@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 
-def cover(grid: Iterable[Any], *kept: Any) -> list[Any]:
-    """Marks as slow all cells of ``grid`` but ``kept``: those that show what no other cell does.
+def cover(grid: Iterable[Any], *fast: Any) -> list[Any]:
+    """Marks as slow all cells of ``grid`` but the ``fast`` ones: those that show what no other cell does.
 
     A cell is a tuple of parameters, or the only one.
     """
     cells = list(grid)
-    unknown = [cell for cell in kept if cell not in cells]
+    unknown = [cell for cell in fast if cell not in cells]
     assert not unknown, unknown
 
     def parameters(cell: Any) -> Any:
-        marks = () if cell in kept else (pytest.mark.slow,)
+        marks = () if cell in fast else (pytest.mark.slow,)
         return pytest.param(*(cell if isinstance(cell, tuple) else (cell,)), marks=marks)
 
     return [parameters(cell) for cell in cells]

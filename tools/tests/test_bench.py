@@ -102,12 +102,13 @@ def test_programs_compiled_ahead_are_those_that_are_timed():
 def test_a_run_writes_json_markdown_and_a_chart(tmp_path, capsys):
     assert {"first_call", "imports", "memory", "overhead"} <= set(command.names())
     options = ["--peers", "", "--modes", "fwd", "--rounds", "1", "--target-s", "0.001"]
-    cases = ["--cases", "cpu-d64-s512-c*,cpu-d64-s512-causal"]
+    cases = ["--cases", "cpu-d64-s512-c*,cpu-d64-s512-causal,cpu-d64-s512-full"]
     assert command.main(["flash_attention", *cases, *options, "--out", str(tmp_path)]) == 0
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {f"flash_attention.{ending}" for ending in ("json", "md", "svg")}
-    (row,) = json.loads((tmp_path / "flash_attention.json").read_text())["rows"]
-    assert row["contender"] == "ejkernel" and row["ms"] > 0
+    rows = json.loads((tmp_path / "flash_attention.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == ["cpu-d64-s512-full", "cpu-d64-s512-causal"]
+    assert all(row["contender"] == "ejkernel" and row["ms"] > 0 for row in rows)
 
 
 def test_unknown_names(tmp_path, capsys):

@@ -18,6 +18,9 @@ from typing import Any
 from ejkernel.ops.utils.files import parse_json, read_text, replace_text
 from ejkernel.ops.utils.serialization import to_json
 
+PEER_NAMES = {"cudnn": "cuDNN", "fa3": "FlashAttention-3"}
+"""What people call peers that have a short name in records."""
+
 
 def versions() -> dict[str, str]:
     """Returns the versions of everything that decides how fast a call is."""

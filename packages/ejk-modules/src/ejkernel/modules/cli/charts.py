@@ -10,6 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ejkernel.modules.bench.record import PEER_NAMES
 from ejkernel.modules.cli.output import printable
 
 Row = Mapping[str, Any]
@@ -36,7 +37,8 @@ def bound_chart(rows: Sequence[Row], title: str = "") -> str:
             contender_rows = [r for r in rows if (r["mode"], r["contender"]) == (mode, name)]
             percents = [min(max(r["percent_of_limit"], 0.0), MAX_PERCENT) for r in contender_rows]
             positions = [cases.index(r["case"]) for r in contender_rows]
-            axis.scatter(percents, positions, 45 if ours else 25, f"C{i}", label=printable(name),
+            label = printable(PEER_NAMES.get(name, name))
+            axis.scatter(percents, positions, 45 if ours else 25, f"C{i}", label=label,
                          zorder=4 if ours else 3)  # fmt: skip
             for r, line in zip(contender_rows, positions, strict=True):
                 if ours:
