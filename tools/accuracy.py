@@ -247,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in options.operation if name not in FORMS]
     if unknown:
         parser.error(f"no operation {unknown[0]!r}; there are: {', '.join(FORMS)}")
+    os.environ.setdefault("EJKERNEL_AUTOTUNE_POLICY", "heuristics")  # nothing here is timed
     path = options.out
     if path is None and options.write:
         path = RECORDS / f"{device_name()}.json"

@@ -9,7 +9,7 @@ import pytest
 
 
 def cover(grid: Iterable[Any], *fast: Any) -> list[Any]:
-    """Marks as slow all cells of ``grid`` but the ``fast`` ones: those that show what no other cell does.
+    """Marks as slow all cells of ``grid`` but the ``fast`` ones, which show what no other does.
 
     A cell is a tuple of parameters, or the only one.
     """
