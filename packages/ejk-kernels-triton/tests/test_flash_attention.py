@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from ejkernel.kernels.triton import flash_attention, scaled_dot_product_attention
 from ejkernel.kernels.triton.flash_attention import single_row
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
-from ejkernel.ops import interpret_mode
+from ejkernel.ops import batch_invariant, interpret_mode
 from ejkernel.types import MaskInfo
 from ejktest.drawn import array
 from ejktest.transforms import check_shard_map
@@ -212,6 +212,24 @@ def test_one_query_row_is_decoded(call: Call, monkeypatch) -> None:
     ran.clear()
     jax.eval_shape(lambda q, k: flash_attention(q, k, k, cfg=CFG), x["q"], x["k"])
     assert not ran
+
+
+def test_one_query_row_has_the_same_bits_in_any_batch(monkeypatch) -> None:
+    """In batch-invariant calls, where the keys of all rows are not cut into equal ranges."""
+    monkeypatch.setattr(single_row, "LEAST_KEYS", 16)
+    rng = np.random.default_rng(0)
+    q, k = (array(rng.standard_normal((3, length, 2, 16)), jnp.float32) for length in (1, 300))
+
+    def attend(members, invariant):
+        rows = np.array(members)
+        with compile_for(cuda_target(90, 2)), batch_invariant(invariant):
+            return flash_attention(q[rows], k[rows], k[rows], return_lse=True)
+
+    alone, among = [0], [0, 1, 2]
+    for one, several in zip(attend(alone, True), attend(among, True), strict=True):
+        np.testing.assert_array_equal(one[0], several[0])
+    default = attend(alone, False)[0][0], attend(among, False)[0][0]
+    assert (default[0] != default[1]).any()  # else this could not fail
 
 
 def test_scaled_dot_product_attention_is_the_same_kernel() -> None:

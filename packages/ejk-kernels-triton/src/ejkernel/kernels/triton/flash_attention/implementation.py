@@ -84,6 +84,10 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     def sequence_problem(self, problem: Any) -> Any:
         return replace(problem, batch=1)
 
+    def fix_order(self, tiles: Any) -> Any:
+        decode = tiles.decode
+        return tiles if decode is None else replace(tiles, decode=single_row.fix_order(decode))
+
     def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
         operands = super().operands(a, problem)
         if problem.is_eight_bit:

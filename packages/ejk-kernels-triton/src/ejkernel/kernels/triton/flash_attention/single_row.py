@@ -66,6 +66,11 @@ def choose(problem: Problem, target: Target) -> DecodeTiles | None:
     return decode_tiles.choose(decode_problem(problem), target) if can_decode(problem) else None
 
 
+def fix_order(tiles: DecodeTiles) -> DecodeTiles:
+    """Returns tiles of decoding with splits that the batch does not decide."""
+    return page_attention.fix_order(tiles)
+
+
 def neighbours(problem: Problem, target: Target, chosen: DecodeTiles) -> list[DecodeTiles]:
     """Returns tiles of decoding that are worth timing."""
     candidates = decode_tiles.neighbours(decode_problem(problem), target, chosen)
