@@ -172,7 +172,7 @@ def usual_promotion(request):
 
 @pytest.fixture(autouse=True)
 def same_draws(request):
-    """What a test draws from its file's ``RNG`` does not depend on the tests before it."""
+    """Resets a file's ``RNG`` before each test: draws do not depend on the tests before it."""
     random = getattr(request.module, "RNG", None) if hasattr(request, "module") else None
     if random is not None:
         random.bit_generator.state = type(random.bit_generator)(0).state

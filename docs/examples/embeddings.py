@@ -124,7 +124,7 @@ def words_of(text: str) -> list[str]:
 
 
 def is_chinese(c: str) -> bool:
-    """Whether a sign is a word of its own: CJK ideographs and their extensions."""
+    """Returns whether a character is a word by itself: CJK ideographs and their extensions."""
     ranges = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2CEAF), (0xF900, 0xFAFF))
     return any(first <= ord(c) <= last for first, last in (*ranges, (0x2F800, 0x2FA1F)))
 

@@ -135,7 +135,7 @@ def forward(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def empty(batch: int) -> State:
-    """What decoding keeps before the first token."""
+    """Returns the states that decoding starts with, before the first token."""
     matrices = (batch, HEADS, DIM, DIM)
     shapes = {
         "linear": matrices,

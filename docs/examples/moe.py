@@ -41,7 +41,7 @@ class Experts(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Where rows go.
+    """The routing of rows to experts.
 
     order: token of every row, rows sorted by expert, ``[tokens * chosen]``.
     sizes: rows of every expert ``[experts]``.
@@ -91,7 +91,7 @@ def layer(p: Experts, x: jax.Array, chosen: int = 2) -> tuple[jax.Array, jax.Arr
 
 
 def dense(p: Experts, x: jax.Array, chosen: int = 2) -> jax.Array:
-    """The same by all experts on all tokens: what ``layer`` must equal, at many times the cost."""
+    """Runs all experts on all tokens: ``layer`` must equal it, at a fraction of its cost."""
     best, expert = jax.lax.top_k(jax.nn.softmax(x @ p.router), chosen)
     weights = best / best.sum(-1, keepdims=True)
     everyone = jnp.einsum("eth,ehd->ted", jax.nn.silu(jnp.einsum("td,edh->eth", x, p.up)), p.down)

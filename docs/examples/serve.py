@@ -103,7 +103,7 @@ def transform(params, tokens, positions, attend, size: Size):
 
 @dataclass(frozen=True)
 class Room:
-    """What a server has: rows and sequences of a step, pages of the cache and their size."""
+    """The sizes of a server: rows and sequences of a step, pages of the cache and their size."""
 
     rows: int = 64
     sequences: int = 8
@@ -230,7 +230,7 @@ class Server:
         return True
 
     def plan(self) -> list[tuple[Request, list[int], list[int]]]:
-        """Who has which tokens in this step, and the row before each; those with one row first."""
+        """Returns the requests of this step with their tokens and parent rows, single rows first."""
         while self.waiting and len(self.running) < self.room.sequences:
             self.running.append(self.waiting.popleft())
         # a row for everyone, then what is left to the oldest that still read or guess

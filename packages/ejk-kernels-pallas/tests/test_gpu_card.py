@@ -168,7 +168,7 @@ def test_rows_without_keys() -> None:
 
 
 def test_rows_that_no_list_shows_a_key() -> None:
-    """As above, where a pattern hides whole blocks of rows."""
+    """A pattern that hides whole blocks of rows, compared as above."""
     q, k, v = at_size.small()
     pattern = jnp.asarray([[False] * 3, [True] * 3, [False] * 3])
 

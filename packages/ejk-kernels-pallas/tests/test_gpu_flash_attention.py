@@ -154,7 +154,7 @@ MASKED = {
 @pytest.mark.parametrize("mask", MASKED)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_shared_memory_suffices(monkeypatch, mask, dtype):
-    """Of both passes, for all head dims, by what the kernels ask for."""
+    """Kernels of both passes request no more than a program has, for all head dims."""
     requests = []
 
     def kernel(body, *, out_type, kernel_name, scratch_types=(), **_):

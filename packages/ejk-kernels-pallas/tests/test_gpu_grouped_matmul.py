@@ -102,7 +102,7 @@ def test_fewer_than_three_steps_in_memory_would_wait_for_each_other() -> None:
 
 
 class TestComposedKernel:
-    """What needs the kernels for every GPU too."""
+    """Calls that need Triton's kernels too."""
 
     @pytest.fixture(autouse=True)
     def both(self) -> None:
@@ -221,7 +221,7 @@ class TestComposedKernel:
         ],
     )
     def test_leads_where_it_is_faster(self, rows, held, across, ahead) -> None:
-        """Where every multiprocessor has a tile, and short ones leave in large pieces."""
+        """Calls in which every multiprocessor has a tile, and short tiles leave in large pieces."""
         from ejkernel.kernels.pallas.gpu.grouped_matmul.implementation import grouped_matmul
 
         shapes = struct(rows, 512), struct(held, 512, across), struct(held, dtype=jnp.int32)

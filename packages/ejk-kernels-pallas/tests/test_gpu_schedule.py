@@ -246,7 +246,7 @@ def test_lists_of_known_and_tiles_of_traced_patterns_agree():
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_bits_are_there_for_every_row_of_a_program(traced):
-    """Of its rows past the end as well: none reads behind the array."""
+    """Rows past the end have legal ranges too: none reads behind the array."""
     p = Problem(1, 130, 190, 1, 1, 64, 64, "bfloat16", 1.0, pattern_blocks=(16, 32))
     pattern = np.ones((1, 1, 9, 6), bool)
     pattern = jnp.asarray(pattern) if traced else pattern
@@ -273,7 +273,7 @@ def test_tiles_of_known_lengths_are_dealt_once_and_evenly(rows, heads):
 
 
 def _causal(heads):
-    """Of each key and query block which are seen, at random: ``[1, heads, 128, 128]``."""
+    """Random pattern of the blocks that are seen, ``[1, heads, 128, 128]``."""
     seen = np.random.default_rng(0).random((1, heads, 128, 128)) < 0.1
     return seen & np.tril(np.ones((128, 128), bool))
 

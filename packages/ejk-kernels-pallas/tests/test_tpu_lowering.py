@@ -75,7 +75,7 @@ def test_named_residuals_keep_the_forward_kernel_from_running_twice(policy, kern
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_tiles_fit(chip, dtype, dim):
-    """What the tiles ask of vector memory is there, and blocks waste at most an eighth."""
+    """Tiles fit into vector memory, and blocks waste at most an eighth of it."""
     params = facts_of(CHIPS[chip])
     for length in (1, 129, 640, 1000, 4096, 5000):
         p = Problem(1, length, length, 4, 4, dim, dim, dtype, 1.0)
@@ -94,7 +94,7 @@ def test_tiles_fit(chip, dtype, dim):
 
 
 def call(*arrays, **options):
-    """What the registry hands to the hooks."""
+    """Returns a call as the registry hands it to the hooks."""
     names = ("query", "key", "value")
     return bound(flash_attention.call, **dict(zip(names, arrays, strict=True)), **options)
 

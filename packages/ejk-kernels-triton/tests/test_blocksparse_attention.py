@@ -129,7 +129,7 @@ def test_lists_of_a_known_pattern_are_those_of_the_device(lead, rule, by_key) ->
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("tile", [(16, 16), (32, 8)])
 def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], by_key: bool) -> None:
-    """Those without element mask first; nothing is visited that the pattern or the band hides."""
+    """Lists begin with the tiles that need no element mask; hidden tiles are not in them."""
     n, blocks = 96, (16, 16)
     chosen = random_blocks(6, 6, 1, 2)
     mask = combine_masks(causal=True, q_len=n, kv_len=n)

@@ -24,7 +24,7 @@ def test_against_float32(name: str) -> None:
 
 
 def test_a_pattern_of_all_has_the_bits_of_dense_attention() -> None:
-    """The same tiles in the same order."""
+    """Both lists visit the same tiles in the same order."""
     q, k, v = at_size.small()
     every = jnp.ones((3, 3), bool)
 

@@ -92,7 +92,7 @@ def test_shard_map_on_one_device() -> None:
 
 
 def test_lengths_of_both_divisibilities_in_one_process() -> None:
-    """The same tiles on 256, 257, 272 rows: code made for one length is not used for another."""
+    """Calls with 256, 257 and 272 rows: code made for one length is not used for another."""
     exact = jax.jit(at_size.reference, compiler_options=at_size.UNTUNED)
     for n in (256, 257, 272, 265):
         q, k, v = (x[:, :n] for x in at_size.small())

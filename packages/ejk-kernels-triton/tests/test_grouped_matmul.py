@@ -166,7 +166,7 @@ def test_narrow(dtype):
 
 
 def test_a_half_that_leaves_late_is_the_same():
-    """Of tiles of one step and of many, and of matrices without rows; each call has its offset."""
+    """Tiles of one step and of many, and matrices without rows; each call has its offset."""
     p = problem(36, 16, 32, 3)
     late = tiles.Tiles(16, 32, 16, 4, 3, parts=2, late=True)
     lhs, dout = normal(2, 36, 16, dtype=jnp.bfloat16), normal(2, 36, 32, dtype=jnp.bfloat16)
@@ -241,7 +241,7 @@ def test_empty_axes(shape):
 
 
 def dense(lhs, rhs, sizes, offset=None, existing=None):
-    """The same by a masked product: differentiable by JAX alone."""
+    """Computes the operation by a masked matmul, which JAX alone differentiates."""
     group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(lhs.shape[0]), side="right")
     group = group - (0 if offset is None else offset)
     out = jnp.einsum("mg,mk,gkn->mn", jax.nn.one_hot(group, rhs.shape[0]), lhs, rhs)

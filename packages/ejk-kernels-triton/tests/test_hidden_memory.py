@@ -31,7 +31,7 @@ def interpreted():
 
 
 def blocks_of(rows: np.ndarray) -> np.ndarray:
-    """Those of the marked rows that fill a block."""
+    """Returns the marked rows whose full block is marked."""
     blocks = np.pad(rows, (0, -len(rows) % BLOCK), constant_values=True).reshape(-1, BLOCK)
     return blocks.all(axis=1).repeat(BLOCK)[: len(rows)]
 

@@ -127,7 +127,7 @@ def ragged_call(rng, counts, lens, *, table, pages, heads=4, dim=16, page=4):
 
 
 def reading(call):
-    """The same call where the cache holds the new tokens already."""
+    """Returns the arguments of the same call on a cache that holds the new tokens already."""
     names = ("queries", "block_tables", "query_start_loc")
     same = {name: call[name] for name in names}
     count = call["distribution"][2]

@@ -147,7 +147,7 @@ def test_whole_chunks(long_segments):
 
 
 def test_float32_products_in_three_parts(monkeypatch):
-    """As on Hopper; elsewhere the interpreter multiplies float32 numbers as they are."""
+    """Three TF32 parts, as on Hopper; by default the interpreter multiplies in float32."""
 
     monkeypatch.setattr(ChunkLoop, "interpreter_arguments", lambda launch, target: {})
     args = make(KINDS["per head"], **{**WHOLE, "s": 96})
@@ -287,7 +287,7 @@ def same(found, expected):
     seed=st.integers(0, 9),
 )
 def test_packed_equals_separate_and_twice_reversed_is_forward(lengths, size, seed):
-    """Of lengths up to three chunks and one row; decays per channel of keys."""
+    """Sequences of up to three chunks and one row; decays per channel of keys."""
     cu = np.cumsum([0, *lengths]).astype(np.int32)
     shape = dict(b=1, s=98, h=1, hk=1, dk=16, dv=16, states=2, seed=seed, size=size)
     args = make(KINDS["per key channel"], **shape)

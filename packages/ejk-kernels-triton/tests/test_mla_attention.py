@@ -88,7 +88,7 @@ def test_packed_rows_and_what_nobody_sees():
 
 
 def test_nothing_expanded_is_kept():
-    """What the backward pass gets from the forward pass is as large as the latent rows."""
+    """Residuals are as large as the latent rows: expanded keys and values are not among them."""
     x = case("key")
 
     def run(*arrays):

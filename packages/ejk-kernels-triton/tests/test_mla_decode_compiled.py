@@ -212,7 +212,7 @@ def test_few_parts_are_merged_by_threads_that_need_no_other():
 
 
 def test_lanes_that_add_many_parts_have_the_same_sum():
-    """What lanes exchange is no product: added to another in one instruction it is not rounded."""
+    """Lanes exchange rounded values: no product is fused into the addition of another lane's."""
     target = TARGETS["sm_90"]
     launch, avals = merge_of("16 heads", batch=2)
     text = assembly(launch_source(launch, avals, target), target)[0]

@@ -127,7 +127,7 @@ def test_refusals_name_the_primitive() -> None:
 
 
 def test_the_source_depends_on_equations_alone() -> None:
-    """The same function with other arrays is the same code, and its arrays are read in bounds."""
+    """Two calls of a function with different arrays share code; arrays are read in bounds."""
 
     def of(table):
         return trace_mod(SCORE, lambda s, b, h, q, k: s + table[h, (q - k) % 5] * jnp.exp2(-h)).form

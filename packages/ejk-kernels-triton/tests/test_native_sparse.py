@@ -96,7 +96,7 @@ def test_given_blocks_with_counts_duplicates_and_strangers(group, size, tile, mo
 
 
 def test_ds_is_stored_for_queries():
-    """Of one key head after the other; blocks of 20 keys are cut by tiles of 16."""
+    """Gradients of one key head after the other; blocks of 20 keys are cut by tiles of 16."""
     size, slots = 20, 4
     q, k, v, do = (x.astype(jnp.bfloat16) for x in [*inputs(2, gates=0), normal(1, S, 2 * HK, DV)])
     indices = RNG.integers(-1, 2, (1, S, HK, slots)).astype(np.int32)
