@@ -230,7 +230,7 @@ class Server:
         return True
 
     def plan(self) -> list[tuple[Request, list[int], list[int]]]:
-        """Returns the requests of this step with their tokens and parent rows, single rows first."""
+        """Returns the requests of this step, their tokens and parent rows, single rows first."""
         while self.waiting and len(self.running) < self.room.sequences:
             self.running.append(self.waiting.popleft())
         # a row for everyone, then what is left to the oldest that still read or guess

@@ -210,8 +210,8 @@ def dense_checks() -> dict[str, Check]:
         return {x: draw(n, length, h, dim, seed=i) for i, (x, h) in enumerate(heads.items())}
 
     few, many = qkv(t, DIM), qkv(700, 128)
-    one = qkv(1100, DIM)  # decoded
-    one["query"] = one["query"][:, :1]
+    decoded = qkv(1100, DIM)
+    decoded["query"] = decoded["query"][:, :1]
     large = {name: x | {"query": x["query"] * scales} for name, x in (("few", few), ("many", many))}
     linear = {"query": few["query"], "key": draw(n, t, HEADS, DIM, seed=3)}
     linear["value"] = few["query"][:, ::-1]
@@ -228,7 +228,7 @@ def dense_checks() -> dict[str, Check]:
         "flash_attention window": dense(
             "flash_attention", few, {}, causal=True, sliding_window=100, **triton
         ),
-        "flash_attention one row": dense("flash_attention", one, {}, **triton),
+        "flash_attention one row": dense("flash_attention", decoded, {}, **triton),
         "flash_attention hopper": dense("flash_attention", many, {}, causal=True, **hopper),
         "flash_attention hopper large": dense("flash_attention", large["many"], {}, **hopper),
         "mla_attention": dense("mla_attention", latent, matrices, causal=True, **triton),
