@@ -204,7 +204,7 @@ def test_a_narrow_terminal_has_headings_in_place_of_columns(capsys, monkeypatch,
 
 @pytest.mark.parametrize("rich", [False, True])
 def test_a_path_longer_than_a_line_stays_whole(capsys, monkeypatch, rich):
-    """So that it can be copied."""
+    """A path can be copied out of a remark."""
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("NO_COLOR", "1")
     if rich:
@@ -222,6 +222,7 @@ def test_the_page_fits_a_phone_and_escapes_what_it_shows():
     sections = [Section("a", "b", "c", [table])]
     text = report.render(title="t", subtitle="s", numbers={}, sections=sections)
     assert 'name="viewport" content="width=device-width' in text
+    assert "@media (max-width:46em) { svg { max-width:none; } }" in text  # charts scroll
     cells = re.findall("<td>(.*)</td>", text)
     assert cells == ["&lt;b&gt;\\x1b", "0.1235", ""]
 

@@ -11,9 +11,9 @@ from ejkernel.modules.bench.timing import time_together
 
 ABOVE = (
     "Over 100%: the bound counts every operand once, at the rate of a copy too large for any "
-    "cache, and every operation at the rate of one large product. A call whose operands stay in "
-    "a cache is faster than that copy, on a CPU several times; a product in another dtype or on "
-    "numbers that change fewer bits is faster than that product on a chip held by its power."
+    "cache, and every operation at the rate of one large matmul. A call whose operands stay in a "
+    "cache is faster than that copy, on a CPU several times. Where power limits the chip, a matmul "
+    "in another dtype, or of values whose bits change less, is faster than that matmul."
 )
 
 

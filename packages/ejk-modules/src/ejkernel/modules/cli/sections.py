@@ -141,7 +141,7 @@ def _against_the_bound(parts: Sequence[Table | Chart]) -> Section:
     return Section(
         "bound",
         "Against the bound and its peers",
-        "The bound is the slower of arithmetic and memory, at the rates of a large matrix product "
+        "The bound is the slower of arithmetic and memory, at the rates of a large matmul "
         f"and a large copy measured in the same run. {ABOVE}",
         parts,
     )
