@@ -23,6 +23,7 @@ from ejkernel.kernels.pallas.gpu.serving.tiles import (
     DIMS,
     DTYPES,
     MAX_COMPARED_PAGE,
+    MIN_ROWS,
     long_prefill_of,
 )
 from ejkernel.kernels.pallas.kernel import PallasKernel
@@ -48,8 +49,9 @@ def long_prefill(work: Work, arrays: Arrays) -> Arrays:
     p, rows = work.problem.paged, work.problem.rows
     cache = arrays["k"].reshape(p.pages, p.page_size, -1, p.dim)
     tables = (arrays[name] for name in ("tables", "work_tiles", "decode_rows"))
-    # only a batch-invariant call has rows that are no multiple: its batch may not choose the kernel
-    missing = -rows % ROW_ALIGNMENT
+    # only a batch-invariant call has rows that are no multiple, or less than a tile: its batch may
+    # not choose the kernel
+    missing = max(-rows % ROW_ALIGNMENT, MIN_ROWS - rows)
     q = jnp.pad(arrays["q"], ((0, missing), (0, 0), (0, 0))) if missing else arrays["q"]
     kernel = prefill_kernel(replace(work.problem, rows=rows + missing), work.target.cores)
     return {"o": prefill(kernel, q, cache, *tables)[:rows]}
