@@ -59,7 +59,7 @@ class Size:
 class Rows:
     """Rows of sentences.
 
-    tokens, positions: ``[rows, length]``. segments: the row's sentences from 0 on, -1 for padding.
+    tokens, positions: ``[rows, length]``. segments: numbers of sentences, -1 for padding.
     sentences: ``[rows, most sentences of a row]`` which these are, -1 for none.
     """
 

@@ -133,7 +133,7 @@ class Request:
         """Returns guesses as a tree: a token and the number of its parent, -1 for the last token.
 
         A branch is up to ``depth`` tokens that came after the last ``ngram`` where these were
-        before, the latest place first, and never so many that the answer could end before them.
+        before, the latest place first, and never more than the answer still has room for.
         There are at most ``room`` nodes.
         """
         depth = min(depth, self.end - len(self.tokens) - 1)

@@ -1,6 +1,6 @@
 """Hopper flash attention where there is no Hopper GPU.
 
-The kernels themselves run on the card only (``test_gpu_card.py``). Here they are lowered
+The kernels themselves run on a GPU only (``test_gpu_card.py``). Here they are lowered
 for one, and what surrounds them is run with doubles that read the same operands: a block outside
 the ranges is not read, one inside the full range is not masked.
 """
@@ -214,7 +214,7 @@ def test_lowers_inside_a_shard_map_that_tracks_axes(d):
 @pytest.mark.parametrize("slack", [0, 8])
 @pytest.mark.parametrize("unit, dtype", [(1.0, "bfloat16"), (0.3, "bfloat16"), (0.3, "float16")])
 def test_sums_stay_exact_where_maxima_cross(monkeypatch, unit, dtype, slack):
-    """The online softmax by itself, and its sums as the end of the kernel reads them."""
+    """The online softmax alone, and its accumulators as the epilogue reads them."""
 
     def multiply_add(x, factors, terms):
         wide = (np.asarray(a, np.float64) for a in (x, factors, terms))

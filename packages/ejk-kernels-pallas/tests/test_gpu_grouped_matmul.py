@@ -1,7 +1,7 @@
 """Hopper's gradient of grouped matrices where there is no Hopper GPU.
 
 Where JAX can interpret all of the kernel it runs here, warpgroups, copies, barriers and all, with
-an eye on races; it runs at real sizes on the card only (``test_gpu_card.py``).
+an eye on races; it runs at real sizes on a GPU only (``test_gpu_card.py``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CASES = {
 @pytest.fixture
 def parts_in_the_language(monkeypatch) -> None:
     """The interpreter knows no instructions of the compiler's own: what is made of them is said
-    again here. The card runs them (``test_gpu_card.py``).
+    again here. A GPU runs them (``test_gpu_card.py``).
     """
     numbers = itertools.count()
 
@@ -182,7 +182,7 @@ class TestComposedKernel:
         assert text.count("mosaic_gpu_v2") == 1
 
     def test_nothing_is_larger_than_operands_and_results(self) -> None:
-        """The product and both gradients: no memory that grows with groups times rows."""
+        """The result and both gradients: no memory that grows with groups times rows."""
         from ejkernel.kernels.pallas.gpu.grouped_matmul.implementation import grouped_matmul
 
         shapes = struct(4096, 512), struct(64, 512, 1024), struct(64, dtype=jnp.int32)

@@ -1,6 +1,6 @@
 """Latent decoding for Hopper where there is no Hopper GPU: what is lowered, and what is merged.
 
-The kernels themselves run on the card only (``test_gpu_card.py``).
+The kernels themselves run on a GPU only (``test_gpu_card.py``).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_lse_of_fixed_splits_is_that_of_the_sequence_and_has_its_bits_in_any_bat
     scores = [rng.normal(size=(2, n)) * 9 for n in lengths]
 
     def lse_of(members: list[int], splits: int) -> np.ndarray:
-        """Returns the result of a batch whose tables have room for so many splits."""
+        """Returns the result of a batch whose tables have room for that number of splits."""
         b = len(members)
         m = np.full((b * splits + b, 2), np.nan, np.float32)
         total, cuts = m.copy(), np.zeros((b, 4), np.int32)
@@ -88,7 +88,7 @@ class TestCalls:
     def decode(
         *shapes: jax.ShapeDtypeStruct, mapped: jax.ShapeDtypeStruct | None = None, **options
     ):
-        """The lowered call; ``mapped`` over a ``k_scale`` of so many."""
+        """Returns the lowered call; ``mapped``: values of ``k_scale`` to map it over."""
 
         def call(q, cache, lengths, tables, *k_scales):
             def one(**k_scale):

@@ -144,7 +144,7 @@ def test_gradients_are_those_of_xla(operation):
 MIX = ragged_cases.Mix(
     (1, 0, 700, 3, 130, 1, 301, 64, 3), (4096, 5, 3000, 777, 130, 16, 2001, 6000, 3)
 )
-# the single rows are short beside the prefills: the same kernel has them
+# single rows take less time than the prefills: the same kernel runs them
 SINGLE = ragged_cases.Mix(
     (1, 1, 2048, 1, 1, 697, 1, 0, 3, 1, 1), (500, 2000, 6000, 129, 1, 3000, 777, 5, 100, 128, 1999)
 )
@@ -180,7 +180,7 @@ def only_seen(m: ragged_cases.Mix, x: dict[str, jax.Array]) -> jax.Array:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", AT_SIZE)
 def test_against_float32(name, hopper):
-    """Numbers where only tokens are; the second run has the same bits."""
+    """The cache is NaN outside the tokens of its sequences; the second run has the same bits."""
     m = AT_SIZE[name]
     x = ragged_cases.draw(m)
     f, args = ragged_cases.reading(ragged_page_attention, m, x | {"cache": only_seen(m, x)})

@@ -87,7 +87,7 @@ def test_few_heads_of_long_tiles_are_worked_on_together():
     assert loads.max() <= 1.01 * loads.mean()
 
 
-# one tile, a tile a program, groups dealt in several parts, one group larger than a part
+# one tile, a tile a program, groups scheduled in several parts, one group larger than a part
 @pytest.mark.parametrize("groups, places", [(1, 1), (132, 1), (37, 250), (1, 9000), (5000, 1)])
 def test_every_place_is_dealt_once(groups, places):
     programs = min(132, groups * places)
@@ -312,7 +312,7 @@ def test_programs_over_known_lists_start_longest_first(shared):
     "heads, kv_heads, cores, parts", [(4, 4, 9, 1), (6, 2, 9, 3), (6, 3, 9, 1)]
 )
 def test_key_blocks_are_walked_for_each_head_once(heads, kv_heads, cores, parts):
-    """Few walks are parted among programs, the parts of a block one after the other."""
+    """A few loops are split among programs, the splits of a block one after the other."""
     p = Problem(2, 64, 300, heads, kv_heads, 64, 64, "bfloat16", 1.0, pattern_blocks=(64, 64))
     plan = Plan(p, BackwardTiles(64, 100), cores=cores)
     assert parts_of(plan) == parts

@@ -1,4 +1,4 @@
-"""Block-sparse attention's walks, run by Triton's interpreter, against the float64 oracle."""
+"""Block-sparse attention's loops, run by Triton's interpreter, against the float64 oracle."""
 
 from __future__ import annotations
 

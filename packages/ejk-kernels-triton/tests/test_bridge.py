@@ -60,7 +60,7 @@ def test_rocm_lowering_hands_over_a_code_object(launcher) -> None:
 
 
 def test_operands_follow_the_parameters(launcher) -> None:
-    """The launcher deals out buffers in order: reversed and repeated operands are put in place."""
+    """The launcher assigns buffers in order: reversed and repeated operands are put in place."""
     x, y = numbers(1, 20), numbers(1, 20)
     text = lowered(lambda x, y: call(Affine(1, 20), y=y, x=x)["out"], x, y)
     assert custom_calls(text)[0][1] == ["%arg0", "%arg1"]

@@ -26,7 +26,7 @@ ALLOWED |= SPILLS["unmeasured"]["bytes"] | SPILLS["others"]["bytes"]
 
 
 def check(call: str, chip: str) -> dict:
-    """No spills but those known, within the shared memory, products by matrix instructions."""
+    """No spills but the recorded ones, within the shared memory, matmuls by matrix instructions."""
     used = resources(call, chip)
     for kernel, r in used.items():
         print(f"{call} @ {chip} {kernel}: {r}")

@@ -1,4 +1,4 @@
-"""The assembly that turns 8-bit numbers to float16, run in numpy on every pair of bytes."""
+"""The assembly that converts 8-bit values to float16, run in numpy on every pair of bytes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from ejktest.tolerance import check_close
 from ejktest.transforms import check_transformations
 
 DIMS = dict(b=2, s=40, h=4, hk=2, dk=12, dv=20)
-# where numbers are the question, not which row belongs to which head
+# where rounding is tested, not which row belongs to which head
 NUMBERS = {**DIMS, "b": 1, "h": 2, "hk": 1}
 # full tiles, which go through the copy engine
 FULL = dict(b=1, s=128, h=1, hk=1, dk=16, dv=32)

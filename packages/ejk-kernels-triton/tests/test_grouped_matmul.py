@@ -48,7 +48,7 @@ def narrower(a, b):
 
 
 def check(lhs, rhs, sizes, offset=None, existing=None, *, cfg=SMALL, **options):
-    """The product and all gradients, everything but options traced."""
+    """The result and all gradients, everything but options traced."""
     n = rhs.shape[1 if options.get("transpose_rhs") else 2]
     dout = normal(lhs.shape[0], n, seed=7)
     sizes = np.asarray(sizes, np.int32)
@@ -313,7 +313,7 @@ def test_shard_map():
 
 
 def test_nothing_is_larger_than_operands_and_results():
-    """The product and both gradients: no memory that grows with groups times rows."""
+    """The result and both gradients: no memory that grows with groups times rows."""
     lhs, rhs = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 512), (64, 512, 1024)))
 
     def run(lhs, rhs, sizes):

@@ -1,4 +1,4 @@
-"""The shipped launches of grouped products compile for five chips, without spilling registers."""
+"""The shipped launches of grouped matmuls compile for five chips, without spilling registers."""
 
 from __future__ import annotations
 

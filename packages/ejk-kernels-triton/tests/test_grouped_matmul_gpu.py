@@ -49,7 +49,7 @@ def test_highest_precision() -> None:
 
 
 def test_two_runs_and_mapped_runs_have_the_same_bits() -> None:
-    """A mapped axis changes where a tile starts in the walk, and nothing in its sum."""
+    """A mapped axis changes when a tile is computed, and nothing in its accumulator."""
     keys = jax.random.split(jax.random.key(0), 2)
     lhs = jax.random.normal(keys[0], (2, 700, 256), jnp.bfloat16)
     rhs = jax.random.normal(keys[1], (5, 256, 512), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Large finite logits are numbers in Triton's flash attention and paged decoding, interpreted."""
+"""Large finite logits give no NaN in Triton's flash attention and paged decoding, interpreted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_against_oracle(case: large_logits.Case) -> None:
 
 @pytest.mark.parametrize("unit, chip", [(1.0, 90), (0.3, 90), (1e10, 90), (0.3, 80)])
 def test_maxima_that_cross_from_slope_to_slope(unit: float, chip: int) -> None:
-    """o and lse, with the numbers as a bias (unit 1) or as products."""
+    """o and lse, with the large logits as a bias (unit 1) or as dot products."""
     x = large_logits.wandering_maxima(unit, blocks=5).reshape(4, 16, -1)
     v = np.random.default_rng(1).standard_normal((4, x.shape[2], 1, 16)).astype(np.float32)
     q, k = np.zeros((4, 16, 1, 16), np.float32), np.zeros_like(v)

@@ -159,7 +159,7 @@ def test_float32_products_in_three_parts(monkeypatch):
 
 
 def test_the_interpreter_walks_where_hopper_has_a_kernel_by_hand():
-    """Whole chunks of float32 numbers, whose kernel in Gluon it cannot run."""
+    """Full chunks of float32 values, whose kernel in Gluon it cannot run."""
     check(make(KINDS["per head"], b=1, s=128, h=1, hk=1, dk=64, dv=64), cfg=None)
 
 
@@ -190,7 +190,7 @@ def test_narrow(dtype):
 
 @pytest.mark.parametrize(("shape", "cu"), [(WHOLE, None), ({**RUNS, "s": 80}, CU)])
 def test_constants_are_rows_of_one_gate(shape, cu, long_segments):
-    """Though walks of bfloat16 rows take them as they are; with whole chunks of padding."""
+    """Loops over bfloat16 rows take them as they are; some chunks are all padding."""
     args = make(KINDS["constant"], **{**shape, "h": 2, "hk": 2}, states=4 if cu is not None else 2)
     args = {name: x.astype(jnp.bfloat16) for name, x in args.items()}
     run = partial(recurrent_attention, cu_seqlens=cu, cfg=SMALL, reverse=cu is not None)

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from ejkernel.kernels.triton import mean_pooling, recurrent_attention
 
 pytestmark = pytest.mark.gpu
-# float32 products run as TF32, whose digits are those of float16
+# float32 matmuls run as TF32, which has the mantissa of float16
 WORKING = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float16"}
 
 

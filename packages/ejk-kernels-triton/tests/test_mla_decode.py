@@ -57,7 +57,7 @@ def expected(q, c, lens, tables, latent, **options):
 
 
 SINKS = np.random.default_rng(7).standard_normal((2, 3)).astype(np.float32)
-# shape, options, the formula's options
+# shape, options, the oracle's options
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
     "two rows, page of three, window, one split, sinks": (

@@ -110,7 +110,7 @@ def test_few_heads_take_int8_keys_as_they_are():
     target = TARGETS["sm_90"]
     launch, avals = launched("int8, 16 heads", target)
     text = assembly(launch_source(launch, avals, target), target)[0]
-    # both digits of 16 heads beside each other, in 18 steps of 32 columns
+    # both int8 parts of 16 heads next to each other, in 18 steps of 32 columns
     assert len(re.findall(r"wgmma\S*\.m64n32k32\.s32\.s8", text)) == 18
     # 512 columns by 64 tokens, even and odd ones apart
     assert len(re.findall(r"wgmma\S*\.m64n16k16\.f32\.f16", text)) == 512 // 64 * 64 // 16

@@ -63,7 +63,7 @@ def close(a, b) -> None:
 
 
 def test_under_vmap_indices_are_those_of_each_call() -> None:
-    """Mapped batch rows become rows of one launch; mapped captured arrays run in turn."""
+    """Mapped batch rows become rows of one launch; mapped captured arrays run one after another."""
     x = small_arrays(2)
     alone = [jax.jit(grad)(*(a[i] for a in x)) for i in (0, 1)]
     shared = jax.jit(jax.vmap(grad, (0, 0, 0, None)))(*x[:3], x[3][0])

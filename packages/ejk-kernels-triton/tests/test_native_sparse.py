@@ -223,7 +223,7 @@ def test_wide_groups_in_half_precision_and_vmap(monkeypatch):
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_means_are_sums_of_exact_terms(size):
-    """Two numbers of float16 hold a float32 but for its last bit, beside one 10^4 times larger."""
+    """Two float16 hold a float32 but for its last bit, next to one 10^4 times larger."""
     means = normal(1, 4, 2, 8) * jnp.asarray([1e-4, 1e-2, 1e-2, 1])[:, None, None] * size
     terms, factors = map(np.asarray, jax.jit(select.exact_terms, static_argnums=1)(means, 3))
     assert terms.dtype == np.float16

@@ -23,7 +23,7 @@ from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types.masks.token_blocks import block_means, find_blocks, means_mask
 
 pytestmark = pytest.mark.gpu
-# float32 products run as TF32, whose digits are those of float16
+# float32 matmuls run as TF32, which has the mantissa of float16
 WORKING = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float16"}
 
 
@@ -119,7 +119,7 @@ def test_all_branches_against_float64(heads, kv_heads):
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_few_means_of_many_tokens(kv_heads):
-    """Flash attention over means, whose gradients take all heads' longest walks first."""
+    """Flash attention over means, whose gradients take all heads' longest loops first."""
     length, size, heads = 2500, 10, 2
     q, do = (drawn(length, heads, heads)[i] for i in (0, 1))
     blocks = find_blocks(length, size)

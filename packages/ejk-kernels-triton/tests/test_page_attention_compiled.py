@@ -92,7 +92,7 @@ def test_8_bit_numbers_move_and_convert_together(name):
     target = TARGETS["sm_90"]
     launch, avals = launched(name, target)
     text = assembly(launch_source(launch, avals, target), target)[0]
-    # whole matrices from shared memory, never bytes; four numbers to a conversion of one register
+    # whole matrices from shared memory, never bytes; four values to a conversion of one register
     assert "ldmatrix" in text
     assert "ld.shared.b8" not in text and "cvt.rn.f32.s" not in text
     p, t = launch.problem, launch.tiles

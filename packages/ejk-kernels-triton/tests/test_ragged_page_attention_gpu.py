@@ -105,7 +105,7 @@ KINDS = {"int8": (-128, 127), "float8_e4m3fn": (-448, 448), "float8_e5m2": (-573
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_tokens_are_those_of_an_exact_division(kind: str) -> None:
-    """To the bit, of huge and tiny numbers and of none, and of divisors out of the ordinary."""
+    """Bit by bit: huge values, tiny ones, NaN and inf, and unusual divisors."""
     rng, (n, heads, d) = np.random.default_rng(0), (256, 8, 128)
     scales = np.float32([0.0217, 1.0, 3.0, -0.7, 1 / 3, 2.0**-61, 1.7e20, 1.9999999])
     wide = rng.standard_normal((2, n, heads, d)) * np.exp2(rng.integers(-12, 12, (2, n, heads, d)))

@@ -1,4 +1,4 @@
-"""Which calls the cuDNN path accepts, decided from static properties on any machine."""
+"""The calls that the cuDNN path accepts, decided by static properties on any machine."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def test_bad_arguments_are_named(change, name: str) -> None:
 
 
 def test_one_bfloat16_query_of_many_keys_differentiates():
-    """A product XLA's CPU backend refuses in bfloat16."""
+    """A matmul that XLA's CPU backend refuses in bfloat16."""
     q = jnp.ones((4, 1, 8, 128), jnp.bfloat16)
     k = array(np.random.default_rng(0).standard_normal((4, 2048, 2, 128)), jnp.bfloat16)
     grad = jax.jit(

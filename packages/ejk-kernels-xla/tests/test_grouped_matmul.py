@@ -29,7 +29,7 @@ def normal(*shape, seed=0, dtype=jnp.float32):
 
 @partial(jax.jit, static_argnames=("tile", "options"))
 def pull(lhs, rhs, sizes, offset, existing, dout, tile=4, options=()):
-    """The product and its gradients, all of group_sizes and group_offset traced."""
+    """The result and its gradients, group_sizes and group_offset traced."""
 
     def run(lhs, rhs, existing):
         return grouped_matmul(
@@ -218,7 +218,7 @@ def test_any_sizes(data, m, tile):
 
 
 def dense(lhs, rhs, sizes):
-    """The same by a masked product: differentiable by JAX alone."""
+    """Computes the operation by a masked matmul, which JAX alone differentiates."""
     group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(lhs.shape[0]), side="right")
     return jnp.einsum("mg,mk,gkn->mn", jax.nn.one_hot(group, rhs.shape[0]), lhs, rhs)
 

@@ -1,4 +1,4 @@
-"""The ejk script beside the other project that is called ejkernel, in an environment of its own.
+"""The ejk script next to the other project that is called ejkernel, in a separate environment.
 
 The other project is a stand-in: a distribution of that name with a regular package at the place of
 ours. Wheels are unpacked in the order in which pip would write them.

@@ -1,7 +1,7 @@
 """Sharded arguments without ``mesh=``: explicit meshes, the compiler's own partitioning, shard_map.
 
 Programs are traced where a wrong type is what could go wrong, compiled without optimisation where
-the partitioning is, and run where the numbers are.
+the partitioning is, and run where the values are.
 """
 
 import inspect

@@ -73,7 +73,7 @@ def test_a_traced_call_of_triton_flash_does_each_thing_once():
     assert len(frames) <= 7, frames  # from the public function to the launch
     # for shapes alone, from which the config follows; what it does with arrays is done again
     assert calls["Operation.bind"] == 1
-    # a mask of numbers alone is one object for all calls that have it: made once, then found
+    # a mask without arrays is one object for all calls that have it: made once, then found
     assert calls["combine_masks"] == calls["mask_of_rule"] == 0
     assert calls["KernelRegistry._survey"] == calls["CallKernel.supports"] == 1
     assert calls["key_distance"] + calls["distance_within_schema"] == 0  # no table of this device
@@ -115,7 +115,7 @@ def test_a_binding_leaves_with_its_call(monkeypatch):
 
 
 def test_a_repeated_eager_call_of_a_server_does_little_in_python():
-    """Every Python function counts, whoever wrote it."""
+    """Every Python function counts, also those of JAX."""
     q, kv, new = np.ones((4, 4, 16)), np.ones((8, 4, 4, 16)), np.ones((4, 2, 16))
     floats = [jnp.asarray(x, jnp.float32) for x in (q, new, new, kv)]
     integers = ([5] * 4, np.arange(8).reshape(4, 2), np.arange(5), [4] * 3)

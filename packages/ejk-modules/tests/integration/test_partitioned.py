@@ -697,7 +697,7 @@ def dense_loss_of_mods(q, k, v, w):
 
 @pytest.fixture(scope="module")
 def gradients_of_mods():
-    """Gradients in float64, by the formula."""
+    """Returns gradients in float64, by the reference."""
     rng = np.random.default_rng(0)
     shapes = (2, 20, 4, 16), (2, 20, 2, 16), (2, 20, 2, 16), (4,)
     with jax.enable_x64(True):
