@@ -170,10 +170,15 @@ def _column_title(device: str, platform: str) -> str:
 
 
 def _accuracy_cell(errors: list[float] | None) -> str:
-    """The error of the output, and of the gradients where there are some."""
+    """The error of the output, and of the gradients where there are some.
+
+    No line breaks at their hyphens.
+    """
     if not errors:
         return "-"
-    return ", ".join(f"{x:.1e}".replace("e-0", "e-") if x else "0" for x in errors)
+    return ", ".join(
+        f"{x:.1e}".replace("e-0", "e\N{NON-BREAKING HYPHEN}") if x else "0" for x in errors
+    )
 
 
 def kernels_of(platform: str) -> str:

@@ -64,7 +64,9 @@ def test_the_table_has_a_column_for_each_backend_of_each_device(record, monkeypa
     assert head.count("|") == 3 + len(record) + 4
     names = ("XLA", "Triton", "Pallas for Hopper", "cuDNN")
     assert head.endswith("".join(f" {name}, NVIDIA H200 |" for name in names))
-    assert row.startswith("| `flash_attention` | float16 |") and row.endswith("| 2.5e-4, 0 |")
+    assert row.startswith("| `flash_attention` | float16 |") and row.endswith(
+        "| 2.5e\N{NON-BREAKING HYPHEN}4, 0 |"
+    )
     assert last == "Recorded: CPU, 2026-01-01, JAX 0.11.2; NVIDIA H200, 2026-01-02, JAX 0.11.2."
 
 
