@@ -20,6 +20,7 @@ from ejkernel.types.problems.convolution import ConvolutionProblem
 from ejktest.cases.convolution import check_convolution
 from ejktest.cases.convolution import convolution_arguments as make
 from ejktest.cases.linear import cotangents
+from ejktest.grids import cover
 
 PARAMS = pltpu.InterpretParams(detect_races=True)
 
@@ -52,13 +53,13 @@ def check(args, cu_seqlens=None, **options):
     return results
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", cover(["bfloat16", "float32"], "bfloat16"))
 def test_batch(dtype):
     """Rows of two sequences in a block, and a block of which 90 % lies outside."""
     check(make(b=2, s=50, c=160, width=4, dtype=dtype), activation="silu")
 
 
-@pytest.mark.parametrize("width", [2, 8])
+@pytest.mark.parametrize("width", cover([2, 8], 8))
 def test_packed(width):
     """Sequences empty, shorter than the taps, across blocks; NaN in rows of no sequence."""
     cu = np.array([0, 0, 3, 3, 31, 33, 90], np.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.problems.mean_pooling import PoolingProblem
 from ejktest.cases.pooling import check_pool
 from ejktest.drawn import normal
+from ejktest.grids import cover
 
 PARAMS = pltpu.InterpretParams(detect_races=True)
 # an empty sequence, one of a single row, rows of padding
@@ -44,8 +47,10 @@ def check(x, cu=None, mask=None, chunk=None):
     return out
 
 
-@pytest.mark.parametrize("chunk", [None, 5, 16])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("chunk", "masked"),
+    cover(itertools.product([None, 5, 16], [False, True]), (None, True), (5, False), (16, True)),
+)
 def test_chunks(chunk, masked):
     mask = np.random.default_rng(0).integers(0, 2, (2, 35))
     mask[1, :16] = 0

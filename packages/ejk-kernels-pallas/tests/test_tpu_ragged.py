@@ -25,6 +25,7 @@ from ejkernel.types.arrays import quantise
 from ejktest.bound import bound
 from ejktest.cases.paged import in_context
 from ejktest.drawn import grow_tree, wild_tables
+from ejktest.grids import cover
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 
@@ -137,7 +138,9 @@ TREE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TREE_CASES)
+@pytest.mark.parametrize(
+    "name", cover(TREE_CASES, "float32, lse", "bfloat16, window of positions, cap, sinks")
+)
 def test_trees(name):
     shape, options = TREE_CASES[name]
     rows, lens = TREES
@@ -186,7 +189,7 @@ PACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", cover(PACKED, "packed, scales", "packed, padding", "tree"))
 def test_writes_pages(name):
     """Padding of the cache stays as it is, and invalid entries of the table write nothing."""
     shape, options = PACKED[name]

@@ -19,6 +19,7 @@ from ejkernel.types.masks.structure import Unsupported
 from ejktest.cases.convolution import check_convolution
 from ejktest.cases.convolution import convolution_arguments as make
 from ejktest.cases.linear import cotangents
+from ejktest.grids import cover
 from ejktest.transforms import check_transformations
 from ejktest.triton_calls import resources
 
@@ -143,7 +144,7 @@ def test_refuses():
         causal_conv1d(np.zeros((2, 3, 4), np.float32), np.zeros((4, 2)))
 
 
-@pytest.mark.parametrize("call", ["convolution", "convolution packed"])
+@pytest.mark.parametrize("call", cover(["convolution", "convolution packed"], "convolution packed"))
 def test_registers(call):
     """Registers for twelve warps per multiprocessor, which hide the latency of the memory."""
     for kernel, used in resources(call, "sm_90").items():

@@ -99,7 +99,7 @@ def test_against_the_reference(name, cores):
     check_close(np.asarray(written), want, name="after the write")
 
 
-@pytest.mark.parametrize("cache", ["int8", "float8_e5m2"])
+@pytest.mark.parametrize("cache", cover(["int8", "float8_e5m2"], "int8"))
 def test_eight_bit_caches(cache):
     rows, lens, _ = CASES["several"]
     q, keys, values, kv, *tables = draw(rows, lens)

@@ -23,6 +23,7 @@ from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.masks.token_blocks import block_means, find_blocks, means_mask
 from ejktest.cases.sparse import check_chosen, compare
 from ejktest.drawn import array
+from ejktest.grids import cover
 from ejktest.oracles import sparse as oracle
 from ejktest.programs import equations_of, sizes_of
 from ejktest.tolerance import check_close
@@ -242,7 +243,12 @@ def ranked(q, k, size, slots, scale=0.25):
     return select.select(p, TARGET, q, k, blocks, True), blocks
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 129), ("float32", 129), ("bfloat16", 0)])
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    cover(
+        [("bfloat16", 129), ("float32", 129), ("bfloat16", 0)], ("float32", 129), ("bfloat16", 0)
+    ),
+)
 def test_ties_go_to_the_lower_block_across_tiles(dtype, most, monkeypatch):
     """Of equal scores, and against scores computed in one product; 70 blocks are three tiles.
 
@@ -364,7 +370,7 @@ def test_tokens_of_every_block(rows, largest, monkeypatch):
             )
 
 
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("group", cover([1, 2], 2))
 def test_few_means_of_many_tokens(group):
     """Programs of all heads' first tile come first: 20 means of 200 tokens, in tiles of 16."""
     q, k, v = normal(1, 200, 2, D), normal(1, 20, 2 // group, D), normal(1, 20, 2 // group, DV)

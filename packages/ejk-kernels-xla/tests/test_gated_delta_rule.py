@@ -16,6 +16,7 @@ from ejktest.cases.delta import check_delta, serving_batch
 from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
 from ejktest.drawn import array, normal
+from ejktest.grids import cover
 from ejktest.oracles import delta as oracle
 from ejktest.tolerance import check_close
 from ejktest.transforms import check_shard_map, check_transformations
@@ -134,7 +135,10 @@ def test_equal_keys_that_reflect_or_grow(key_length, decay):
     check(args, tile=64, rounded_beta=True)
 
 
-@pytest.mark.parametrize(("tile", "gate"), [(16, "head"), (64, "channel"), (128, "head")])
+@pytest.mark.parametrize(
+    ("tile", "gate"),
+    cover([(16, "head"), (64, "channel"), (128, "head")], (16, "head"), (64, "channel")),
+)
 def test_a_serving_batch_at_its_limits(tile, gate):
     """Sequences with states, of a token, of none and of no whole chunk; gates of 0 and -50, equal
     keys, and beta up to 2, in chunks of every length."""

@@ -13,6 +13,7 @@ import pytest
 from ejkernel.kernels.xla import native_sparse_attention
 from ejktest.cases.sparse import compare
 from ejktest.drawn import array
+from ejktest.grids import cover
 from ejktest.oracles import sparse as oracle
 from ejktest.tolerance import check_close
 from ejktest.transforms import check_transformations
@@ -31,7 +32,10 @@ def inputs(group, gates=3, length=S):
     return arrays + [normal(1, length, h) for _ in range(gates)]
 
 
-@pytest.mark.parametrize(("group", "count", "window"), [(1, 2, None), (3, 3, 5), (2, 99, 0)])
+@pytest.mark.parametrize(
+    ("group", "count", "window"),
+    cover([(1, 2, None), (3, 3, 5), (2, 99, 0)], (3, 3, 5), (2, 99, 0)),
+)
 def test_selection_and_all_branches(group, count, window):
     args = inputs(group)
 

@@ -21,6 +21,7 @@ from ejkernel.types.attention.context.ring import Ring, Schedule
 from ejkernel.types.attention.context.transport import GatheredTransport, PackedRingTransport
 from ejktest.attention import Call, arrays, check, run
 from ejktest.drawn import array, normal
+from ejktest.grids import cover
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 RING = {"context_parallel": "ring"}
@@ -145,7 +146,10 @@ STRATEGIES = [("ring", case) for case in CASES] + [
 
 
 @pytest.mark.parametrize(
-    ("way", "case"), STRATEGIES, ids=[f"{s}-{case[2]}" for s, case in STRATEGIES]
+    ("way", "case"),
+    # a dense mask with bias and dropout takes longest, and the ring has it
+    cover(STRATEGIES, *(x for x in STRATEGIES if x[0] == "ring" or str(x[1][2]) != "dense")),
+    ids=[f"{s}-{case[2]}" for s, case in STRATEGIES],
 )
 def test_against_oracle(way: str, case: tuple[int, str, Call]) -> None:
     n, layout, call = case

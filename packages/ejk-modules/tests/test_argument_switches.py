@@ -19,6 +19,7 @@ from ejkernel.ops import KernelNotSupported, interpret_mode
 from ejkernel.types import MaskInfo, calls
 from ejktest import operand_dtypes
 from ejktest.abstract import FLOATS, call_class
+from ejktest.grids import cover
 from ejktest.operand_dtypes import UNIFORM, dtype_cases
 from ejktest.variants import options as calls_with_options
 
@@ -135,7 +136,18 @@ def trace(operation: str, structs: dict[str, Any], options: dict[str, Any], plat
             jax.eval_shape(loss, smooth, rest)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+# two have the kernels and the arguments of others
+@pytest.mark.parametrize(
+    "operation",
+    cover(
+        OPERATIONS,
+        *(
+            name
+            for name in OPERATIONS
+            if name not in ("ragged_page_attention", "scaled_dot_product_attention")
+        ),
+    ),
+)
 def test_no_argument_promotes_ranks_or_dtypes(operation):
     for given, structs, options in calls_of(operation):
         try:

@@ -1,5 +1,6 @@
 """Exported programs with symbolic sizes: one program, any size, also after serialisation."""
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -13,6 +14,7 @@ import ejkernel.modules as modules
 from ejkernel.ops import InvalidArgument, KernelNotSupported
 from ejkernel.types import MaskInfo
 from ejktest.calls import CALLS, B, S, call
+from ejktest.grids import cover
 from ejktest.variants import SPECS, axis_words, ids
 
 # packed calls have no batch: their sequences share one axis of rows
@@ -82,13 +84,26 @@ def program(c, *, gradients=False):
 LONG = 33
 
 
-@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradient"])
-@pytest.mark.parametrize("operation", sorted(CALLS))
+@pytest.mark.parametrize(
+    ("operation", "gradients"),
+    cover(
+        itertools.product(sorted(CALLS), (False, True)),
+        *((name, True) for name in sorted(CALLS)),
+        ("flash_attention", False),
+        ("mla_decode", False),
+    ),
+)
 def test_every_operation_exports_with_all_open_axes(operation, gradients):
     check_export(operation, SPECS[operation].symbolic, gradients)
 
 
-@pytest.mark.parametrize("operation", [name for name in sorted(CALLS) if name not in PACKED])
+@pytest.mark.parametrize(
+    "operation",
+    cover(
+        [name for name in sorted(CALLS) if name not in PACKED],
+        *("flash_attention", "gated_delta_rule", "native_sparse_attention", "page_attention"),
+    ),
+)
 def test_every_gradient_exports_with_a_symbolic_batch(operation):
     check_export(operation, ("batch", "states"), gradients=True)
 

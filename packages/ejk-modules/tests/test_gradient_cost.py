@@ -6,6 +6,7 @@ import pytest
 
 import ejkernel.modules as modules
 from ejktest.calls import CALLS, Call, call
+from ejktest.grids import cover
 from ejktest.variants import options
 
 COMPILED = "Finished XLA compilation"
@@ -36,7 +37,17 @@ def compilations(run, caplog) -> int:
     return sum(COMPILED in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize("name", sorted(cases()))
+@pytest.mark.parametrize(
+    "name",
+    cover(
+        sorted(cases()),
+        # one with each kernel of XLA, with masks that make a loop, and in chunks
+        *("blocksparse_attention", "causal_conv1d", "flash_attention-cu", "gated_delta_rule"),
+        *("flash_attention-padding", "gla_attention-chunks", "grouped_matmul", "mean_pooling"),
+        *("mla_attention", "native_sparse_attention", "ragged_page_attention_v3"),
+        "scaled_dot_product_attention",
+    ),
+)
 def test_a_second_gradient_outside_jit_compiles_nothing(name, caplog):
     c = cases()[name]
     run = gradient(getattr(modules, c.operation), c)

@@ -20,6 +20,7 @@ from ejkernel.modules._table import operation_class
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls.signature import axes_of
 from ejktest import calls
+from ejktest.grids import cover
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 
@@ -123,7 +124,7 @@ def qkv(kv_heads=4):
 BSHD = P("dp", None, "tp")
 
 
-@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("kv_heads", cover([8, 2], 2))
 def test_explicit_values(kv_heads):
     """Eager and jitted, inside ``jax.set_mesh`` and outside; keys of too few heads stay whole."""
     mesh = mesh_of(AxisType.Explicit, (2, 4))

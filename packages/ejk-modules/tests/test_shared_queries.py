@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ejkernel.modules import blocksparse_attention, explain
 from ejkernel.types import MaskInfo
 from ejktest.drawn import normal
+from ejktest.grids import cover
 from ejktest.oracles.attention import Case, attention
 from ejktest.tolerance import check_close
 
@@ -38,7 +39,8 @@ def mesh_of(kind):
     return jax.make_mesh((4, 2, 1), ("sp", "tp", "dp"), axis_types=(kind,) * 3)
 
 
-@pytest.mark.parametrize("q_block", [3, 8])  # a device has 6 rows: two blocks, or parts of them
+# a device has 6 rows: two blocks, or parts of them
+@pytest.mark.parametrize("q_block", cover([3, 8], 3))
 def test_devices_share_the_queries_of_a_call(q_block):
     """Indices, patterns, segments, bias and dropout of the whole call, in each of three ways."""
     blocks = -(-S // q_block)

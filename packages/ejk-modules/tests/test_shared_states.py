@@ -128,16 +128,16 @@ def tokens_over(axis, name, x, operation):
 
 
 CASES = [
-    "recurrent_attention",
+    slow("recurrent_attention"),
     "gla_attention packed reverse",
     "gated_delta_rule packed",
     "causal_conv1d packed",
-    "causal_conv1d wide",
+    slow("causal_conv1d wide"),
     "mean_pooling packed chunks",
-    "mean_pooling chunks",
+    slow("mean_pooling chunks"),
     "gla_attention long",
     slow("gated_delta_rule packed long"),
-    "gated_delta_rule long",
+    slow("gated_delta_rule long"),
     slow("recurrent_attention long packed reverse"),
     slow("gated_delta_rule long reverse"),
     slow("lightning_attention long"),

@@ -47,7 +47,7 @@ def test_values_of_xla():
 
 @pytest.mark.parametrize("name", DENSE)
 def test_rows_of_xla(name):
-    check_bits(partial(dense_results, name, "xla"))
+    check_bits(partial(dense_results, name, "xla"), FEW)
 
 
 def test_a_zero_keeps_its_sign_in_any_batch():
@@ -65,7 +65,7 @@ def test_a_zero_keeps_its_sign_in_any_batch():
 
 @pytest.mark.parametrize("name", ["page_attention", "mla_decode"])
 def test_paged_sequences_of_xla(name):
-    check_bits(partial(paged_results, name, "xla"))
+    check_bits(partial(paged_results, name, "xla"), FEW)
 
 
 def test_values_of_xla_over_pages():
@@ -90,13 +90,13 @@ def test_ragged_sequences_of_xla(name, options):
 def test_groups_of_xla(options):
     # a matmul of several rows takes other sums for a row here than one of one row
     columns = {"columns": 64} if options else {}
-    check_bits(partial(grouped_results, "xla", **columns, **options))
+    check_bits(partial(grouped_results, "xla", **columns, **options), FEW)
 
 
 @pytest.mark.parametrize("name", SERVING)
 def test_paged_sequences_of_interpreted_triton(name):
     with interpret_mode():
-        check_bits(partial(paged_results, name, "triton"))
+        check_bits(partial(paged_results, name, "triton"), FEW)
 
 
 def on_a_gpu():
@@ -126,7 +126,7 @@ def test_latent_rows_of_interpreted_triton():
 
 def test_groups_of_interpreted_triton():
     with interpret_mode():
-        check_bits(partial(grouped_results, "triton"))
+        check_bits(partial(grouped_results, "triton"), FEW)
 
 
 def test_gradients_traced_outside_keep_what_the_call_was_traced_with():

@@ -1,5 +1,7 @@
 """Kernels that are objects, reached through the operations: a call is canonicalized once."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from ejkernel.modules.workloads.find import operation_names, shapes_of
 from ejkernel.ops import interpret_mode
 from ejkernel.types import calls
 from ejktest.device import described
+from ejktest.grids import cover
 
 
 @pytest.fixture
@@ -45,14 +48,22 @@ def test_an_operation_canonicalizes_a_call_once_for_its_kernel(qkv, monkeypatch)
     assert len(bound) == 1  # abstractly, to choose a config; the trace does the same again
 
 
-@pytest.mark.parametrize("operation", operation_names())
-@pytest.mark.parametrize("chip", [("NVIDIA H200", 132), ("NVIDIA A100-SXM4-80GB", 108)])
-def test_every_workload_has_a_config_on_a_gpu(operation, chip, monkeypatch):
+CHIPS = {"NVIDIA H200": 132, "NVIDIA A100-SXM4-80GB": 108}
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    cover(
+        itertools.product(operation_names(), CHIPS),
+        *((name, "NVIDIA H200") for name in operation_names()),
+        *((name, "NVIDIA A100-SXM4-80GB") for name in ("flash_attention", "page_attention")),
+    ),
+)
+def test_every_workload_has_a_config_on_a_gpu(operation, kind, monkeypatch):
     """What a kernel chooses by itself is a legal config of its operation."""
     pytest.importorskip("triton")
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
-    kind, cores = chip
-    with described(kind, "gpu", cores):
+    with described(kind, "gpu", CHIPS[kind]):
         for shape in shapes_of(operation, device="gpu"):
             found = call_of(shape, operation).explanation()
             assert found.implementation, shape.name

@@ -12,12 +12,13 @@ from ejkernel import modules
 from ejkernel.ops import interpret_mode
 from ejktest.bound import on, struct
 from ejktest.drawn import array
+from ejktest.grids import cover
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 PATTERN = np.tri(4, dtype=bool) & (np.arange(4) != 1)
 
 
-@pytest.mark.parametrize("given", ["numpy", "builder", "traced"])
+@pytest.mark.parametrize("given", cover(["numpy", "builder", "traced"], "builder", "traced"))
 def test_a_program_for_hopper_makes_no_list(given):
     pytest.importorskip("ejkernel.kernels.pallas")
     x, built = struct(1, 512, 2, 128), []

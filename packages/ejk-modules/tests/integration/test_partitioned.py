@@ -26,6 +26,7 @@ from ejkernel.ops import call_kernel, interpret_mode, partition, partitioned
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls.signature import axes_of
 from ejktest import calls
+from ejktest.grids import cover
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 
@@ -307,7 +308,7 @@ def test_layers_of_a_scan_under_checkpoint_run_the_forward_pass_once(xla):
     assert str(jax.make_jaxpr(gradients)(*placed)).count("ejkernel_region[") == 2
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", cover([1, 2], 2))
 def test_key_heads_fewer_than_devices_are_replicated(kv_heads, xla):
     compiled = partitioned_program(both(attend), qkv(8, kv_heads), (BSHD, DP, DP))
     # gradients of keys and values are summed over the query heads of all devices
@@ -370,7 +371,9 @@ def test_options_follow_global_rows_and_heads(xla):
     assert set(collectives(compiled)) == {"all-reduce"}
 
 
-@pytest.mark.parametrize("operation", ["page_attention", "blocksparse_attention"])
+@pytest.mark.parametrize(
+    "operation", cover(["page_attention", "blocksparse_attention"], "page_attention")
+)
 def test_loops_end_on_each_device_and_have_second_derivatives(operation):
     """Loops of XLA kernels whose length depends on the data; forward mode of the gradients."""
     c = calls.call(operation, batch=4, length=16, heads=8, kv_heads=4)
@@ -426,7 +429,10 @@ def test_settings_of_jax_hold_while_the_compiler_partitions(xla):
     ("strategy", "sent", "returned"),
     [
         ("ring", {"collective-permute": 4}, {"collective-permute": 12}),
-        ("all_gather", {"all-gather": 2}, {"all-gather": 4, "reduce-scatter": 2}),
+        pytest.param(
+            *("all_gather", {"all-gather": 2}, {"all-gather": 4, "reduce-scatter": 2}),
+            marks=pytest.mark.slow,
+        ),
         ("ulysses", {"all-to-all": 4}, {"all-to-all": 16}),
     ],
 )
