@@ -16,7 +16,6 @@ from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem, choose
 from ejkernel.kernels.pallas.tpu.linear_attention.implementation import (
     batched,
     by_head,
-    sum_groups,
     visits_of,
 )
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import variant_reason
@@ -73,9 +72,8 @@ class GatedDeltaRule(PallasKernel):
         dq, dk, dv, dbeta, *dgate, dinitial = backward(
             p, work.tiles, work.target, visits_of(work, arrays), operands, saved, dfinal
         )
-        dq, dk, dv = (batched(p, x, p.heads) for x in (dq, dk, dv))
-        if p.group > 1:
-            dq, dk = (sum_groups(work, x) for x in (dq, dk))
+        dq, dk = (batched(p, x, p.kv_heads) for x in (dq, dk))
+        dv = batched(p, dv, p.heads)
         gradients = {"query": dq, "key": dk, "value": dv, "initial_state": dinitial}
         gradients["beta"] = _batched_factors(p, dbeta)
         if dgate:

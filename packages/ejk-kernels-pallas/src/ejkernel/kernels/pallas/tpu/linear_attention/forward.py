@@ -178,10 +178,12 @@ def specs_of(p: Problem, t: Tiles, backwards: bool) -> Specs:
     )
 
 
-def compiler_params(chip: Chip, vmem: int) -> Any:
+def compiler_params(chip: Chip, vmem: int, axes: int = 2) -> Any:
+    """``axes``: of the grid; heads may be on different cores."""
     limit = min(chip.vmem, max(vmem * 3 // 2, 16 * 2**20))
     return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(limit)
+        dimension_semantics=("parallel", *("arbitrary",) * (axes - 1)),
+        vmem_limit_bytes=int(limit),
     )
 
 
