@@ -33,15 +33,17 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
     cost,
     dot,
     for_steps,
+    load_rows,
     raw_scores,
     specs_of,
+    store_rows,
     visible,
 )
 
 
 def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
     list_ref, rows_ref, q_ref, do_ref, base_ref, delta_ref, k_hbm, v_hbm, *others = refs
-    dq_ref, dk_hbm, dv_hbm, k_ref, v_ref, dk_ref, dv_ref, acc_ref = others
+    dq_ref, dk_hbm, dv_hbm, q_rows, do_rows, k_ref, v_ref, dk_ref, dv_ref, acc_ref = others
     b, head, tile = (pl.program_id(axis) for axis in range(3))
 
     @pl.when(tile == 0)
@@ -51,15 +53,17 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
         dk_ref[...] = jnp.zeros_like(dk_ref)
         dv_ref[...] = jnp.zeros_like(dv_ref)
 
+    load_rows(q_ref, q_rows)
+    load_rows(do_ref, do_rows)
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def scores(part: Part) -> tuple[jax.Array, jax.Array]:
-        x = raw_scores(p, part.load(p, k_ref), q_ref[0, 0])
-        return x, dot(part.load(p, v_ref), do_ref[0, 0], (1, 1))
+        x = raw_scores(p, part.load(p, k_ref), q_rows[...])
+        return x, dot(part.load(p, v_ref), do_rows[...], (1, 1))
 
     def add(part: Part, pair: tuple[jax.Array, jax.Array]) -> None:
         x, dp = pair
-        q, do, k = q_ref[0, 0], do_ref[0, 0], part.load(p, k_ref)
+        q, do, k = q_rows[...], do_rows[...], part.load(p, k_ref)
         weights = jnp.exp2((x - base_ref[0, 0, 0]) * p.log2_unit)
         weights = jnp.where(visible(p, t, part, rows_ref), weights, 0.0)
         ds = (weights * (dp - delta_ref[0, 0, 0])).astype(q.dtype)
@@ -72,7 +76,7 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
             dv_ref[block_rows(p, block)] += dv[rows]
 
     for_steps(t, list_ref, scores, add)
-    dq_ref[0, 0] = (acc_ref[...] * p.scale).T.astype(dq_ref.dtype)
+    store_rows(dq_ref, (acc_ref[...] * p.scale).T)
 
     @pl.when(tile == pl.num_programs(2) - 1)
     def _store_head() -> None:
@@ -89,7 +93,7 @@ def selected_backward(
     arrays: tuple[jax.Array, ...],
     dtype: str,
 ) -> list[jax.Array]:
-    """Returns dq ``[b, hk, tiles * rows, d]`` in ``dtype``, and dk and dv as whole blocks, float32.
+    """Returns dq as ``tile_rows`` in ``dtype``, and dk and dv as whole blocks, float32.
 
     dk lacks the scale.
 
@@ -118,6 +122,7 @@ def selected_backward(
         out_specs=[specs.of_rows(d), in_hbm, in_hbm],
         out_shape=shapes,
         scratch_shapes=[
+            *(pltpu.VMEM((specs.rows, width), q.dtype) for width in (d, dv)),
             *(pltpu.VMEM(x.shape[2:], x.dtype) for x in (k, v)),
             *(pltpu.VMEM(x.shape[2:], jnp.float32) for x in (k, v)),
             pltpu.VMEM((d, specs.rows), jnp.float32),

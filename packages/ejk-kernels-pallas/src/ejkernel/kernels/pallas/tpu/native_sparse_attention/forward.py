@@ -37,15 +37,17 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
     cost,
     dot,
     for_steps,
+    load_rows,
     raw_scores,
     specs_of,
+    store_rows,
     visible,
 )
 
 
 def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
     list_ref, rows_ref, q_ref, k_hbm, v_hbm, o_ref, m_out, l_out, *scratch = refs
-    k_ref, v_ref, m_ref, l_ref, acc_ref = scratch
+    q_rows, k_ref, v_ref, m_ref, l_ref, acc_ref = scratch
     b, head, tile = (pl.program_id(axis) for axis in range(3))
 
     @pl.when(tile == 0)
@@ -53,12 +55,13 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
         pltpu.sync_copy(k_hbm.at[b, head], k_ref)
         pltpu.sync_copy(v_hbm.at[b, head], v_ref)
 
+    load_rows(q_ref, q_rows)
     m_ref[...] = jnp.full(m_ref.shape, FLOOR, jnp.float32)
     l_ref[...] = jnp.zeros_like(l_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def scores(part: Part) -> jax.Array:
-        return raw_scores(p, part.load(p, k_ref), q_ref[0, 0])
+        return raw_scores(p, part.load(p, k_ref), q_rows[...])
 
     def add(part: Part, x: jax.Array) -> None:
         x = jnp.where(visible(p, t, part, rows_ref), x, HIDDEN)
@@ -74,7 +77,7 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
     for_steps(t, list_ref, scores, add)
     total = l_ref[...]
     o = acc_ref[...] * (1.0 / jnp.where(total > 0.0, total, 1.0))
-    o_ref[0, 0] = o.T.astype(o_ref.dtype)
+    store_rows(o_ref, o.T)
     m_out[0, 0, 0], l_out[0, 0, 0] = m_ref[...], total
 
 
@@ -87,7 +90,7 @@ def selected_forward(
     arrays: tuple[jax.Array, ...],
     dtype: str,
 ) -> list[jax.Array]:
-    """Returns o ``[b, hk, tiles * rows, dv]`` in ``dtype``, m and l ``[b, hk, tiles, 1, rows]``.
+    """Returns o as ``tile_rows`` in ``dtype``, m and l ``[b, hk, tiles, 1, rows]``.
 
     m is the largest raw score of a row and l the sum of exponentials relative to it. Lists and rows
     are of ``tile_lists``; ``arrays`` are q, k and v as rows of tiles and whole blocks.
@@ -113,6 +116,7 @@ def selected_forward(
         out_specs=[specs.of_rows(dv), specs.of_values(), specs.of_values()],
         out_shape=shapes,
         scratch_shapes=[
+            pltpu.VMEM((specs.rows, d), q.dtype),
             pltpu.VMEM(k.shape[2:], k.dtype),
             pltpu.VMEM(v.shape[2:], v.dtype),
             *[pltpu.VMEM((1, specs.rows), jnp.float32)] * 2,

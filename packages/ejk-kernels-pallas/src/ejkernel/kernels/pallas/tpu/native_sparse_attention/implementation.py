@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
@@ -95,17 +96,28 @@ class NativeSparseAttention(PallasKernel):
         chosen = chosen_blocks(p, arrays, blocks, best)
         chosen = name_lse(chosen)
         o = attend(inner, {"q": q, "k": k, "v": v, "chosen": chosen, "blocks": blocks})
-        out = gates.get("g_slc", 1.0) * o.astype(jnp.float32)
+        out = _gated(gates.get("g_slc"), o)
         if "g_cmp" in gates:
             means = (block_means(x, blocks).astype(dtype) for x in (k, v))
             o = _flash(p, q, *means, means_mask(blocks, b))
-            out = out + gates["g_cmp"] * o.astype(jnp.float32)
+            out = out + _gated(gates["g_cmp"], o)
         if p.sliding_window is not None:
             mask = {"query": q, "key": k, "cum_seqlens_q": cu, "causal": True}
             mask = mask_of({**mask, "sliding_window": p.sliding_window})
             o = _flash(p, q, k, v, mask)
-            out = out + gates.get("g_swa", 1.0) * o.astype(jnp.float32)
-        return (cleared(valid, out)[0].astype(p.query.dtype),), ()
+            out = out + _gated(gates.get("g_swa"), o)
+        # the barrier keeps XLA from moving the gradient as float32, twice the bytes
+        out = lax.optimization_barrier(out.astype(p.query.dtype)).swapaxes(1, 2)
+        return (cleared(valid, out)[0],), ()
+
+
+def _gated(gate: jax.Array | None, o: jax.Array) -> jax.Array:
+    """Returns a branch times its gate, float32 ``[b, h, s, d]``.
+
+    That is how kernels write it: nothing is moved.
+    """
+    o = o.swapaxes(1, 2).astype(jnp.float32)
+    return o if gate is None else gate.swapaxes(1, 2) * o
 
 
 def _flash(p: Any, q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:

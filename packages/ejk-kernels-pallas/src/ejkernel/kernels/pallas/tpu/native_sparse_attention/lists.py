@@ -18,15 +18,21 @@ NONE = 2**30  # above the number of every block
 
 
 def tile_rows(p: Problem, t: Tiles, x: jax.Array, dim: int) -> jax.Array:
-    """Returns ``[b, s, h, d]`` as rows ``[b, hk, tiles * rows, dim]``: tokens, then heads."""
+    """Returns ``[b, s, h, d]`` as kernels read it: ``[b, h, tiles * tokens, dim]``, or
+    ``[b, hk, tiles * rows, dim]`` of tokens, then heads."""
+    length = t.tile_count(p) * t.tokens
+    if t.by_head:
+        return padded(x.swapaxes(1, 2), length, dim)
     b, s = x.shape[:2]
     x = x.reshape(b, s, p.kv_heads, p.group, x.shape[3])
-    x = padded(jnp.moveaxis(x, 2, 1), t.tile_count(p) * t.tokens, p.group, dim)
+    x = padded(jnp.moveaxis(x, 2, 1), length, p.group, dim)
     return x.reshape(b, p.kv_heads, -1, dim)
 
 
-def token_rows(p: Problem, x: jax.Array, dim: int) -> jax.Array:
-    """Returns rows of tiles ``[b, hk, n, d]`` as ``[b, s, h, dim]``."""
+def token_rows(p: Problem, t: Tiles, x: jax.Array, dim: int) -> jax.Array:
+    """Returns an array as ``tile_rows`` makes it as ``[b, s, h, dim]``."""
+    if t.by_head:
+        return x[:, :, : p.length, :dim].swapaxes(1, 2)
     b, hk, _, width = x.shape
     x = x.reshape(b, hk, -1, p.group, width)[:, :, : p.length, :, :dim]
     return jnp.moveaxis(x, 1, 2).reshape(b, p.length, p.heads, dim)
@@ -34,8 +40,20 @@ def token_rows(p: Problem, x: jax.Array, dim: int) -> jax.Array:
 
 def row_values(p: Problem, t: Tiles, x: jax.Array) -> jax.Array:
     """Returns values ``[b, s, h]`` of tokens as ``[b, hk, tiles, 1, rows]``."""
-    rows = tile_rows(p, t, x[..., None], 1)
-    return rows.reshape(p.batch, p.kv_heads, t.tile_count(p), 1, -1)
+    tiles = t.tile_count(p)
+    x = padded(x, tiles * t.tokens, p.heads)
+    x = x.reshape(x.shape[0], tiles, t.tokens, p.kv_heads, p.group)
+    x = x.transpose(0, 3, 1, 4, 2) if t.by_head else x.transpose(0, 3, 1, 2, 4)
+    return x.reshape(*x.shape[:3], 1, -1)
+
+
+def factors_of_rows(p: Problem, t: Tiles, x: jax.Array) -> jax.Array:
+    """Returns ``[b, hk, tiles, 1, rows]`` as a factor of an array as ``tile_rows`` makes it."""
+    b, hk, tiles = x.shape[:3]
+    if not t.by_head:
+        return x.reshape(b, hk, -1, 1)
+    x = x.reshape(b, hk, tiles, p.group, t.tokens).swapaxes(2, 3)
+    return x.reshape(b, p.heads, -1, 1)
 
 
 def _token_of_row(p: Problem, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
@@ -113,4 +131,6 @@ def tile_lists(
     rows = jnp.concatenate([own_row[..., None], bits], axis=-1).swapaxes(3, 4)
     count = jnp.sum(listed < NONE, axis=-1, keepdims=True, dtype=jnp.int32)
     lists = jnp.concatenate([count, jnp.where(listed < NONE, listed, 0)], axis=-1)
+    if t.by_head:
+        return lists[..., None, :], jnp.concatenate([rows] * p.group, axis=-1)
     return lists[..., None, :], jnp.repeat(rows, p.group, axis=-1)

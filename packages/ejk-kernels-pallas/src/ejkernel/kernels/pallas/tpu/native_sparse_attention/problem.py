@@ -14,6 +14,7 @@ from ejkernel.types.problems.selected_blocks import SelectedProblem
 ROWS = 128  # a matrix unit has a column for each row of a tile, and vectors have 128 lanes
 CHUNK = 512  # keys of a step: the matmuls of one half hide the exponentials of the other
 WORD = 32  # entries of a list that one integer has a bit for
+SUBLANES = 8  # rows that a block of an array is a multiple of
 UNIT = 16  # rows of a bfloat16 register: no block starts inside one
 
 
@@ -59,6 +60,17 @@ class Tiles:
     chunk: int
     span: int
     span_backward: int
+
+    @property
+    def by_head(self) -> bool:
+        """Whether kernels read ``[b, h, s, d]`` as flash attention does, the rows of a tile being
+        (head, token); else an array whose rows are (token, head), made for them."""
+        return self.tokens % SUBLANES == 0
+
+    def rows_block(self, p: Problem) -> tuple[int, int]:
+        """Returns the shape of the rows of a tile in the arrays of the kernels."""
+        rows = (p.group, self.tokens)
+        return rows if self.by_head else (1, math.prod(rows))
 
     @property
     def words(self) -> int:

@@ -13,6 +13,7 @@ from jax import lax
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.backward import selected_backward
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.forward import selected_forward
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.lists import (
+    factors_of_rows,
     row_values,
     tile_lists,
     tile_rows,
@@ -20,7 +21,7 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.lists import (
     tokens_of_blocks,
     whole_blocks,
 )
-from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem
+from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import FLOOR
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.varying import zeros
@@ -60,17 +61,18 @@ class Selected:
         if spans.count == 1:
             o, m, total = attend(0, *(x[0] for x in spans.keys))
         else:
-            none = zeros((*q.shape[:2], t.tile_count(p), 1, t.tokens * p.group), "float32", q)
+            values = (q.shape[0], p.kv_heads, t.tile_count(p), 1, t.tokens * p.group)
+            none = zeros(values, "float32", q)
             start = zeros((*q.shape[:3], p.dims[1]), "float32", q), none + FLOOR, none
 
             def add(rows: Any, *span: Any) -> Any:
-                return _merge(p, rows, attend(*span)), None
+                return _merge(p, t, rows, attend(*span)), None
 
             o, m, total = spans.scan(add, start)[0]
         seen = total > 0.0
         log = jnp.log(jnp.where(seen, total, 1.0))
         base = jnp.where(seen, m + log * (1.0 / p.unit), -FLOOR)
-        return (token_rows(p, o.astype(p.dtype), p.value_dim),), base
+        return (token_rows(p, t, o.astype(p.dtype), p.value_dim),), base
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, t, chip = work.problem, work.tiles, work.target
@@ -101,13 +103,13 @@ class Selected:
         dk, dv = (spans.join(x) for x in gradients)
         blocks = arrays["blocks"]
         return {
-            "q": token_rows(p, dq, p.dim),
+            "q": token_rows(p, t, dq, p.dim),
             "k": tokens_of_blocks(p, dk, blocks, p.dim) * p.scale,
             "v": tokens_of_blocks(p, dv, blocks, p.value_dim),
         }
 
 
-def _merge(p: Problem, rows: Any, span: Any) -> tuple[jax.Array, ...]:
+def _merge(p: Problem, t: Tiles, rows: Any, span: Any) -> tuple[jax.Array, ...]:
     """Returns o, m and l of rows over the keys of both operands."""
     (o, m, total), (o_span, m_span, total_span) = rows, span
     top = jnp.maximum(m, m_span)
@@ -117,7 +119,7 @@ def _merge(p: Problem, rows: Any, span: Any) -> tuple[jax.Array, ...]:
     ]
     both = totals[0] + totals[1]
     inverse = 1.0 / jnp.where(both > 0.0, both, 1.0)
-    first, second = ((x * inverse).reshape(*o.shape[:3], 1) for x in totals)
+    first, second = (factors_of_rows(p, t, x * inverse) for x in totals)
     return o * first + o_span * second, top, both
 
 

@@ -94,21 +94,36 @@ def for_steps(
     lax.fori_loop(0, pl.cdiv(list_ref[0, 0, 0, 0, 0], t.chunk), run_step, None)
 
 
+def load_rows(ref: Any, scratch: Any) -> None:
+    """Stores the rows of a tile in ``scratch`` ``[rows, d]``, of a block ``[1, heads, tokens, d]``.
+
+    8 rows of bfloat16 are half a register: they are put together in float32.
+    """
+    scratch[...] = ref[0].astype(jnp.float32).reshape(scratch.shape).astype(scratch.dtype)
+
+
+def store_rows(ref: Any, rows: jax.Array) -> None:
+    """Stores the rows of a tile, float32, in a block ``[1, heads, tokens, d]``."""
+    ref[0] = rows.reshape(ref.shape[1:]).astype(ref.dtype)
+
+
 @dataclass(frozen=True)
 class Specs:
     """Block specs of the grid (batch, key head, tile).
 
     Attributes:
         rows: rows of a tile. entries: of its list. words: of the bits of a row.
+        rows_block: of ``Tiles``.
     """
 
     rows: int
     entries: int
     words: int
+    rows_block: tuple[int, int]
 
     def of_rows(self, width: int) -> pl.BlockSpec:
-        """Returns the spec of ``[b, hk, tiles * rows, width]``."""
-        return pl.BlockSpec((1, 1, self.rows, width), lambda b, m, i: (b, m, i, 0))
+        """Returns the spec of an array as ``tile_rows`` makes it."""
+        return pl.BlockSpec((1, *self.rows_block, width), lambda b, m, i: (b, m, i, 0))
 
     def of_values(self, count: int = 1) -> pl.BlockSpec:
         """Returns the spec of ``[b, hk, tiles, count, rows]``."""
@@ -122,7 +137,7 @@ class Specs:
 
 def specs_of(p: Problem, t: Tiles, lists: jax.Array, rows: jax.Array) -> Specs:
     """Returns the block specs for tables of ``tile_lists``."""
-    return Specs(rows.shape[4], lists.shape[4] - 1, rows.shape[3])
+    return Specs(rows.shape[4], lists.shape[4] - 1, rows.shape[3], t.rows_block(p))
 
 
 def compiler_params(chip: Chip, resident: int) -> Any:
