@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from tools.tpu.copies import ONE_ROW_EACH, PREFILLED, Counted, decoding, mixed
-from tools.tpu.cost import KERNELS, LANES, Cost
+from tools.tpu.cost import LANES, Cost
 
 from ejkernel.kernels import pallas
 from ejktest.cases import (
@@ -138,7 +138,8 @@ ALONE = {
     ),
     **{
         part: tuple(
-            Alone(kernel, f"ejkernel_flash_{kernel}", call, kernel != "fwd") for kernel in KERNELS
+            Alone(kernel, f"ejkernel_flash_{kernel}", call, kernel != "fwd")
+            for kernel in ("fwd", "bwd")
         )
         for part, call in (
             ("blocksparse", attention.COMPILED_TPU["sparse"]),

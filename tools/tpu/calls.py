@@ -24,20 +24,20 @@ def ours(dim: int) -> Iterator[Cost]:
     from ejkernel.kernels.pallas.tpu.flash_attention import tiles
     from ejkernel.types.attention.problem import Problem
 
-    call = _flash(dim)
-    forward, backward = call.forward(pallas), call.backward(pallas)
+    shipped, two = _flash(dim), _flash(dim, cfg={"fuses_gradients": False})
     sizes: dict[str, Any] = dict(
         batch=BATCH, q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS
     )
     problem = Problem(**sizes, dim=dim, value_dim=dim, dtype="bfloat16", scale=1.0)
-    choices = {"fwd": tiles.forward_tiles, "dq": tiles.dq_tiles, "dkv": tiles.dkv_tiles}
+    chosen = tiles.choose(problem, current_chip())
     for kernel, matmuls in KERNELS.items():
-        t = choices[kernel](problem, current_chip())
+        t = getattr(chosen, "fused" if kernel == "bwd" else kernel)
         text = f"{t.block_q}x{t.block_kv}/{t.rows}"
-        function = forward if kernel == "fwd" else backward
+        is_backward, call = kernel != "fwd", two if kernel in ("dq", "dkv") else shipped
+        function = call.backward(pallas) if is_backward else call.forward(pallas)
         name = f"ejkernel_flash_{kernel}"
         work = t.block_q * t.block_kv * matmuls * dim
-        is_backward, shapes = kernel != "fwd", call.shapes()
+        shapes = call.shapes()
         yield Cost("ejkernel", kernel, name, text, work, dim, function, shapes, call, is_backward)
 
 
@@ -55,7 +55,8 @@ def jax_flash(dim: int, block: int) -> Iterator[Cost]:
     yield from _others("jax flash", _FLASH, forward, block, dim, (shape,) * 3)
 
 
-def jax_splash(dim: int, block: int) -> Iterator[Cost]:
+def jax_splash(dim: int, block: int, *, fused: bool = False) -> Iterator[Cost]:
+    """JAX's splash attention, whose gradients are of two kernels or of one."""
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as sk
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as sm
@@ -63,6 +64,8 @@ def jax_splash(dim: int, block: int) -> Iterator[Cost]:
     shape = jax.ShapeDtypeStruct((BATCH, HEADS, LENGTH, dim), "bfloat16")
     names = [f for f in sk.BlockSizes.__dataclass_fields__ if f.startswith("block_")]
     blocks: dict[str, Any] = dict.fromkeys(names, block)
+    if fused:
+        blocks |= {"block_q_dq": None, "block_kv_dq": None, "use_fused_bwd_kernel": True}
     mask = sm.MultiHeadMask([sm.FullMask((LENGTH, LENGTH))] * HEADS)
     kernel = sk.make_splash_mha(
         mask, block_sizes=sk.BlockSizes(**blocks), head_shards=1, q_seq_shards=1
@@ -71,7 +74,8 @@ def jax_splash(dim: int, block: int) -> Iterator[Cost]:
     def forward(q: Any, k: Any, v: Any) -> Any:
         return jax.vmap(kernel)(q * dim**-0.5, k, v)
 
-    yield from _others("jax splash", _SPLASH, forward, block, dim, (shape,) * 3)
+    kernels = {"bwd": _SPLASH["dkv"]} if fused else _SPLASH
+    yield from _others("jax splash", kernels, forward, block, dim, (shape,) * 3)
 
 
 _FLASH = {"fwd": "flash_attention", "dq": "flash_mha_bwd_dq", "dkv": "flash_mha_bwd_dkv"}
@@ -86,10 +90,10 @@ def _others(
     def gradients(*arrays: Any) -> Any:
         return jax.grad(lambda *x: forward(*x).astype("float32").sum(), (0, 1, 2))(*arrays)
 
-    for kernel, matmuls in KERNELS.items():
+    for kernel in names:
         function = forward if kernel == "fwd" else gradients
         text = f"{block}x{block}"
-        work = block * block * matmuls * dim
+        work = block * block * KERNELS[kernel] * dim
         yield Cost(who, kernel, names[kernel], text, work, dim, function, shapes)
 
 
@@ -249,4 +253,5 @@ def sources(name: str) -> list[Callable[[], Iterator[Cost]]]:
     sources: list[Callable[[], Iterator[Cost]]] = [partial(ours, dim)]
     for block in (512, 1024):
         sources += [partial(jax_flash, dim, block), partial(jax_splash, dim, block)]
+        sources.append(partial(jax_splash, dim, block, fused=True))
     return sources

@@ -11,7 +11,7 @@ from tools.tpu.copies import Counted
 
 LANES = 128
 LISTED = 4  # block-sparse attention visits one of this number of blocks
-KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # matmuls of a tile of flash attention
+KERNELS = {"fwd": 2, "bwd": 5, "dq": 3, "dkv": 4}  # matmuls of a tile of flash attention
 
 
 @dataclass(frozen=True)

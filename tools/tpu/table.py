@@ -19,17 +19,21 @@ KEPT = (
 )
 # What programs write outside their kernels, by the first word of a kernel's name.
 OUTSIDE = {
-    "d64": "q, k, v, o and gradients between rows and heads, twice each; delta",
+    "d64": "q, k, v and do copied from [s, h * d] to [h, s, d], o and gradients back, each in two "
+    "steps; the sum of do * o of every row",
     "d128": "as d64",
     "d256": "as d64",
-    "blocksparse": "as d64; lists",
-    "joined heads": "delta",
-    "latent expanded": "keys and values from latent rows, and padded from 192 to 256; as d64",
-    "native sparse": "rows of tiles, the lists of tiles, float32 outputs of spans; as d64",
-    "trees": "marks of nodes as rows of lanes, queries and outputs by sequence, block tables",
+    "blocksparse": "as d64; lists of the tiles in the pattern",
+    "joined heads": "the sum of do * o of every row",
+    "latent expanded": "keys and values that matmuls expand from latent rows, padded from 192 to "
+    "256 columns; as d64",
+    "native sparse": "q and do copied from [s, h * d] to [h, s, d], o and dq back, each in two "
+    "steps; do times the gate of each branch; q with zeros in rows that see no mean; lists of "
+    "tiles",
+    "trees": "marks of nodes as rows of lanes; queries and outputs by sequence; block tables",
     "ragged write": "new keys and values as one array in the cache's dtype",
-    "linear": "gates as [heads, rows], states of zeros",
-    "delta": "gates as [heads, rows], states of zeros, sums of gradients over a group's heads",
+    "linear": "gates and their gradients as [heads, rows]; zeros of which states begin",
+    "delta": "gates, beta and their gradients as [heads, rows]; zeros of which states begin",
     "convolution": "taps, bias and the new state",
     "grouped 8 bits": "scales as float32",
     "pooling": "counts of the rows that a mask leaves",

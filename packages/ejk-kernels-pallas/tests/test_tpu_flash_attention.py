@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import interpreter
+from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.implementation import (
     flash_attention,
@@ -23,6 +23,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.implementation import (
 )
 from ejkernel.ops import ConfigError, interpret_mode
 from ejkernel.types import MaskInfo
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.attention import Call, arrays, check, run, with_mask_info
 from ejktest.cases import large_logits
@@ -113,13 +114,42 @@ def test_matches_the_oracle(name):
     check(NAMED[name], x, *results)
 
 
-@pytest.mark.parametrize("name", cover(["causal_gqa_bf16", "positions"], "causal_gqa_bf16"))
-def test_transposed_gradients(name):
-    """The form of the gradients for matrix units of 256 columns."""
+SIZES = {"q_blocksize": 128, "kv_blocksize": 128}
+TWO_KERNELS = {
+    "fwd_params": SIZES,
+    "bwd_params": {**SIZES, "blocksize_m": 128, "blocksize_n": 128},
+    "fuses_gradients": False,
+}
+
+
+@pytest.mark.parametrize(("name", "cfg"), [("causal_gqa_bf16", None), ("positions", TWO_KERNELS)])
+def test_transposed_gradients(name, cfg):
+    """The forms of the gradients for matrix units of 256 columns."""
     call = NAMED[name]
     x = arrays(call)
+    function = attend
+    if cfg is not None:
+        function = with_mask_info(functools.partial(flash_attention, cfg=cfg))
+        call = replace(call, blocks=None)
     with interpreter(kind="TPU v6 lite"):
-        check(call, x, *run(attend, call, x))
+        check(call, x, *run(function, call, x))
+
+
+def test_query_gradient_of_its_own_kernel():
+    """A head too long for vector memory, or the only one for two cores, has two kernels."""
+    call = replace(NAMED["causal_gqa_bf16"], blocks=None)
+    x = arrays(call)
+    run_two = with_mask_info(functools.partial(flash_attention, cfg=TWO_KERNELS))
+    check(call, x, *run(run_two, call, x))
+    problem = Problem(1, 2**20, 2**20, 1, 1, 64, 64, "bfloat16", 1.0)
+    for kind in ("TPU v4", "TPU v6 lite"):
+        assert tiles.choose(problem, facts_of(kind)).fused is None
+    one_head = replace(problem, q_len=512, kv_len=512)
+    assert tiles.choose(one_head, facts_of("TPU v4")).fused is None
+    assert tiles.choose(one_head, facts_of("TPU v6 lite")).fused is not None
+    q = jnp.ones((1, 8, 1, 64))
+    with pytest.raises(ConfigError, match="fuses_gradients"):
+        flash_attention(q, q, q, cfg={"fuses_gradients": True})
 
 
 def test_forward_without_maxima():
@@ -160,9 +190,12 @@ def test_heads_of_64_are_not_joined():
         flash_attention(q, q, q, cfg={"joins_heads": True})
 
 
-@pytest.mark.parametrize(("kind", "block_q"), [("TPU v4", 256), ("TPU v6 lite", 128)])
-def test_blocks_in_parts_and_strips(kind, block_q, monkeypatch):
-    """Blocks with and without mask, cut as large blocks are, in both forms of the gradients."""
+@pytest.mark.parametrize(
+    ("kind", "block_q", "fused"),
+    [("TPU v4", 256, True), ("TPU v6 lite", 128, True), ("TPU v6 lite", 128, False)],
+)
+def test_blocks_in_parts_and_strips(kind, block_q, fused, monkeypatch):
+    """Blocks with and without mask, cut as large blocks are, in the forms of the gradients."""
     call = small(
         "strips", q=300, k=520, h=1, hk=1, blocks=(block_q, 256),
         mask={"q_segment_ids": ids((0, 290), (1, 10)), "kv_segment_ids": ids((0, 510), (1, 10)),
@@ -176,7 +209,7 @@ def test_blocks_in_parts_and_strips(kind, block_q, monkeypatch):
         smaller = {n: replace(getattr(found, n), columns=128, **sizes) for n in names}
         # the running maximum of a strip is over all keys of a step, as shipped
         smaller["fwd"] = replace(found.fwd, **sizes)
-        return replace(found, **smaller)
+        return replace(found, **smaller, fused=smaller["dkv"] if fused else None)
 
     monkeypatch.setattr(flash_attention, "choose", cut)
     monkeypatch.setattr(tiles, "EDGE", 128)

@@ -29,7 +29,7 @@ def test_configs(operation):
     fields = list(config.__dataclass_fields__)
     assert fields[:2] == ["platform", "backend"]
     assert config() == config(platform="auto", backend="any") and hash(config()) == hash(config())
-    values = {"fwd_params": {"q_blocksize": 32}, "bwd_params": None, "platform": "xla", "backend": "cpu", "context_parallel": "ring", "joins_heads": True}  # fmt: skip
+    values = {"fwd_params": {"q_blocksize": 32}, "bwd_params": None, "platform": "xla", "backend": "cpu", "context_parallel": "ring", "joins_heads": True, "fuses_gradients": False}  # fmt: skip
     made = config(**{f: values.get(f, 16 if f != "num_stages" else 2) for f in fields})
     assert config.from_dict(made.to_dict()) == made == config.from_json(made.to_json())
     assert made != config() and len({made, config(), made}) == 2
@@ -40,7 +40,7 @@ def test_configs(operation):
     illegal = {
         "num_warps": 3, "num_stages": 9, "q_tile": 24, "time_tile": 8, "token_tile": 2048, "block_m": 17,
         "num_splits": 0, "vmem_limit_bytes": 0, "fwd_params": {"q_blocksize": 48}, "platform": "cpu",
-        "joins_heads": 1,
+        "joins_heads": 1, "fuses_gradients": 1,
     }  # fmt: skip
     for name in set(illegal) & set(fields):
         with pytest.raises(ConfigError, match=re.escape(str(name))):

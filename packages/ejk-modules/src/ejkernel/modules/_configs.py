@@ -42,9 +42,12 @@ class FlashAttentionConfig(_SharedSequenceConfig):
     ``context_parallel``: how devices share a sequence, by default "auto". ``joins_heads``: whether
     kernels for TPUs read and write ``[b, s, h * d]``, as a projection leaves it, for head dims in
     multiples of 128; None is False.
+    ``fuses_gradients``: whether one kernel for TPUs computes the gradients of queries and of keys;
+    None: where vector memory holds the queries.
     """
 
     joins_heads: bool | None = flag_field()
+    fuses_gradients: bool | None = flag_field()
 
 
 @dataclass(frozen=True)

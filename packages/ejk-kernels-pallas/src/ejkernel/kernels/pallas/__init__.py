@@ -54,7 +54,7 @@ PACKAGE = KernelPackage(
     "pallas",
     (
         _hopper("flash_attention", *_HOPPER, "context_parallel"),
-        _tpu("flash_attention", *_TPU_FLASH, "context_parallel", "joins_heads"),
+        _tpu("flash_attention", *_TPU_FLASH, "context_parallel", "joins_heads", "fuses_gradients"),
         _hopper("blocksparse_attention", *_HOPPER),
         _hopper("scaled_dot_product_attention", module="flash_attention.implementation"),
         _hopper(

@@ -15,13 +15,17 @@ from ejkernel.kernels.pallas.tpu.flash_attention.implementation import (
     FlashAttention,
     kernel_lists,
 )
-from ejkernel.kernels.pallas.tpu.flash_attention.tiles import LANES, FlashTiles, Tiles
+from ejkernel.kernels.pallas.tpu.flash_attention.tiles import (
+    KEYS_OUTER,
+    LANES,
+    FlashTiles,
+    Tiles,
+)
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
 
-KERNELS = ("fwd", "dq", "dkv")
 LISTS_BYTES = 2**19  # half of the scalar memory of a core
 
 
@@ -43,7 +47,7 @@ class BlockSparseAttention(FlashAttention):
         if pattern is None or self.unsupported_reason(p, self.target()) is not None:
             return p
         chosen, lead = self.choose(p, self.target()), math.prod(pattern.shape[:2])
-        size = 4 * lead * max(_entries(p, getattr(chosen, kernel), kernel) for kernel in KERNELS)
+        size = 4 * lead * max(_entries(p, getattr(chosen, name), name) for name in chosen.kernels)
         if size > LISTS_BYTES:
             raise self.call.Unsupported(
                 f"block_mask: lists of {size} bytes do not fit into scalar memory, at most "
@@ -77,18 +81,20 @@ class BlockSparseAttention(FlashAttention):
             yield _inside_blocks(other, problem)
 
     def backward_tiles(self, work: Work) -> Iterable[tuple[int, int]]:
-        return ((t.block_q, t.block_kv) for t in (work.tiles.dq, work.tiles.dkv))
+        every = (getattr(work.tiles, name) for name in work.tiles.kernels if name != "fwd")
+        return ((t.block_q, t.block_kv) for t in every)
 
     def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         if not isinstance(arrays.get("pattern"), np.ndarray):
             return arrays
-        return arrays | {"lists": {name: kernel_lists(work, arrays, name) for name in KERNELS}}
+        kernels = work.tiles.kernels
+        return arrays | {"lists": {name: kernel_lists(work, arrays, name) for name in kernels}}
 
 
 def _entries(p: Problem, t: Tiles, kernel: str) -> int:
     """Returns the entries of the lists of a kernel, for one head."""
     outer, inner = -(-p.q_len // t.block_q), -(-p.kv_len // t.block_kv)
-    return inner * (1 + outer) if kernel == "dkv" else outer * (1 + inner)
+    return inner * (1 + outer) if kernel in KEYS_OUTER else outer * (1 + inner)
 
 
 def _inside_blocks(chosen: FlashTiles, p: Problem) -> FlashTiles:
@@ -102,10 +108,11 @@ def _inside_blocks(chosen: FlashTiles, p: Problem) -> FlashTiles:
 
     def shrink(t: Tiles, kernel: str) -> Tiles:
         block_q, block_kv = math.gcd(t.block_q, q), math.gcd(t.block_kv, kv)
-        outer = block_kv if kernel == "dkv" else block_q
+        outer = block_kv if kernel in KEYS_OUTER else block_q
         return replace(t, block_q=block_q, block_kv=block_kv, rows=math.gcd(t.rows, outer))
 
-    return FlashTiles(*(shrink(getattr(chosen, kernel), kernel) for kernel in KERNELS))
+    names = ("fwd", "dq", "dkv", *(() if chosen.fused is None else ("fused",)))
+    return FlashTiles(**{name: shrink(getattr(chosen, name), name) for name in names})
 
 
 blocksparse_attention = BlockSparseAttention()

@@ -28,6 +28,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention import ring, tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.dkv import key_gradients
 from ejkernel.kernels.pallas.tpu.flash_attention.dq import query_gradient
 from ejkernel.kernels.pallas.tpu.flash_attention.forward import forward
+from ejkernel.kernels.pallas.tpu.flash_attention.fused import all_gradients
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, padded
 from ejkernel.kernels.pallas.tpu.flash_attention.send_keys import attend_and_send
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles
@@ -66,8 +67,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     mask, a bias and dropout are not supported. ``precision`` of float32 matmuls: None is one
     bfloat16 pass, "high" and "highest" float32. Two runs give the same bits. ``cfg``:
     ``fwd_params`` (q_blocksize, kv_blocksize) and ``bwd_params`` (the same for the key gradients;
-    blocksize_m, blocksize_n for the query gradient), sizes below 128 mean 128; ``joins_heads``:
-    whether heads stay next to each other in a row, as a projection leaves them.
+    blocksize_m, blocksize_n for the query gradient, where it has a kernel of its own), sizes below
+    128 mean 128; ``joins_heads``: whether heads stay next to each other in a row, as a projection
+    leaves them; ``fuses_gradients=False``: the query gradient has its own kernel.
     """
 
     call = calls.FlashAttention
@@ -107,7 +109,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     def neighbours(
         self, problem: Problem, target: Chip, chosen: FlashTiles
     ) -> Iterable[FlashTiles]:
-        for part in ("fwd", "dkv", "dq"):
+        for part in chosen.kernels:
             for tile in tiles.neighbours(getattr(chosen, part)):
                 yield replace(chosen, **{part: tile})
 
@@ -161,8 +163,11 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             do = _as_read(layout, arrays["do"], layout.q_padded, layout.value_dim)
             return run(layout, table, (*_operands(layout, arrays), do, *rows), pairs)
 
-        dq = gradient(query_gradient, "dq")
-        dk, dv = gradient(key_gradients, "dkv")
+        if work.tiles.fused is not None:
+            dq, dk, dv = gradient(all_gradients, "fused")
+        else:
+            dq = gradient(query_gradient, "dq")
+            dk, dv = gradient(key_gradients, "dkv")
         return {
             "q": _natural(dq, p.q_len, p.heads, p.dim),
             "k": _natural(dk, p.kv_len, p.kv_heads, p.dim),
@@ -179,13 +184,13 @@ def _forward_results(
 
 
 def kernel_lists(work: Work, arrays: Arrays, kernel: str) -> Any:
-    """Returns the blocks that a kernel ("fwd", "dq" or "dkv") visits under a pattern."""
+    """Returns the blocks that a kernel (of ``FlashTiles``) visits under a pattern."""
     p, t = work.problem, getattr(work.tiles, kernel)
     rules, _ = tile_rules(arrays["mask"], p.q_len, p.kv_len)
-    tiles = (t.block_q, t.block_kv)
+    sizes = (t.block_q, t.block_kv)
     return block_lists(
-        arrays["mask"], arrays["pattern"], p.pattern_blocks, rules, tiles,
-        transposed=kernel == "dkv",
+        arrays["mask"], arrays["pattern"], p.pattern_blocks, rules, sizes,
+        transposed=kernel in tiles.KEYS_OUTER,
     )  # fmt: skip
 
 
@@ -199,7 +204,7 @@ def _prepare(
         lists = arrays.get("lists")
         visited = list_visits(lists[kernel] if lists else kernel_lists(work, arrays, kernel))
     else:
-        visited = visits(mask, rules, t.block_q, t.block_kv, transposed=kernel == "dkv")
+        visited = visits(mask, rules, t.block_q, t.block_kv, transposed=kernel in tiles.KEYS_OUTER)
     layout = Layout(p, t, rules, work.target, *visited.static_flags)
     rows = [
         (padded(q[:, None], layout.q_padded), padded(kv[:, None], layout.kv_padded))

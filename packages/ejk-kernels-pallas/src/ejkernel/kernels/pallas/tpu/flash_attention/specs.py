@@ -37,10 +37,14 @@ def visited_block(layout: Layout, table: Any, first: Any, step: Any) -> Any:
 @dataclass(frozen=True)
 class Specs:
     """Blocks of the grid (batch, head, query block, step) over key blocks, or with ``keys_outer``
-    (batch, kv head, key block, head of the group, step) over query blocks."""
+    (batch, kv head, key block, head of the group, step) over query blocks.
+
+    ``keeps_queries``: whether a kernel adds to the same queries in every key block.
+    """
 
     layout: Layout
     keys_outer: bool = False
+    keeps_queries: bool = False
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -51,7 +55,8 @@ class Specs:
 
     @property
     def semantics(self) -> tuple[str, ...]:
-        return ("parallel",) * 3 + ("arbitrary",) * (2 if self.keys_outer else 1)
+        parallel = 2 if self.keeps_queries else 3
+        return ("parallel",) * parallel + ("arbitrary",) * (len(self.grid) - parallel)
 
     def _visited(self, at: tuple) -> Any:
         layout, (b, _, outer, *_, step, table) = self.layout, at
@@ -75,6 +80,13 @@ class Specs:
         block = (1, 1, self.layout.tiles.block_q, width)
         index = self.layout.block_index
         return pl.BlockSpec(block, lambda *at: index(at[0], self._head(at), self._q_block(at)))
+
+    def head_queries(self) -> pl.BlockSpec:
+        """Returns the block spec of all query rows of a kv head."""
+        group, rows, width = self.layout.problem.group, self.layout.q_padded, self.layout.dim
+        joined, index = self.layout.tiles.joins_heads, self.layout.block_index
+        block = (1, 1, rows, group * width) if joined else (1, group, rows, width)
+        return pl.BlockSpec(block, lambda *at: index(at[0], at[1], 0))
 
     def key(self, width: int) -> pl.BlockSpec:
         block = (1, 1, self.layout.tiles.block_kv, width)
@@ -109,13 +121,15 @@ def launch_kernel(
     accumulators: int,
     columns: int,
     moved: int,
+    held: int = 0,
     hbm_outputs: Sequence[Any] = (),
     collective_id: int | None = None,
 ) -> list[jax.Array]:
     """Launches ``body(layout, table, *refs)``; outputs are block spec, shape and dtype each.
 
     ``columns``: of the matmuls of a visited pair, for the cost; ``moved``: bytes in addition to
-    the inner blocks; ``hbm_outputs``: types of further outputs, in device memory;
+    the inner blocks; ``held``: bytes of vector memory for what is not of a block;
+    ``hbm_outputs``: types of further outputs, in device memory;
     ``collective_id``: of the barrier semaphore of a kernel that talks to others.
     """
     layout, p, t = specs.layout, specs.layout.problem, specs.layout.tiles
@@ -137,7 +151,7 @@ def launch_kernel(
         ),
         out_shape=[*(result(shape, dtype, *operands) for _, shape, dtype in outputs), *hbm_outputs],
         compiler_params=layout.compiler_params(
-            specs.semantics, t.vmem(p, outer, accumulators), collective_id
+            specs.semantics, held + t.vmem(p, outer, accumulators), collective_id
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * visited * columns, transcendentals=visited, bytes_accessed=moved + blocks

@@ -12,7 +12,15 @@ from ejkernel.ops.params import config_field
 from ejkernel.types.attention.problem import Problem
 
 LANES = 128
+# fields of a config by fields of tiles
+FIELDS = {"block_q": "q_blocksize", "block_kv": "kv_blocksize"}
+DQ_FIELDS = {"block_q": "blocksize_m", "block_kv": "blocksize_n"}
 LARGEST = 1024  # a config names no larger tile
+NOT_FUSED = (
+    "vector memory does not hold the gradient of all queries of a head, or one head would have to "
+    "occupy two cores"
+)
+KEYS_OUTER = ("dkv", "fused")  # kernels that hold keys and loop over queries
 # Smaller parts follow a diagonal more closely, but have too few matmuls to hide the
 # exponentials: 256 x 256 takes half the bundles of 512 x 512, a quarter of whose pairs it has.
 EDGE = 512
@@ -65,17 +73,25 @@ class Tiles:
 
 @dataclass(frozen=True)
 class FlashTiles:
-    """Tiles of the three kernels: forward, query gradient, key gradients."""
+    """Tiles of the kernels: forward, query gradient, key gradients; of all gradients in one kernel,
+    which runs instead of the two where vector memory holds the queries of a head."""
 
     fwd: Tiles
     dq: Tiles
     dkv: Tiles
+    fused: Tiles | None = None
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Returns the names of the kernels that run."""
+        return ("fwd", "dkv", "dq") if self.fused is None else ("fwd", "fused")
 
     @property
     def fields(self) -> dict[str, Any]:
         """Fields of a config."""
         fwd = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
-        dkv = {theirs: getattr(self.dkv, mine) for mine, theirs in FIELDS.items()}
+        keys = self.fused or self.dkv
+        dkv = {theirs: getattr(keys, mine) for mine, theirs in FIELDS.items()}
         dq = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
         joined = {"joins_heads": True} if self.fwd.joins_heads else {}
         return {"fwd_params": fwd, "bwd_params": dkv | dq} | joined
@@ -83,18 +99,24 @@ class FlashTiles:
     def apply_config(self, cfg: Any, problem: Problem, target: Chip) -> FlashTiles:
         """Returns these tiles, overridden by a config."""
         fwd, bwd = config_field(cfg, "fwd_params"), config_field(cfg, "bwd_params")
-        dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
-        every = override(self.fwd, fwd), dq, dkv
-        if not config_field(cfg, "joins_heads"):
-            return FlashTiles(*every)
-        if problem.dim % LANES or problem.value_dim % LANES:
+        asked, joins = config_field(cfg, "fuses_gradients"), config_field(cfg, "joins_heads")
+        if asked and self.fused is None:
+            raise ConfigError(f"fuses_gradients=True: {NOT_FUSED}")
+        if joins and (problem.dim % LANES or problem.value_dim % LANES):
             raise ConfigError(f"joins_heads=True: head dims in multiples of {LANES} alone")
-        return FlashTiles(*(replace(tiles, joins_heads=True) for tiles in every))
+
+        def applied(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:
+            return replace(override(tiles, params, fields), joins_heads=bool(joins))
+
+        fused = None if self.fused is None or asked is False else applied(self.fused, bwd)
+        dq, dkv = applied(self.dq, bwd, DQ_FIELDS), applied(self.dkv, bwd)
+        return FlashTiles(applied(self.fwd, fwd), dq, dkv, fused)
 
 
 def choose(problem: Problem, target: Chip) -> FlashTiles:
     """The tiles of a call by the arithmetic below."""
-    return FlashTiles(*(tiles(problem, target) for tiles in (forward_tiles, dq_tiles, dkv_tiles)))
+    every = (tiles(problem, target) for tiles in (forward_tiles, dq_tiles, dkv_tiles))
+    return FlashTiles(*every, fused_tiles(problem, target))
 
 
 def _block(length: int, largest: int) -> int:
@@ -181,8 +203,26 @@ def dkv_tiles(problem: Problem, chip: Chip) -> Tiles:
     return _fitting(tiles, problem, chip, 2)
 
 
-FIELDS = {"block_q": "q_blocksize", "block_kv": "kv_blocksize"}
-DQ_FIELDS = {"block_q": "blocksize_m", "block_kv": "blocksize_n"}
+def query_bytes(problem: Problem, rows: int) -> int:
+    """Bytes of vector memory that hold the gradient of ``rows`` queries of a key/value head's
+    group: a float32 accumulator, and both buffers of the result."""
+    lanes = -(-problem.dim // LANES) * LANES
+    return problem.group * rows * lanes * (4 + 2 * problem.itemsize)
+
+
+def fused_tiles(problem: Problem, chip: Chip) -> Tiles | None:
+    """Tiles of the kernel of all gradients: outer keys, inner queries; None: two kernels run."""
+    block_q, block_kv = _gradient_blocks(problem)
+    held = query_bytes(problem, -(-problem.q_len // block_q) * block_q)
+    if held > chip.vmem // 2:
+        return None
+    # a grid of one head leaves the second core of v4 and v5p idle, which dq and dkv do not
+    if chip.mxu <= 128 and problem.batch * problem.kv_heads == 1:
+        return None
+    tiles = dkv_tiles(problem, chip)
+    if tiles.transposed:  # keys lie along sublanes here
+        tiles = replace(tiles, rows=min(256, block_kv), columns=min(512, block_q))
+    return _fitting(tiles, problem, replace(chip, vmem=chip.vmem - held), 2)
 
 
 def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:

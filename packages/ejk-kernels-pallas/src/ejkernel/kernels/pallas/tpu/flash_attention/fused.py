@@ -1,0 +1,141 @@
+"""Gradients of queries, keys and values on a TPU in one pass over the scores.
+
+    p = exp(x - lse);  ds = p * (do v^T - delta)
+    dv = p^T do;  dk = scale * ds^T q;  dq = scale * ds k
+
+Grid and accumulators of keys as in ``dkv``. The gradient of all queries of a key/value head stays
+in vector memory as well, float32, and each tile adds to it in the order of the grid: five matmuls a
+tile, where ``dq`` and ``dkv`` take seven and compute every exponential twice. Blocks of keys follow
+one another on one core, so that two runs give the same bits.
+
+Tiles are ``[keys, queries]``: lse and delta lie along lanes as they are needed. dq is
+accumulated as ``[d, queries]``, k^T ds. dk and dv are ``[keys, d]``, or with ``transposed``
+``[d, keys]`` as in ``dkv``; p and ds are then transposed on their way into the matrix unit.
+
+Bound: 10 q k d FLOPs a head; the matrix units, as forward.
+
+Source: Dao 2023, FlashAttention-2, section 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.tpu.common.masks import LANES, column
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
+    Pair,
+    Pairs,
+    operand_specs,
+    operands,
+    tile_gradients,
+)
+from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch_kernel
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
+from ejkernel.kernels.pallas.tpu.flash_attention.tiles import query_bytes
+
+
+def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
+    p, wide = layout.problem, layout.tiles.transposed
+    x, refs = operands(layout, all_refs, queries_on_lanes=True)
+    dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *columns = refs
+    b, ki, g, t = (pl.program_id(axis) for axis in (0, 2, 3, 4))
+    head = pl.program_id(1) * p.group + g
+    first = entry(layout, layout.kv_blocks, b, head, ki)
+    step = step_of(layout, table, first, ki, t, keys_outer=True, queries_on_lanes=True)
+    q_block = g * layout.q_blocks + step.qi
+    begins, ends = (t == 0) & (g == 0), (t == layout.steps - 1) & (g == p.group - 1)
+
+    @pl.when(begins & (ki == 0))
+    def _begin_queries() -> None:
+        def clear(n: Any, carry: None) -> None:
+            dq_acc[n] = jnp.zeros(dq_acc.shape[1:], jnp.float32)
+
+        lax.fori_loop(0, dq_acc.shape[0], clear, None)
+
+    @pl.when(begins)
+    def _begin_keys() -> None:
+        dk_acc[...] = jnp.zeros_like(dk_acc)
+        dv_acc[...] = jnp.zeros_like(dv_acc)
+        for row, spread in zip(x.kv_rows, columns, strict=True):
+            spread[...] = column(row[0])
+
+    def add(position: TilePosition, pair: Pair, mask: Any = None) -> None:
+        queries, keys = position
+        q, k, do = x.q[0, 0, queries], x.k[0, 0, keys], x.do[0, 0, queries]
+        weights, ds = tile_gradients(layout, pair, mask, *x.statistics(queries), q.dtype)
+        q, k, do = q.astype(ds.dtype), k.astype(ds.dtype), do.astype(weights.dtype)
+        if wide:
+            dv_acc[:, keys] += layout.dot(do.T, weights, (1, 1))
+            dk_acc[:, keys] += layout.dot(q.T, ds, (1, 1))
+        else:
+            dv_acc[keys] += layout.dot(weights, do, (1, 0))
+            dk_acc[keys] += layout.dot(ds, q, (1, 0))
+        dq_acc[q_block, :, queries] += layout.dot(k.T, ds, (1, 0))
+
+    def masked(position: TilePosition, pair: Pair) -> None:
+        queries, keys = position
+        down, across = [c[keys] for c in columns], [r[0, :, queries] for r in x.q_rows]
+        add(position, pair, step.mask(position, down, across))
+
+    step.run(x.scores, add, masked)
+
+    @pl.when(ends)
+    def _end_keys() -> None:
+        dk, dv = dk_acc[...] * p.scale, dv_acc[...]
+        dk_ref[0, 0] = (dk.T if wide else dk).astype(dk_ref.dtype)
+        dv_ref[0, 0] = (dv.T if wide else dv).astype(dv_ref.dtype)
+
+    @pl.when(ends & (ki == layout.kv_blocks - 1))
+    def _end_queries() -> None:
+        def store(n: Any, carry: None) -> None:
+            group_head, block = n // layout.q_blocks, lax.rem(n, layout.q_blocks)
+            rows = pl.ds(pl.multiple_of(block * layout.tiles.block_q, LANES), layout.tiles.block_q)
+            dq = (dq_acc[n] * p.scale).T.astype(dq_ref.dtype)
+            if layout.tiles.joins_heads:
+                columns = pl.ds(pl.multiple_of(group_head * layout.dim, LANES), layout.dim)
+                dq_ref[0, 0, rows, columns] = dq
+            else:
+                dq_ref[0, group_head, rows] = dq
+
+        lax.fori_loop(0, dq_acc.shape[0], store, None)
+
+
+def all_gradients(
+    layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: Pairs
+) -> list[jax.Array]:
+    """Returns dq ``[b, h, q, d]``, dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]``; operands as in
+    ``query_gradient``."""
+    p, t, dims = layout.problem, layout.tiles, (layout.dim, layout.value_dim)
+    of_keys = [(width, t.block_kv) if t.transposed else (t.block_kv, width) for width in dims]
+    scratch = [
+        pltpu.VMEM((p.group * layout.q_blocks, layout.dim, t.block_q), jnp.float32),
+        *(pltpu.VMEM(shape, jnp.float32) for shape in of_keys),
+        *(pltpu.VMEM((t.block_kv, LANES), jnp.int32) for _ in pairs),
+    ]
+    specs, (q, k, v, *_) = Specs(layout, keys_outer=True, keeps_queries=True), arrays
+    return launch_kernel(
+        _kernel,
+        "ejkernel_flash_bwd",
+        specs,
+        table,
+        *operand_specs(specs, arrays, pairs),
+        [
+            (specs.head_queries(), layout.shape(p.heads, layout.q_padded, layout.dim), p.dtype),
+            *(
+                (specs.key(width), layout.shape(p.kv_heads, layout.kv_padded, width), p.dtype)
+                for width in dims
+            ),
+        ],
+        scratch,
+        accumulators=2,
+        columns=3 * layout.dim + 2 * layout.value_dim,
+        moved=q.nbytes + 2 * (k.nbytes + v.nbytes),
+        held=query_bytes(p, layout.q_padded),
+    )
