@@ -136,6 +136,15 @@ def test_reasons():
     assert "TPU" in (flash_attention.supports(call(q, k, v)) or "")
 
 
+COMPILED = (
+    *("d64", "causal gqa", "float32 d256", "grouped odd", "grouped int8", "ragged read mqa"),
+    *("ragged tree", "latent tree"),
+)
+# all on two generations, each on one of the other chips as well
+COMPILED_ON = {"v5e": COMPILED, "tpu7x": COMPILED}
+COMPILED_ON |= {chip: COMPILED[i::3] for i, chip in enumerate(("v4", "v5p", "v6e"))}
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, TPU's compiler, is not installed"
 )
@@ -146,8 +155,7 @@ def test_compiles(chip):
     if not script.exists():
         pytest.skip("tools/tpu is not part of this checkout")
     command = [sys.executable, script, "--child", "compile", "--chips", chip, "--calls"]
-    calls = "d64", "causal gqa", "float32 d256", "grouped odd", "grouped int8", "ragged read mqa"
-    calls += "ragged tree", "latent tree"
+    calls = COMPILED_ON[chip]
     done = subprocess.run(
         [*map(str, command), *calls],
         capture_output=True,
@@ -156,4 +164,4 @@ def test_compiles(chip):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert len(rows) == 12 and not [row for row in rows if "error" in row]
+    assert len(rows) >= len(calls) and not [row for row in rows if "error" in row]
