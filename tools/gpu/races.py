@@ -91,10 +91,10 @@ PIPELINED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {  # and fie
     "odd causal": (SMALL["odd causal"], {"dq_stages": 2}),
     "segments q>k": (SMALL["segments q>k"], {"q_stages": 3}),
     "window": (replace(SMALL["odd causal"], mask={"sliding_window": (100, 30)}), {}),
-    "large logits d64": (SMALL["large logits d64"], {"q_stages": 3}),
+    "large logits d64": (SMALL["large logits d64"], {"q_stages": 3, "dq_stages": 1}),
     "causal d64": (replace(SMALL["odd causal"], d=64), {"dq_stages": 2}),
     "unseen": (replace(SMALL["odd causal"], mask={"causal": True, "causal_offset": -200}), {}),
-    "strided": (replace(SMALL["odd causal"], mask={}), {"strided": True}),
+    "full": (replace(SMALL["odd causal"], mask={}), {}),
 }
 UNSHIFTED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {
     "window": (PIPELINED["window"][0], {}),

@@ -85,7 +85,7 @@ def test_any_field_of_a_kernels_tiles():
         hopper = sweep.subject_of(call, "pallas")
         assert len(hopper.candidates("fwd", {}, 40)) > 2
         assert len(hopper.candidates("bwd", {}, 40)) == 1  # none that nobody vouches for
-        requested = {"bwd.strided": not hopper.ships.bwd.strided, "bwd.dq_stages": 7}
+        requested = {"bwd.pipelined": not hopper.ships.bwd.pipelined, "bwd.dq_stages": 7}
         _, label = hopper.candidates("bwd", {}, 40, [requested])
         assert label == " ".join(f"{path}={value}" for path, value in requested.items())
     launches = {type(launch).__name__: launch.tiles for launch, _ in traced_launches(program.jaxpr)}

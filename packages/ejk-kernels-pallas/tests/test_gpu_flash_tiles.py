@@ -203,7 +203,7 @@ def test_given_tiles_fit_or_are_refused(d, dv, causal, blocks, stages):
 
 
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("fields", [{}, {"q_stages": 3}, {"dq_stages": 2}, {"strided": True}])
+@pytest.mark.parametrize("fields", [{}, {"q_stages": 3}, {"dq_stages": 2}])
 def test_tiles_of_the_loop_ahead_fit(d, fields):
     p = Problem(1, 4096, 4096, 8, 2, d, d, "bfloat16", 1.0, rules=Rules(Band(None, 0)))
     chosen = BackwardTiles(block_q=backward_tiles(p).block_q)
@@ -224,7 +224,7 @@ def test_tiles_of_the_loop_ahead_fit(d, fields):
     [
         ({}, True),
         ({"rules": Rules(Band(-127, 0))}, True),
-        ({"dim": 128, "value_dim": 128}, False),
+        ({"dim": 128, "value_dim": 128}, True),
         ({"soft_cap": 30.0}, False),
         ({"pattern_blocks": (128, 128)}, False),
         ({"rules": Rules(arrays=True)}, False),
@@ -268,7 +268,7 @@ def test_tiles_to_compute_again(monkeypatch, alone):
     "changes, fields, reason",
     [
         ({}, {"pipelined": False, "dq_stages": 2}, "dq_stages=2: only with pipelined"),
-        ({}, {"pipelined": False, "strided": True}, "strided=True: only with"),
+        ({}, {"pipelined": False, "q_stages": 3}, "q_stages=3: only with"),
         ({"dim": 192}, {}, "head dim 192, at most 128"),
         ({"pattern_blocks": (128, 128)}, {}, "a pattern of blocks"),
         ({"soft_cap": 30.0}, {}, "logits_soft_cap"),
@@ -293,23 +293,44 @@ def test_calls_that_the_loop_ahead_refuses(changes, fields, reason):
 @pytest.mark.parametrize("q_len, kv_len", [(700, 600), (1000, 300), (333, 64)])
 def test_programs_that_wrap_around_add_in_the_order_in_which_they_arrive(q_len, kv_len):
     p = Problem(1, q_len, kv_len, 1, 1, 128, 128, "bfloat16", 1.0)
-    for strided in (False, True):
-        tiles = BackwardTiles(pipelined=True, strided=strided)
-        plan = Plan(p, tiles, circular=True, cores=4)
-        assert plan.stride == (plan.n_q // plan.team if strided else 1)
-        visits: dict[int, list] = {}
-        for block in range(plan.n_kv):
-            program = object.__new__(Program)
-            program.plan, program.block = plan, np.int32(block)
-            program.team, program.member = (np.int32(n) for n in divmod(block, plan.team))
-            steps, block_at = program.blocks()
-            seen = [int(block_at(np.int32(t))[0]) for t in range(steps)]
-            assert sorted(seen) == list(range(plan.n_q))
-            for t, i in enumerate(seen):
-                turn = int(program.turn(np.int32(i)))
-                visits.setdefault(i, []).append((block // plan.team, t, turn))
-        for arrivals in visits.values():
-            assert [turn for *_, turn in sorted(arrivals)] == list(range(plan.n_kv))
+    plan = Plan(p, BackwardTiles(), circular=True, cores=4)
+    assert plan.stride >= 2  # steps between additions
+    visits: dict[int, list] = {}
+    for block in range(plan.n_kv):
+        program = object.__new__(Program)
+        program.plan, program.block = plan, np.int32(block)
+        program.team, program.member = (np.int32(n) for n in divmod(block, plan.team))
+        steps, block_at = program.blocks()
+        seen = [int(block_at(np.int32(t))[0]) for t in range(steps)]
+        assert sorted(seen) == list(range(plan.n_q))
+        for t, i in enumerate(seen):
+            turn = int(program.turn(np.int32(i)))
+            visits.setdefault(i, []).append((block // plan.team, t, turn))
+    for arrivals in visits.values():
+        assert [turn for *_, turn in sorted(arrivals)] == list(range(plan.n_kv))
+        times = [t for team, t, _ in sorted(arrivals) if team == 0]
+        assert min(np.diff(times), default=2) >= 2
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, n_q, n_kv, cores",
+    [(5, 5, 8, 9, 9), (3, 3, 6, 3, 4), (2, 2, 1, 4, 8), (4, 2, 8, 9, 8)],
+)
+def test_programs_that_wrap_around_are_launched_by_teams(heads, kv_heads, n_q, n_kv, cores):
+    """Every program once; a team of each head before the next team of any of them."""
+    p = Problem(2, n_q * 64, n_kv * 128, heads, kv_heads, 128, 128, "bfloat16", 1.0)
+    plan, rows = Plan(p, BackwardTiles(), circular=True, cores=cores), 2 * heads
+    launched = [tuple(int(x) for x in plan.locate(np.int32(i))[:2]) for i in range(rows * n_kv)]
+    assert sorted(launched) == [(row, block) for row in range(rows) for block in range(n_kv)]
+    order = list(dict.fromkeys(row for row, _ in launched))
+    places = [
+        (order.index(row) // plan.heads_together, block // plan.team) for row, block in launched
+    ]
+    assert places == sorted(places)
+    for row in range(rows):  # a head's in the order in which they add
+        assert [block for r, block in launched if r == row] == list(range(n_kv))
+    sharers = [row % p.group for row in order]
+    assert sharers == sorted(sharers)
 
 
 # ---- what is refused ---------------------------------------------------------------------------

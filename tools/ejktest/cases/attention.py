@@ -140,6 +140,7 @@ SMALL = {
         ("segments cap d64", (300, 300, 2, 1), {}),
         ("sinks cap window", (330, 330, 2, 1), {"mask": {"causal": True, "sliding_window": 100}}),
         ("pairs", (500, 512, 1, 1), {}),  # programs of a cluster
+        ("mqa", (400, 384, 2, 1), {}),  # no masks
         ("odd full d128", (700, 100, 2, 1), {}),  # tiles of one block
         ("large logits", (400, 400, 2, 1), {}),
         ("large logits d64", (500, 300, 2, 1), {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from ejkernel.types.attention.problem import LOG2E, Problem
 
 ROWS = 64  # of a warpgroup's matmul
 CONSUMERS = 2
+WRITERS = 2  # warps that add dq of alternate steps
 CONSUMER_REGISTERS, OTHER_REGISTERS = 240, 24
 
 
@@ -126,6 +128,24 @@ def dq_operands(
         return r.ds_s.at[ds_slot, :, mine].T, keys
     columns = pl.ds(warpgroup * plan.dq_columns, plan.dq_columns)
     return r.ds_s.at[ds_slot].T, r.k_s.at[:, columns]
+
+
+def hand_over(plan: Plan, r: Any, wg: Any, n: Any, part: jax.Array) -> None:
+    """Hands a warpgroup's part of dq of step n to the warp that adds it to global memory."""
+    stages = plan.tiles.dq_stages
+    slot = lax.rem(n, stages)
+    pl.when(n >= stages)(lambda: plgpu.barrier_wait(r.dq_empty.at[slot]))
+    r.dq_s.at[slot * CONSUMERS + wg][...] = part
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(r.dq_full.at[lax.rem(n, WRITERS)])
+
+
+def wait_for_parts(plan: Plan, r: Any, steps: Any) -> None:
+    """Waits until the parts of dq that were handed over last, after so many steps, are read."""
+    stages = plan.tiles.dq_stages
+    for before in range(stages, 0, -1):
+        slot = lax.rem(lax.max(steps - before, 0), stages)
+        pl.when(steps >= before)(functools.partial(plgpu.barrier_wait, r.dq_empty.at[slot]))
 
 
 def base2(problem: Problem, s: jax.Array, less: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -23,10 +23,13 @@ from ejkernel.kernels.pallas.gpu.common.warps import for_each_warp, read_thread
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
     ROWS,
+    WRITERS,
     copy_step,
     dq_operands,
+    hand_over,
     launch_backward,
     logits,
+    wait_for_parts,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_pipelined import add_ahead, copy_ahead
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
@@ -55,8 +58,7 @@ class Program:
         if plan.circular:
 
             def circular_at(t: Any) -> tuple[Any, Any]:
-                first = self.member if plan.stride == 1 else self.member * plan.stride
-                i = first + t
+                i = self.member * plan.stride + t
                 return lax.select(i >= plan.n_q, i - plan.n_q, i), False
 
             return plan.n_q, circular_at
@@ -73,16 +75,20 @@ class Program:
 
         return length, block_at
 
-    def for_each_block(self, step: Callable[..., None]) -> Any:
-        """``step(query block, count of steps before, whether a mask is needed)``; their number."""
+    def for_each_block(self, step: Callable[..., None], first: int = 0, every: int = 1) -> Any:
+        """``step(query block, count of steps before, whether a mask is needed)``; their number.
+
+        Step ``first`` and each ``every``-th after it; the number is of all.
+        """
         length, block_at = self.blocks()
 
         def one_block(t: Any, carry: None) -> None:
-            i, masked = block_at(t)
-            step(i, t, masked)
+            n = first + every * t
+            i, masked = block_at(n)
+            step(i, n, masked)
             return carry
 
-        lax.fori_loop(0, length, one_block, None)
+        lax.fori_loop(0, lax.div(length - first + every - 1, every), one_block, None)
         return length
 
     def turn(self, i: Any) -> Any:
@@ -96,7 +102,7 @@ class Program:
             return lax.select(self.falling, self.block - visitor, visitor - self.block)
         size = lax.min(plan.n_kv - self.team * plan.team, plan.team)
         # the last of the team that begins at this block or before
-        last = i if plan.stride == 1 else lax.div(i, plan.stride)
+        last = lax.div(i, plan.stride)
         first_round = lax.min(last, size - 1) - self.member
         rank = lax.select(self.member <= last, first_round, size + last - self.member)
         return self.team * plan.team + rank
@@ -174,17 +180,14 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
                     part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                     plgpu.barrier_arrive(r.q_empty.at[slot])
                     plgpu.barrier_arrive(r.do_empty.at[slot])
-                    pl.when(n > 0)(lambda: plgpu.barrier_wait(r.dq_empty))
-                    r.dq_s.at[wg][...] = part
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(r.dq_full)
+                    hand_over(plan, r, wg, n, part)
 
                 pl.run_scoped(query_side, plgpu.ACC((ROWS, dq_columns)))
 
             steps = program.for_each_block(add_block)
             plgpu.wgmma_wait(0)
-            if plan.shares_keys:  # the writer must have read the last part of dq
-                pl.when(steps > 0)(lambda: plgpu.barrier_wait(r.dq_empty))
+            if plan.shares_keys:  # whose parts go through the same memory
+                wait_for_parts(plan, r, steps)
             return dk_acc[...], dv_acc[...]
 
         dk_sum, dv_sum = pl.run_scoped(
@@ -238,16 +241,18 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
 
         program.for_each_block(copy_block)
 
-    def write(r: Any, program: Program) -> None:
+    def write(r: Any, program: Program, writer: int) -> None:
+        """Adds the parts of dq of every step to global memory, of every second in each warp.
+
+        A part is added, and the next program told, about a step after it was handed over: one warp
+        would keep the consumers waiting.
+        """
         b, h = program.batch, program.head
 
         def write_block(i: Any, n: Any, masked: Any) -> None:
             del masked
             turn, turns = program.turn(i), program.turns.at[b, h, i]
-            first, full, empty = 0, r.dq_full, r.dq_empty
-            if tiles.pipelined:
-                slot = lax.rem(n, tiles.dq_stages)
-                first, full, empty = slot * CONSUMERS, full.at[slot], empty.at[slot]
+            slot = lax.rem(n, tiles.dq_stages)
 
             def part(c: int) -> Any:
                 if by_rows:
@@ -257,25 +262,26 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
             def send(**options: Any) -> None:
                 for c in range(CONSUMERS):
                     options["commit_group"] = c == CONSUMERS - 1
-                    plgpu.copy_smem_to_gmem(r.dq_s.at[first + c], part(c), **options)
+                    plgpu.copy_smem_to_gmem(r.dq_s.at[slot * CONSUMERS + c], part(c), **options)
 
-            plgpu.barrier_wait(full)
+            plgpu.barrier_wait(r.dq_full.at[writer])
             plgpu.semaphore_wait(turns, turn, decrement=False, memory_scope="gpu")
             pl.when(turn == 0)(send)
             pl.when(turn > 0)(functools.partial(send, reduction_op="add"))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(empty)
+            plgpu.barrier_arrive(r.dq_empty.at[slot])
             plgpu.wait_smem_to_gmem(0)
             plgpu.semaphore_signal(turns, 1, memory_scope="gpu")
 
-        program.for_each_block(write_block)
+        program.for_each_block(write_block, writer, WRITERS)
 
     def move(r: Any, program: Program, wg: Any) -> None:
         del wg
 
         def warp(index: Any) -> None:
             pl.when(index == 0)(lambda: produce(r, program))
-            pl.when(index == 1)(lambda: write(r, program))
+            for writer in range(WRITERS):
+                pl.when(index == 1 + writer)(functools.partial(write, r, program, writer))
 
         for_each_warp(warp)
 
@@ -295,7 +301,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=tiles.q_buffers),
         "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         "ds_full": barrier(num_arrivals=CONSUMERS),
-        "dq_full": barrier(num_arrivals=CONSUMERS, num_barriers=tiles.dq_stages),
+        "dq_full": barrier(num_arrivals=CONSUMERS, num_barriers=WRITERS),
         "dq_empty": barrier(num_arrivals=1, num_barriers=tiles.dq_stages),
         "done": barrier(num_arrivals=CONSUMERS),
     }

@@ -26,11 +26,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
 from ejkernel.kernels.pallas.gpu.common.warps import read_thread
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
-    CONSUMERS,
     ROWS,
     copy_side,
     dq_operands,
+    hand_over,
     logits,
+    wait_for_parts,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 
@@ -117,11 +118,7 @@ def add_ahead(
                     p2 = probabilities(s, n + 1)
                 part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                 plgpu.barrier_arrive(r.q_empty.at[lax.rem(n, tiles.q_buffers)])
-                slot = lax.rem(n, tiles.dq_stages)
-                pl.when(n >= tiles.dq_stages)(lambda: plgpu.barrier_wait(r.dq_empty.at[slot]))
-                r.dq_s.at[slot * CONSUMERS + wg][...] = part
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(r.dq_full.at[slot])
+                hand_over(plan, r, wg, n, part)
                 return p2
 
             # allocated where it is used: its zeros would take registers before
@@ -133,8 +130,8 @@ def add_ahead(
         p = pl.run_scoped(first_probabilities, plgpu.ACC(shape))
         p = lax.fori_loop(0, steps - 1, lambda n, p: add_block(n, p, True), p)
         add_block(steps - 1, p, False)
-        if plan.shares_keys:  # the writer must have read the last part of dq
-            plgpu.barrier_wait(r.dq_empty.at[lax.rem(steps - 1, tiles.dq_stages)])
+        if plan.shares_keys:  # whose parts go through the same memory
+            wait_for_parts(plan, r, steps)
 
     if plan.circular:
         add_all()

@@ -26,10 +26,9 @@ class BackwardTiles:
         one_way: whether all heads add their parts of dq in one order, whatever their number (see
             ``Plan.falling``).
         pipelined: whether the fused kernel computes the probabilities of a step under the matmuls
-            of the step before (see ``backward_pipelined``); the four fields below are its own.
+            of the step before (see ``backward_pipelined``); the two fields below are its own.
         q_stages: query tiles of q in flight, of do ``stages``; 0: as many.
-        dq_stages: parts of dq between the warpgroups and the copy to global memory.
-        strided: whether programs that wrap around start as far from each other as they can.
+        dq_stages: parts of dq between the warpgroups and the copy to global memory, 1 or 2.
     """
 
     block_q: int = 64
@@ -39,7 +38,6 @@ class BackwardTiles:
     pipelined: bool = False
     q_stages: int = 0
     dq_stages: int = 1
-    strided: bool = False
 
     @property
     def q_buffers(self) -> int:
@@ -65,7 +63,7 @@ class BackwardTiles:
         other tiles are checked where they are chosen.
         """
         if not self.pipelined:
-            others = {"q_stages": 0, "dq_stages": 1, "strided": False}
+            others = {"q_stages": 0, "dq_stages": 1}
             changed = [f"{name}={getattr(self, name)!r}" for name, x in others.items()
                      if getattr(self, name) != x]  # fmt: skip
             return f"{', '.join(changed)}: only with pipelined" if changed else None
@@ -111,7 +109,11 @@ def backward_tiles(problem: Problem) -> BackwardTiles:
         # and 4 took 400, 383 and 395 us
         return BackwardTiles(_queries(problem), stages=3)
     tiles = BackwardTiles(_queries(problem))
-    return replace(tiles, pipelined=True, dq_stages=2) if _loops_ahead(problem) else tiles
+    if not _loops_ahead(problem):
+        return tiles
+    # at 128 a second part of dq makes calls with a band 1 to 3% faster, and full ones slower
+    stages = 1 if tiles.block_q < tiles.block_kv and problem.rules.band.empty else 2
+    return replace(tiles, pipelined=True, dq_stages=stages)
 
 
 def _queries(problem: Problem) -> int:
@@ -119,13 +121,11 @@ def _queries(problem: Problem) -> int:
 
 
 def _loops_ahead(problem: Problem) -> bool:
-    """Returns whether ``pipelined`` is faster, forward and backward together on an H200.
+    """Returns whether ``pipelined`` is faster: forward and backward by 2 to 9% on an H200.
 
-    At 64, 16k and 4k: causal 7.86 ms for 8.69 and 2.26 for 2.44, full 16.34 for 16.96 and 4.37 for
-    4.43. At 128, 4k full 3.69 for 3.58. With segments it spills.
+    With segments it spills.
     """
-    plain = problem.soft_cap is None and not problem.rules.arrays
-    return plain and max(problem.dim, problem.value_dim) <= 64
+    return problem.soft_cap is None and not problem.rules.arrays
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,11 @@ class Plan:
     blocks (``turn``), so that the sum is the same in every run; so are dk and dv of the heads that
     share a key head. A program must rarely wait for its turn:
 
-    * ``circular``: every block is visited. Programs launched together start at different query
-      blocks and wrap around, so that no two are at the same block at the same time.
+    * ``circular``: every block is visited. Programs launched together, a ``team``, start at
+      different query blocks, ``stride`` apart, and wrap around. From the hand-over of a part of dq
+      to the addition of the next at the same block more than a step may pass. At a distance of
+      one step every program would then wait a little, and those behind it for the sum of all
+      such delays: so it is two where there are blocks enough.
     * otherwise key blocks run from the last to the first, query blocks upwards. Causal programs
       start at their own diagonal, again all at different query blocks.
 
@@ -193,7 +196,12 @@ class Plan:
     @property
     def team(self) -> int:
         """Key blocks that wrap around together; all of them must be resident at once."""
-        return min(self.n_q, self.n_kv, self.cores)
+        return min(max(self.n_q // 2, 1), self.n_kv, self.cores)
+
+    @property
+    def heads_together(self) -> int:
+        """Heads whose teams are launched together, where a head has several teams."""
+        return max(self.cores // self.team, 1)
 
     @property
     def dq_by_rows(self) -> bool:
@@ -211,20 +219,40 @@ class Plan:
     @property
     def stride(self) -> int:
         """Query blocks from the start of a program of a team to that of the next."""
-        return self.n_q // self.team if self.tiles.strided else 1
+        return self.n_q // self.team
 
     def locate(self, item: Any) -> tuple[Any, Any, Any]:
         """Row of (batch, head), key block and whether query blocks fall, of a program."""
         rows = self.problem.batch * self.problem.heads
+        if self.circular:
+            return *self._locate_in_team(item, rows), False
         before = (rows - self.falling) * self.n_kv
         row, rising = lax.div(item, self.n_kv), lax.rem(item, self.n_kv)
-        block = rising if self.circular else self.n_kv - 1 - rising
+        block = self.n_kv - 1 - rising
         if not self.falling:
             return row, block, False
         late = item >= before
         over = lax.max(item - before, 0)
         row = lax.select(late, rows - self.falling + lax.rem(over, self.falling), row)
         return row, lax.select(late, lax.div(over, self.falling), block), late
+
+    def _locate_in_team(self, item: Any, rows: int) -> tuple[Any, Any]:
+        """Row of (batch, head) and key block of a program that wraps around.
+
+        A team of each of the heads that are launched together, then the next team of each. Heads
+        that share keys are far apart: they add to dk and dv one after the other.
+        """
+        most, team = min(self.heads_together, rows), self.team
+        group, within = lax.div(item, most * self.n_kv), lax.rem(item, most * self.n_kv)
+        heads = lax.min(most, rows - group * most)  # fewer in the last group
+        number = lax.div(within, heads * team)
+        size = lax.min(team, self.n_kv - number * team)
+        within = within - number * heads * team
+        row = group * most + lax.div(within, size)
+        if self.shares_keys:
+            unshared = rows // self.problem.group
+            row = lax.rem(row, unshared) * self.problem.group + lax.div(row, unshared)
+        return row, number * team + lax.rem(within, size)
 
 
 def falling_heads(visited: np.ndarray, rows: int, cores: int) -> int:

@@ -153,19 +153,23 @@ def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tu
 
     Without maxima a step with a mask and one without are branches, and so basic blocks of their
     own. There the compiler lets multiplications and additions fill the time of exponentials. Around
-    a branch that only masks it puts all multiplications in front of them, and additions behind.
+    a branch that only masks, and without any where it runs into what follows, it puts all
+    multiplications in front of them, and additions behind.
     """
     form = kernel.form
 
     def hide(x: jax.Array, fill: float, is_partial: bool = False) -> jax.Array:
         return _hide(kernel, r, x, tile, j, one_id, fill, is_partial)
 
-    def step(hide: Hide) -> tuple:
+    def step(hide: Hide, s: jax.Array = s) -> tuple:
         x, new, alpha = softmax_step(form, s, one_id, state, hide)
         return x, tuple(new), alpha
 
-    if not (form.unshifted and form.masks):
+    if not form.unshifted or (not form.masks and not form.tiles.isolates_steps):
         return step(hide)
+    if not form.masks:
+        # never taken, which the compiler cannot know
+        return lax.cond(j < 0, lambda: step(hide_nothing, -s), lambda: step(hide_nothing))
     partial_step = functools.partial(step, functools.partial(hide, is_partial=True))
     from_start = not form.read and form.rules.band.lo is None
     masked = j >= tile.full_stop if from_start else tile.masked(j)
