@@ -141,7 +141,7 @@ def hand_over(plan: Plan, r: Any, wg: Any, n: Any, part: jax.Array) -> None:
 
 
 def wait_for_parts(plan: Plan, r: Any, steps: Any) -> None:
-    """Waits until the parts of dq that were handed over last, after so many steps, are read."""
+    """Waits until the parts of dq that were handed over last, of ``steps``, are read."""
     stages = plan.tiles.dq_stages
     for before in range(stages, 0, -1):
         slot = lax.rem(lax.max(steps - before, 0), stages)
