@@ -22,3 +22,11 @@ def cover(grid: Iterable[Any], *fast: Any) -> list[Any]:
         return pytest.param(*(cell if isinstance(cell, tuple) else (cell,)), marks=marks)
 
     return [parameters(cell) for cell in cells]
+
+
+def without(grid: Iterable[Any], *slow: Any) -> list[Any]:
+    """Marks as slow the cells of ``grid`` that the others cover."""
+    cells = list(grid)
+    unknown = [cell for cell in slow if cell not in cells]
+    assert not unknown, unknown
+    return cover(cells, *(cell for cell in cells if cell not in slow))

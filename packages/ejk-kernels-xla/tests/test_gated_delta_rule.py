@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import jax
@@ -16,7 +17,7 @@ from ejktest.cases.delta import check_delta, serving_batch
 from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
 from ejktest.drawn import array, normal
-from ejktest.grids import cover
+from ejktest.grids import cover, without
 from ejktest.oracles import delta as oracle
 from ejktest.tolerance import check_close
 from ejktest.transforms import check_shard_map, check_transformations
@@ -92,8 +93,14 @@ def test_gradients_repeat():
 # ---- gates, keys and beta at their limits -----------------------------------------------------
 
 
-@pytest.mark.parametrize("gate", ["head", "channel"])
-@pytest.mark.parametrize("level", [-50.0, -3.0e38])
+@pytest.mark.parametrize(
+    ("level", "gate"),
+    without(
+        itertools.product([-50.0, -3.0e38], ["head", "channel"]),
+        (-50.0, "channel"),
+        (-3.0e38, "head"),
+    ),
+)
 def test_strong_decay(gate, level):
     """Runs of tokens that hardly decay between tokens that forget everything."""
     args = make(gate, **DIMS)

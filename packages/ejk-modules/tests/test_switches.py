@@ -8,6 +8,7 @@ import pytest
 
 import ejkernel.modules as modules
 from ejkernel.ops import interpret_mode
+from ejktest.grids import without
 from ejktest.variants import options
 
 OPTIONS = options()
@@ -37,7 +38,8 @@ def trace(c, convert=narrow, **how):
         return jax.make_jaxpr(jax.value_and_grad(loss))(wanted)
 
 
-@pytest.mark.parametrize("operation", sorted(OPTIONS))
+# blocksparse attention takes longest; test_argument_switches has its arguments one by one
+@pytest.mark.parametrize("operation", without(sorted(OPTIONS), "blocksparse_attention"))
 def test_no_operation_promotes_ranks_or_dtypes(operation):
     for label, c in OPTIONS[operation]:
         try:

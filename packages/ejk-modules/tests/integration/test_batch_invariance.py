@@ -78,7 +78,7 @@ def test_values_of_xla_over_pages():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("ragged_page_attention", {}),
+        pytest.param("ragged_page_attention", {}, marks=pytest.mark.slow),
         ("ragged_page_attention_v3", {"sliding_window": 30, "logits_soft_cap": 20.0}),
     ],
 )
