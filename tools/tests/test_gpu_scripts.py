@@ -18,7 +18,7 @@ import checkout
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejktest import ahead, at_size
 from ejktest.cases import attention, grouped, latent, paged, ragged, sparse
-from gpu import compare, compare_code, latency, named, ratios, sweep
+from gpu import compare, compare_code, latency, machine_code, named, ratios, sweep
 
 
 @pytest.fixture
@@ -314,3 +314,26 @@ def test_forms_of_decoding_have_fields_of_tiles():
         platform, *pairs = form.split()
         tiles = latency.with_form("mla_decode", form).choose(p, targets[platform])
         assert {f"{name}={value}" for name, value in sweep.flat(tiles).items()} >= set(pairs)
+
+
+# ---- machine code ------------------------------------------------------------------------------
+
+
+def test_order_of_instructions_in_the_mainloop():
+    """The inner of nested loops, without jumps back from behind it."""
+    program = """
+.L_x_1:
+        /*0000*/                   MOV R1, R2 ;
+.L_x_2:
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0020*/              @!P0 MUFU.EX2 R3, R3 ;
+.L_x_3:
+        /*0030*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3 ;
+        /*0040*/              @!P0 BRA `(.L_x_4) ;
+        /*0050*/               @P1 BRA `(.L_x_2) ;
+        /*0060*/               @P2 BRA `(.L_x_1) ;
+        /*0070*/                   EXIT ;
+.L_x_4:
+        /*0080*/                   BRA `(.L_x_3) ;
+"""
+    assert list(machine_code.loops(program)) == ["HESBB"]
