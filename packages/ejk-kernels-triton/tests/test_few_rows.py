@@ -248,7 +248,7 @@ def test_launches_with_a_plan(rows, most, reads):
     ("target", "plan"),
     [
         pytest.param(cuda_target(90), None, marks=pytest.mark.slow),
-        (rocm_target("gfx942"), None),
+        pytest.param(rocm_target("gfx942"), None, marks=pytest.mark.slow),
         (cuda_target(90), 1),
     ],
     ids=["sm_90", "gfx942", "sm_90 with a plan"],

@@ -14,11 +14,14 @@ import ejkernel.modules as modules
 from ejkernel.ops import InvalidArgument, KernelNotSupported
 from ejkernel.types import MaskInfo
 from ejktest.calls import CALLS, B, S, call
-from ejktest.grids import cover
+from ejktest.grids import cover, without
 from ejktest.variants import SPECS, axis_words, ids
 
 # packed calls have no batch: their sequences share one axis of rows
 PACKED = ("ragged_page_attention", "ragged_page_attention_v3", "grouped_matmul")
+
+# operations with the kernels of recurrent_attention
+SAME_KERNELS = ("gla_attention", "lightning_attention")
 
 
 def fast(f):
@@ -88,7 +91,7 @@ LONG = 33
     ("operation", "gradients"),
     cover(
         itertools.product(sorted(CALLS), (False, True)),
-        *((name, True) for name in sorted(CALLS)),
+        *((name, True) for name in sorted(CALLS) if name not in SAME_KERNELS),
         ("flash_attention", False),
         ("mla_decode", False),
     ),
@@ -120,7 +123,7 @@ WITH_GRADIENTS = ("flash_attention", "grouped_matmul")
 WITH_LENGTHS = [name for name in sorted(CALLS) if name not in ("page_attention", "mla_decode")]
 
 
-@pytest.mark.parametrize("operation", WITH_LENGTHS)
+@pytest.mark.parametrize("operation", without(WITH_LENGTHS, *SAME_KERNELS))
 def test_symbolic_lengths(operation):
     c = call(operation)
     run = program(c, gradients=operation in WITH_GRADIENTS)
