@@ -110,24 +110,22 @@ def rates() -> str:
 
 
 def sentence() -> str:
-    """Returns the ranges of the speeds over each peer in the sweep; 1k tokens are by themselves."""
+    """Returns the ranges of the speeds over each peer; up to 1k tokens are by themselves."""
     _, rows, peers = _read()
+    matches = {key: CASE.fullmatch(key[0]) for key in rows}
+    lengths = {key: int(match[3]) for key, match in matches.items() if match}
+
+    def range_text(peer: str, mode: str, is_short: bool) -> str | None:
+        keys = [k for k in lengths if k[1] == mode and (lengths[k] <= 1024) == is_short]
+        speeds = [rows[k]["speed_over"][peer] for k in keys if peer in rows[k]["speed_over"]]
+        return f"{min(speeds):.2f} to {max(speeds):.2f}" if speeds else None
+
     phrases = []
     for peer in peers:
-        ranges = []
-        for short in (False, True):
-            for mode in MODES:
-                speeds = [
-                    row["speed_over"][peer]
-                    for (case, m), row in rows.items()
-                    if case.startswith("sweep") and m == mode and peer in row["speed_over"]
-                    if ("-s1024-" in case) == short
-                ]
-                ranges.append(f"{min(speeds):.2f} to {max(speeds):.2f}" if speeds else "-")
-        long, long_both, short, short_both = ranges
         name = "cuDNN through `jax.nn`" if peer == "cudnn" else PEER_NAMES[peer]
-        phrases.append(
-            f"{long} times as fast as {name} ({long_both} with gradients), with 1k tokens {short} "
-            f"({short_both})"
-        )
+        forward, both = (range_text(peer, mode, is_short=False) or "-" for mode in MODES)
+        phrases.append(f"{forward} times as fast as {name} ({both} with gradients)")
+        forward, both = (range_text(peer, mode, is_short=True) for mode in MODES)
+        if forward and both:
+            phrases[-1] += f", with 1k tokens and fewer {forward} ({both})"
     return ", and ".join(phrases)

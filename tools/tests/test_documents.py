@@ -76,10 +76,15 @@ def test_speeds_are_those_of_the_record_and_name_its_peers(monkeypatch, tmp_path
     ]
     path.write_text(json.dumps({**record, "rows": rows}))
     assert speeds.sentence() == (
-        "1.50 to 1.75 times as fast as cuDNN through `jax.nn` (1.25 to 1.25 with gradients), "
-        "with 1k tokens 0.50 to 0.50 (-), and 0.75 to 0.90 times as fast as FlashAttention-3 "
-        "(- with gradients), with 1k tokens 0.60 to 0.60 (-)"
+        "1.50 to 1.75 times as fast as cuDNN through `jax.nn` (1.25 to 1.25 with gradients), and "
+        "0.75 to 0.90 times as fast as FlashAttention-3 (- with gradients)"
     )
+    both = [*rows, _row("short-d128-s512-b32", "fwd+bwd", 1.0, cudnn=1.3)]
+    path.write_text(json.dumps({**record, "rows": both}))
+    assert "with gradients), with 1k tokens and fewer 0.50 to 1.10 (1.30 to 1.30), and" in (
+        speeds.sentence()
+    )
+    path.write_text(json.dumps({**record, "rows": rows}))
     table = speeds.comparison()
     assert "| 64, 4k | 1.50 / 1.25 |  | 0.75 / - |  |" in table
     assert "| 64, 16k |  | 1.75 / - |  | 0.90 / - |" in table and speeds.NOT_REPEATED in table
