@@ -188,6 +188,9 @@ def test_the_last_program_merges_few_rows(heads, kv_heads, merges_in_last):
     tiles_of_one = chosen.apply_config({"num_launches": 1}, p, target)
     many = 10 * target.cores
     assert tiles.can_merge_at_end(p, tiles_of_one, many, target) == merges_in_last
+    short = replace(p, max_pages=tiles.SHORT_TOKENS // 16)
+    assert tiles.choose(short, target).num_launches == (1 if merges_in_last else 2)
+    assert tiles.choose(replace(short, batch=2), target).num_launches == 2
     assert not tiles.can_merge_at_end(replace(p, batch=2), tiles_of_one, many, target)
 
 

@@ -15,6 +15,7 @@ from ejkernel.types.serving.problem import PagedProblem
 # tile field to config field
 LAUNCHED = {name: name for name in ("num_warps", "num_stages", "num_launches")}
 MIN_BLOCK = 16  # tokens: a matrix instruction has no fewer columns
+SHORT_TOKENS = 4096  # of a table where a single sequence is merged in the launch that reads it
 SHORT_STEPS = 4  # of a work range where the last program merges
 MAX_ROWS = 64  # query heads of one program: more fill the registers with accumulators
 
@@ -133,7 +134,10 @@ def choose(problem: PagedProblem, target: Target) -> DecodeTiles:
     """Returns the heuristic tiles."""
     # partial results of few rows are merged in one wait for memory, as soon as waiting for others
     few = problem.group * problem.tokens * power_of_two(problem.value_dim) <= 1024
-    return replace(_chosen(problem, target), last_merges=few)
+    tiles = replace(_chosen(problem, target), last_merges=few)
+    # a call of 1024 tokens in a chain on an H200: 6.4 us for 10.3, of 4096 9.8 for 11.7
+    is_short = few and problem.batch == 1 and problem.capacity <= SHORT_TOKENS
+    return replace(tiles, num_launches=1) if is_short else tiles
 
 
 def _chosen(problem: PagedProblem, target: Target) -> DecodeTiles:
