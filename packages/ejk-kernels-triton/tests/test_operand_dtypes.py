@@ -36,7 +36,7 @@ from ejkernel.kernels.triton.serving.implementation import CacheKernel
 from ejkernel.kernels.triton.targets import compile_for
 from ejkernel.types import InvalidArgument
 from ejkernel.types.masks.structure import Unsupported
-from ejktest.operand_dtypes import DtypeCase, dtype_cases
+from ejktest.operand_dtypes import UNIFORM, DtypeCase, dtype_cases
 from ejktest.triton_calls import TARGETS, launches_of
 
 HOPPER = TARGETS["sm_90"]
@@ -120,10 +120,10 @@ REPEATED = ("int16", "uint8", "uint16", "uint64")
 
 
 def cases_of(kernel: Any, few: bool) -> Iterator[DtypeCase]:
-    """The calls of a kernel; ``few``: each operand in one dtype alone."""
+    """The calls of a kernel; ``few``: an operand that differs from others in one dtype alone."""
     cases = (case for case in dtype_cases(kernel.call) if case.dtype not in REPEATED)
-    for _, group in itertools.groupby(cases, lambda case: (case.operand, case.axes)):
-        yield from itertools.islice(group, 1 if few else None)
+    for (operand, _), group in itertools.groupby(cases, lambda case: (case.operand, case.axes)):
+        yield from itertools.islice(group, 1 if few and operand != UNIFORM else None)
 
 
 @cache
