@@ -237,10 +237,23 @@ def jax_ragged(pages: int, queries: int, row: str) -> Iterator[Cost]:
     yield Cost("jax", row, "ragged_paged", text, work, LANES, forward, operands)
 
 
+def our_ring() -> Iterator[Cost]:
+    """The kernel of a ring's step that sends the keys on, for a shard of 4096 tokens."""
+    from tools.tpu.sharing import DEVICES, SENDING_FORM, compile_on
+
+    def compiled(device: Any) -> Any:
+        return compile_on(device.client.devices()[:DEVICES], SENDING_FORM, backward=False)
+
+    name, work = "ejkernel_flash_fwd_send", LANES**3
+    yield Cost("ejkernel", "send", name, "", work, LANES, compiled, (), compiled=compiled)
+
+
 def sources(name: str) -> list[Callable[[], Iterator[Cost]]]:
     """The kernels of a part of the count, ours first: "d64" and the like, or a family's name."""
     if name in ALONE:
         return [kernel.count for kernel in ALONE[name]]
+    if name == "ring":
+        return [our_ring]
     if name == "grouped":
         others = [partial(jax_grouped, (512, 1024, n)) for n in (512, 1024)]
         return [our_grouped, *others]

@@ -44,7 +44,7 @@ COMPARED = ["d64", "d128", "d256", "grouped", "decode", "ragged"]
 ALONE = [
     *("native sparse", "linear", "delta", "convolution", "512 groups", "grouped 8 bits"),
     *("ragged decode", "decode 8 bits", "ragged write", "latent", "latent expanded", "pooling"),
-    *("blocksparse", "joined heads", "trees"),
+    *("blocksparse", "joined heads", "trees", "ring"),
 ]
 PARTS = [*COMPARED, *ALONE]
 
@@ -200,6 +200,8 @@ def _program(device: Any, cost: Any) -> Any:
     """Compiles the call of a kernel, on rows as a projection leaves them."""
     from tools.tpu.outside import with_rows_as_projected
 
+    if cost.compiled is not None:
+        return cost.compiled(device)
     function, shapes = cost.function, cost.shapes
     if cost.call is not None:
         with chips.targeting(device):

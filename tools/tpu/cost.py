@@ -29,6 +29,7 @@ class Cost:
         function: a call that runs it, for arrays of these ``shapes``.
         call: what ``function`` runs; None for JAX's own. backward: whether with its gradients.
         copies: the same call over fewer tokens, where the kernel copies by hand.
+        compiled: compiles a program for several devices of a machine, of which one is given.
     """
 
     who: str
@@ -42,6 +43,7 @@ class Cost:
     call: Any = None
     backward: bool = False
     copies: Callable[[], Counted] | None = None
+    compiled: Callable[[Any], Any] | None = None
 
 
 def integers(shapes: tuple[dict[str, Any], dict[str, Any]]) -> tuple[dict[str, Any], ...]:

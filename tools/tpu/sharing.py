@@ -22,21 +22,22 @@ from tools.tpu import chips  # noqa: E402
 
 from ejktest.transfers import trace_shared, transfers  # noqa: E402
 
+SENDING_FORM = "ring_remote_copy", "zigzag"
 FORMS = (
     ("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("ulysses", "contiguous"),
-    ("ring_remote_copy", "zigzag"),
+    SENDING_FORM,
 )  # fmt: skip
 SENDING = re.compile(r"%ejkernel_flash_fwd_send[.\d]* = .*custom-call\(")
 DEVICES = 4
 
 
-def compile_on(devices: Any, form: tuple[str, str], *, backward: bool, tokens: int = 16384) -> str:
-    """Returns the compiled program of one form of ring attention, causal, on some TPUs."""
+def compile_on(devices: Any, form: tuple[str, str], *, backward: bool, tokens: int = 16384) -> Any:
+    """Compiles one form of ring attention, causal, for some TPUs."""
     from ejkernel.kernels.pallas.tpu.flash_attention.implementation import ring_attention
 
     with chips.targeting(devices[0]):
         traced = trace_shared(ring_attention, devices, form, (1, tokens, 8, 128), backward=backward)
-        return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+        return traced.lower(lowering_platforms=("tpu",)).compile()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         devices = chips.devices(chip)[:DEVICES]
         for form in FORMS:
             for backward in (False, True):
-                program = compile_on(devices, form, backward=backward, tokens=args.tokens)
+                program = compile_on(devices, form, backward=backward, tokens=args.tokens).as_text()
                 sent = list(transfers(program))
                 hidden = sum(transfer.kernels > 0 for transfer in sent)
                 label = f"{chip:<6} {' '.join(form):<20} {'both' if backward else 'forward':<8}"

@@ -39,6 +39,7 @@ OUTSIDE = {
     "pooling": "counts of the rows that a mask leaves",
     "decode": "block tables",
     "ragged": "block tables",
+    "ring": "q, k and v copied from [s, h * d] to [h, s, d], and o back; the merge of the parts",
 }
 SLOTS = {
     "matrix": ("MXU",),
