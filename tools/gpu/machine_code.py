@@ -91,7 +91,7 @@ def compiler(folder: Path) -> Any:
 def lowered_kernels(
     operation: str, cases: str, pass_name: str, values: dict[str, Any]
 ) -> Iterator[tuple[str, list[bytes]]]:
-    """Yields the name of each case, and the modules of its kernels."""
+    """Yields the name of each case that Hopper's kernels take, and the modules of its kernels."""
     import jax
     from jax.experimental.mosaic.gpu import core
 
@@ -101,7 +101,11 @@ def lowered_kernels(
 
     with on(H200):
         for call in calls_here(operation, cases):
-            subject = sweep.subject_of(call, "pallas")
+            try:
+                subject = sweep.subject_of(call, "pallas")
+            except LookupError as error:
+                print(error, file=sys.stderr)
+                continue
             function = subject.function(sweep.changed(subject.ships, values))
             arrays = [call.abstract()[name] for name in call.names]
 
