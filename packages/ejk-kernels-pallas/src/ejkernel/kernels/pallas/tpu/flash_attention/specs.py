@@ -121,14 +121,14 @@ def launch_kernel(
     accumulators: int,
     columns: int,
     moved: int,
-    held: int = 0,
+    outside_blocks: int = 0,
     hbm_outputs: Sequence[Any] = (),
     collective_id: int | None = None,
 ) -> list[jax.Array]:
     """Launches ``body(layout, table, *refs)``; outputs are block spec, shape and dtype each.
 
     ``columns``: of the matmuls of a visited pair, for the cost; ``moved``: bytes in addition to
-    the inner blocks; ``held``: bytes of vector memory for what is not of a block;
+    the inner blocks; ``outside_blocks``: bytes of vector memory for what is not of a block;
     ``hbm_outputs``: types of further outputs, in device memory;
     ``collective_id``: of the barrier semaphore of a kernel that talks to others.
     """
@@ -151,7 +151,7 @@ def launch_kernel(
         ),
         out_shape=[*(result(shape, dtype, *operands) for _, shape, dtype in outputs), *hbm_outputs],
         compiler_params=layout.compiler_params(
-            specs.semantics, held + t.vmem(p, outer, accumulators), collective_id
+            specs.semantics, outside_blocks + t.vmem(p, outer, accumulators), collective_id
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * visited * columns, transcendentals=visited, bytes_accessed=moved + blocks

@@ -99,8 +99,8 @@ class FlashTiles:
     def apply_config(self, cfg: Any, problem: Problem, target: Chip) -> FlashTiles:
         """Returns these tiles, overridden by a config."""
         fwd, bwd = config_field(cfg, "fwd_params"), config_field(cfg, "bwd_params")
-        asked, joins = config_field(cfg, "fuses_gradients"), config_field(cfg, "joins_heads")
-        if asked and self.fused is None:
+        fuses, joins = config_field(cfg, "fuses_gradients"), config_field(cfg, "joins_heads")
+        if fuses and self.fused is None:
             raise ConfigError(f"fuses_gradients=True: {NOT_FUSED}")
         if joins and (problem.dim % LANES or problem.value_dim % LANES):
             raise ConfigError(f"joins_heads=True: head dims in multiples of {LANES} alone")
@@ -108,7 +108,7 @@ class FlashTiles:
         def applied(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:
             return replace(override(tiles, params, fields), joins_heads=bool(joins))
 
-        fused = None if self.fused is None or asked is False else applied(self.fused, bwd)
+        fused = None if self.fused is None or fuses is False else applied(self.fused, bwd)
         dq, dkv = applied(self.dq, bwd, DQ_FIELDS), applied(self.dkv, bwd)
         return FlashTiles(applied(self.fwd, fwd), dq, dkv, fused)
 
@@ -204,8 +204,10 @@ def dkv_tiles(problem: Problem, chip: Chip) -> Tiles:
 
 
 def query_bytes(problem: Problem, rows: int) -> int:
-    """Bytes of vector memory that hold the gradient of ``rows`` queries of a key/value head's
-    group: a float32 accumulator, and both buffers of the result."""
+    """Returns the vector memory that holds the gradient of ``rows`` queries of a key head's group.
+
+    Bytes: a float32 accumulator, and both buffers of the result.
+    """
     lanes = -(-problem.dim // LANES) * LANES
     return problem.group * rows * lanes * (4 + 2 * problem.itemsize)
 
@@ -213,8 +215,8 @@ def query_bytes(problem: Problem, rows: int) -> int:
 def fused_tiles(problem: Problem, chip: Chip) -> Tiles | None:
     """Tiles of the kernel of all gradients: outer keys, inner queries; None: two kernels run."""
     block_q, block_kv = _gradient_blocks(problem)
-    held = query_bytes(problem, -(-problem.q_len // block_q) * block_q)
-    if held > chip.vmem // 2:
+    gradient_bytes = query_bytes(problem, -(-problem.q_len // block_q) * block_q)
+    if gradient_bytes > chip.vmem // 2:
         return None
     # a grid of one head leaves the second core of v4 and v5p idle, which dq and dkv do not
     if chip.mxu <= 128 and problem.batch * problem.kv_heads == 1:
@@ -222,7 +224,7 @@ def fused_tiles(problem: Problem, chip: Chip) -> Tiles | None:
     tiles = dkv_tiles(problem, chip)
     if tiles.transposed:  # keys lie along sublanes here
         tiles = replace(tiles, rows=min(256, block_kv), columns=min(512, block_q))
-    return _fitting(tiles, problem, replace(chip, vmem=chip.vmem - held), 2)
+    return _fitting(tiles, problem, replace(chip, vmem=chip.vmem - gradient_bytes), 2)
 
 
 def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:

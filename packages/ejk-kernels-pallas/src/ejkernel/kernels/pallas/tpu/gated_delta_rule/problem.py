@@ -39,7 +39,7 @@ class Tiles(linear.Tiles):
         return super().vmem(p, backward) + gates + states + 8 * CHUNK * CHUNK * 4
 
     def _of_group(self, p: linear.Problem) -> int:
-        """Bytes of what the backward pass holds for the heads that share a key, over one head."""
+        """Bytes that the backward pass holds for the heads that share a key, over one head."""
         dim, value_dim = (-(-d // 128) * 128 for d in (p.dim, p.value_dim))
         outputs = 2 * self.rows * value_dim * p.itemsize + 4 * 4 * dim * value_dim
         sums = 2 * self.rows * dim * 4 if p.group > 1 else 0

@@ -63,8 +63,11 @@ class Tiles:
 
     @property
     def by_head(self) -> bool:
-        """Whether kernels read ``[b, h, s, d]`` as flash attention does, the rows of a tile being
-        (head, token); else an array whose rows are (token, head), made for them."""
+        """Returns whether kernels read ``[b, h, s, d]`` as flash attention does.
+
+        The rows of a tile are (head, token) then; else an array is made for them whose rows are
+        (token, head).
+        """
         return self.tokens % SUBLANES == 0
 
     def rows_block(self, p: Problem) -> tuple[int, int]:
