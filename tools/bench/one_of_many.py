@@ -18,7 +18,23 @@ import jax.numpy as jnp
 
 @contextlib.contextmanager
 def as_device(rank: int, count: int) -> Generator[None]:
-    """Traces what device ``rank`` of ``count`` along any mesh axis runs."""
+    """Traces what device ``rank`` of ``count`` along any mesh axis runs.
+
+    Mesh axes are those without a meaning where they are asked for; kernels have axes, too.
+    """
+    axis_index, axis_size = jax.lax.axis_index, jax.lax.axis_size
+
+    def index_of(name: Any) -> Any:
+        try:
+            return axis_index(name)
+        except NameError:
+            return jnp.int32(rank)
+
+    def size_of(name: Any) -> Any:
+        try:
+            return axis_size(name)
+        except NameError:
+            return count
 
     def gather(x: Any, _: Any, *, axis: int = 0, tiled: bool = False) -> Any:
         parts = jax.lax.optimization_barrier([x] * count)  # in memory, as gathered ones are
@@ -29,8 +45,8 @@ def as_device(rank: int, count: int) -> Generator[None]:
         return jnp.concatenate(jnp.split(x, count, split), concat)
 
     replaced = {
-        "axis_size": lambda _: count,
-        "axis_index": lambda _: jnp.int32(rank),
+        "axis_size": size_of,
+        "axis_index": index_of,
         "ppermute": lambda x, *_: jax.lax.optimization_barrier(x),
         "all_gather": gather,
         "all_to_all": exchange,

@@ -160,6 +160,16 @@ def test_one_device_of_several_computes_its_part():
         jax.make_jaxpr(run)(jnp.ones((2, 8)))
 
 
+def test_axes_of_kernels_keep_their_meaning_on_one_device_of_several():
+    def program(_):
+        return jax.lax.axis_index("item"), jax.lax.axis_size("item"), jax.lax.axis_index("x")
+
+    with one_of_many.as_device(3, 4):
+        items, sizes, devices = jax.vmap(program, axis_name="item")(jnp.zeros(2))
+    np.testing.assert_array_equal(items, [0, 1])
+    assert (int(np.max(sizes)), int(np.max(devices))) == (2, 3)
+
+
 def test_communication_is_hidden_while_something_is_computed():
     events = [("ncclDevKernel_SendRecv", 0, 10), ("flash", 2, 6), ("flash", 5, 8), ("add", 20, 30)]
     assert overlap.hidden_share(events) == pytest.approx(0.6)
