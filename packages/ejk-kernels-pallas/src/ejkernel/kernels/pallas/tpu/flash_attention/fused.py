@@ -137,5 +137,5 @@ def all_gradients(
         accumulators=2,
         columns=3 * layout.dim + 2 * layout.value_dim,
         moved=q.nbytes + 2 * (k.nbytes + v.nbytes),
-        outside_blocks=query_bytes(p, layout.q_padded),
+        outside_blocks=query_bytes(p, layout.q_padded, t.block_q),
     )

@@ -203,19 +203,20 @@ def dkv_tiles(problem: Problem, chip: Chip) -> Tiles:
     return _fitting(tiles, problem, chip, 2)
 
 
-def query_bytes(problem: Problem, rows: int) -> int:
+def query_bytes(problem: Problem, rows: int, block_q: int) -> int:
     """Returns the vector memory that holds the gradient of ``rows`` queries of a key head's group.
 
-    Bytes: a float32 accumulator, and both buffers of the result.
+    Bytes: a float32 accumulator, both buffers of the result, and a strip of float32 gradients of
+    logits, which the queries' matmul reads in addition to the keys'.
     """
     lanes = -(-problem.dim // LANES) * LANES
-    return problem.group * rows * lanes * (4 + 2 * problem.itemsize)
+    return problem.group * rows * lanes * (4 + 2 * problem.itemsize) + 4 * 512 * block_q
 
 
 def fused_tiles(problem: Problem, chip: Chip) -> Tiles | None:
     """Tiles of the kernel of all gradients: outer keys, inner queries; None: two kernels run."""
     block_q, block_kv = _gradient_blocks(problem)
-    gradient_bytes = query_bytes(problem, -(-problem.q_len // block_q) * block_q)
+    gradient_bytes = query_bytes(problem, -(-problem.q_len // block_q) * block_q, block_q)
     if gradient_bytes > chip.vmem // 2:
         return None
     # a grid of one head leaves the second core of v4 and v5p idle, which dq and dkv do not
