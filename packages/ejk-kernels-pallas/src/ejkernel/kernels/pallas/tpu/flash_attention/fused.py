@@ -38,7 +38,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch_kernel
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
-from ejkernel.kernels.pallas.tpu.flash_attention.tiles import query_bytes
+from ejkernel.kernels.pallas.tpu.flash_attention.tiles import query_bytes, strip_bytes
 
 
 def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
@@ -137,5 +137,5 @@ def all_gradients(
         accumulators=2,
         columns=3 * layout.dim + 2 * layout.value_dim,
         moved=q.nbytes + 2 * (k.nbytes + v.nbytes),
-        outside_blocks=query_bytes(p, layout.q_padded, t.block_q),
+        outside_blocks=query_bytes(p, layout.q_padded) + strip_bytes(t.block_q),
     )

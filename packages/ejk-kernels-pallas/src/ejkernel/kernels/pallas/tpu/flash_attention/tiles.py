@@ -203,20 +203,24 @@ def dkv_tiles(problem: Problem, chip: Chip) -> Tiles:
     return _fitting(tiles, problem, chip, 2)
 
 
-def query_bytes(problem: Problem, rows: int, block_q: int) -> int:
+def query_bytes(problem: Problem, rows: int) -> int:
     """Returns the vector memory that holds the gradient of ``rows`` queries of a key head's group.
 
-    Bytes: a float32 accumulator, both buffers of the result, and a strip of float32 gradients of
-    logits, which the queries' matmul reads in addition to the keys'.
+    Bytes: a float32 accumulator, and both buffers of the result.
     """
     lanes = -(-problem.dim // LANES) * LANES
-    return problem.group * rows * lanes * (4 + 2 * problem.itemsize) + 4 * 512 * block_q
+    return problem.group * rows * lanes * (4 + 2 * problem.itemsize)
+
+
+def strip_bytes(block_q: int) -> int:
+    """Returns the bytes of a strip of ds, float32: what the matmul of queries reads besides."""
+    return 4 * 512 * block_q
 
 
 def fused_tiles(problem: Problem, chip: Chip) -> Tiles | None:
     """Tiles of the kernel of all gradients: outer keys, inner queries; None: two kernels run."""
     block_q, block_kv = _gradient_blocks(problem)
-    gradient_bytes = query_bytes(problem, -(-problem.q_len // block_q) * block_q, block_q)
+    gradient_bytes = query_bytes(problem, -(-problem.q_len // block_q) * block_q)
     if gradient_bytes > chip.vmem // 2:
         return None
     # a grid of one head leaves the second core of v4 and v5p idle, which dq and dkv do not
@@ -225,7 +229,8 @@ def fused_tiles(problem: Problem, chip: Chip) -> Tiles | None:
     tiles = dkv_tiles(problem, chip)
     if tiles.transposed:  # keys lie along sublanes here
         tiles = replace(tiles, rows=min(256, block_kv), columns=min(512, block_q))
-    return _fitting(tiles, problem, replace(chip, vmem=chip.vmem - gradient_bytes), 2)
+    left = chip.vmem - gradient_bytes - strip_bytes(block_q)
+    return _fitting(tiles, problem, replace(chip, vmem=left), 2)
 
 
 def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:
