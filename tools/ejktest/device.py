@@ -21,3 +21,10 @@ def on(device: Any) -> Any:
 def described(kind: str, platform: str, cores: int | None = None) -> Any:
     """Returns a context in which the described device is the target."""
     return on(AbstractDevice(kind, cores, platform))
+
+
+def assert_no_races() -> None:
+    """Checks what TPU's interpreter saw since it was last reset; nothing where it has not run."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+
+    assert simulator.races is None or not simulator.races.races_found

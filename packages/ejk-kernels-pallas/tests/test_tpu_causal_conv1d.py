@@ -20,6 +20,7 @@ from ejkernel.types.problems.convolution import ConvolutionProblem
 from ejktest.cases.convolution import check_convolution
 from ejktest.cases.convolution import convolution_arguments as make
 from ejktest.cases.linear import cotangents
+from ejktest.device import assert_no_races
 from ejktest.grids import cover
 
 PARAMS = pltpu.InterpretParams(detect_races=True)
@@ -47,9 +48,7 @@ def check(args, cu_seqlens=None, **options):
 
     results = compute(args, cu_seqlens)
     check_convolution(args, results, cu_seqlens=cu_seqlens, **options)
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
-    assert not simulator.races.races_found
+    assert_no_races()
     return results
 
 

@@ -23,6 +23,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.bound import bound
 from ejktest.cases.paged import in_context
+from ejktest.device import assert_no_races
 from ejktest.drawn import grow_tree, wild_tables
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
@@ -39,12 +40,6 @@ def interpreted():
     with interpret_mode(), interpreter(PARAMS):
         yield
     jax.config.update("jax_disable_most_optimizations", before)
-
-
-def check_no_races() -> None:
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
-    assert not simulator.races.races_found
 
 
 def draw(h=4, hk=2, d=128, dv=128, ps=16, dtype="float32", cache=None):
@@ -101,7 +96,7 @@ def test_pages_against_the_reference(name):
     check_close(np.asarray(got), want, name=name)
     check_close(np.asarray(lse), want_lse, dtype=got.dtype, name="lse")
     assert not np.asarray(got, np.float32)[np.array(LENS) == 0].any()
-    check_no_races()
+    assert_no_races()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -123,7 +118,7 @@ def test_contiguous_against_the_reference(dtype):
     outputs = expected(paged.ragged_decode_attention, *arrays)
     for got, want in zip(results, outputs, strict=True):
         check_close(np.asarray(got), want, dtype=dtype)
-    check_no_races()
+    assert_no_races()
 
 
 LATENT: dict[str, dict[str, Any]] = {
@@ -158,7 +153,7 @@ def check_latent(name: str, tokens: int, options: dict[str, Any]) -> None:
         want, want_lse = paged.mla_decode(*wide, lens, tables, 128, scale=256**-0.5, **options)
     check_close(np.asarray(got), np.asarray(want))
     check_close(np.asarray(lse), np.asarray(want_lse), name="lse")
-    check_no_races()
+    assert_no_races()
 
 
 @pytest.mark.parametrize("name", LATENT)

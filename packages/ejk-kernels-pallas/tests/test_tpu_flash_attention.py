@@ -27,6 +27,7 @@ from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.attention import Call, arrays, check, run, with_mask_info
 from ejktest.cases import large_logits
+from ejktest.device import assert_no_races
 from ejktest.drawn import array
 from ejktest.grids import cover, without
 from ejktest.oracles.attention import visible
@@ -154,8 +155,6 @@ def test_query_gradient_of_its_own_kernel():
 
 def test_forward_without_maxima():
     """One head of a group has logits that leave the range; rows that see no key, windows."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
     call = small(
         "unshifted", q=200, k=270, h=3, hk=1, dtypes=BF16,
         mask={"causal": True, "causal_offset": -20, "sliding_window": (150, 0)},
@@ -165,7 +164,7 @@ def test_forward_without_maxima():
     pltpu.reset_tpu_interpret_mode_state()
     with interpreter(pltpu.InterpretParams(detect_races=True), "TPU v6 lite"):
         check(call, x, *run(attend, call, x))
-    assert not simulator.races.races_found
+    assert_no_races()
     pltpu.reset_tpu_interpret_mode_state()
 
 
@@ -272,8 +271,6 @@ def test_vmap_equals_stacking_and_runs_repeat():
 
 def test_simulated_memories():
     """Vector memory starts as NaN, blocks out of range are errors, races are found."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
     pltpu.reset_tpu_interpret_mode_state()
     call = small(
         "simulated", q=130, k=200, h=2, hk=1, mask={"q_segment_ids": ids((0, 70), (1, 60)),
@@ -284,7 +281,7 @@ def test_simulated_memories():
     params = pltpu.InterpretParams(detect_races=True)
     with interpreter(params):
         check(call, x, *run(attend, call, x))
-    assert not simulator.races.races_found
+    assert_no_races()
     pltpu.reset_tpu_interpret_mode_state()
 
 

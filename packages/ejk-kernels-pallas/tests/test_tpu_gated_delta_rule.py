@@ -20,6 +20,7 @@ from ejkernel.ops import interpret_mode
 from ejktest.cases.delta import check_delta, serving_batch
 from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
+from ejktest.device import assert_no_races
 from ejktest.grids import cover
 
 PARAMS = pltpu.InterpretParams(detect_races=True)
@@ -54,9 +55,7 @@ def check(args, cu_seqlens=None, rounded=False, reference=None, **options):
     results = compute(args, cu_seqlens)
     accuracy = {"state_dtype": args["query"].dtype, "rounded_beta": rounded}
     check_delta(reference or args, results, cu_seqlens=cu_seqlens, **accuracy, **options)
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
-    assert not simulator.races.races_found
+    assert_no_races()
     return results
 
 

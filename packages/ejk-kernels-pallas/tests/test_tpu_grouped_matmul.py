@@ -24,6 +24,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
 from ejktest.cases import grouped as cases
+from ejktest.device import assert_no_races
 from ejktest.drawn import array
 from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close
@@ -45,12 +46,6 @@ def interpreted():
     with interpret_mode(), interpreter(PARAMS):
         yield
     jax.config.update("jax_disable_most_optimizations", before)
-
-
-def check_no_races() -> None:
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
-    assert not simulator.races.races_found
 
 
 # inner, columns, dtype, whether rhs is transposed, offset of the held matrices, added, block_k
@@ -103,14 +98,14 @@ def test_matches_the_oracle(name, sizes):
     for key, got in (("out", out), ("dlhs", dlhs), ("drhs", drhs)):
         check_close(got, getattr(want, key), name=key)
     np.testing.assert_array_equal(dexisting, dout if added else np.zeros_like(dout))
-    check_no_races()
+    assert_no_races()
 
 
 def test_eight_bit_matrices():
     """Inner and columns are no multiple of a block; some of eight groups, with something added."""
     run, arrays, want = cases.stored_case(grouped_matmul, "e5m2 transposed")
     check_close(run(*arrays), want)
-    check_no_races()
+    assert_no_races()
 
 
 def test_vmap_equals_stacking():

@@ -22,6 +22,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.cases.linear import check_linear, linear_cotangents
 from ejktest.cases.linear import linear_arguments as make
+from ejktest.device import assert_no_races
 from ejktest.oracles import linear as oracle
 from ejktest.tolerance import check_close
 
@@ -54,9 +55,7 @@ def check(function, args, cu_seqlens=None, **options):
     found = compute(args, cu_seqlens)
     options = {name: x for name, x in options.items() if name in ("softmax_scale", "reverse")}
     check_linear(args, found, state_dtype=args["query"].dtype, cu_seqlens=cu_seqlens, **options)
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
-    assert not simulator.races.races_found
+    assert_no_races()
     return found
 
 

@@ -18,6 +18,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.problems.mean_pooling import PoolingProblem
 from ejktest.cases.pooling import check_pool
+from ejktest.device import assert_no_races
 from ejktest.drawn import normal
 from ejktest.grids import cover
 
@@ -41,9 +42,7 @@ def check(x, cu=None, mask=None, chunk=None):
         return mean_pooling(x, cu, chunk_size=chunk, attention_mask=mask)
 
     out = check_pool(lambda x, cu, mask, chunk: pool(x, cu, mask), x, cu, mask, chunk)
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
-    assert not simulator.races.races_found
+    assert_no_races()
     return out
 
 

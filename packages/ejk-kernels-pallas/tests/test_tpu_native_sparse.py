@@ -19,6 +19,7 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.implementation import (
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.cases.sparse import compare
+from ejktest.device import assert_no_races
 from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
 from ejktest.tolerance import check_close
@@ -35,9 +36,7 @@ def interpreted():
     with interpret_mode(), interpreter(PARAMS):
         yield
     jax.config.update("jax_disable_most_optimizations", before)
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
-    assert not simulator.races.races_found
+    assert_no_races()
 
 
 @pytest.fixture

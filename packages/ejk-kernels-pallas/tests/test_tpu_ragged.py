@@ -24,6 +24,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types.arrays import quantise
 from ejktest.bound import bound
 from ejktest.cases.paged import in_context
+from ejktest.device import assert_no_races
 from ejktest.drawn import grow_tree, wild_tables
 from ejktest.grids import cover
 from ejktest.oracles import paged
@@ -43,12 +44,6 @@ def interpreted():
     with interpret_mode(), interpreter(PARAMS):
         yield
     jax.config.update("jax_disable_most_optimizations", before)
-
-
-def check_no_races() -> None:
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
-    assert not simulator.races.races_found
 
 
 def draw(h=4, hk=2, d=128, ps=16, dtype="float32", cache=None, rows=ROWS, lens=LENS):
@@ -108,7 +103,7 @@ def test_reads_pages(name):
     for got, want in zip(results, reference, strict=True):
         check_close(got, want, name=name)
     assert not results[0][:FIRST].any() and not results[0][-TAIL:].any()
-    check_no_races()
+    assert_no_races()
 
 
 # a chain and a branching tree of several blocks of queries, a short context, the end of a block
@@ -160,7 +155,7 @@ def test_trees(name):
     for got, want in zip(results, reference, strict=True):
         check_close(got, want, name=name)
     assert not results[0][:FIRST].any() and not results[0][-TAIL:].any()
-    check_no_races()
+    assert_no_races()
 
 
 def test_a_chain_equals_causal_rows_bit_by_bit():
@@ -226,7 +221,7 @@ def test_writes_pages(name):
         q = np.asarray(quantise(q, scales["q"], pool.dtype)).astype(np.float64) * scales["q"]
     (o,) = expected(q, want[:, :, : 2 * hk, :dim], tables, starts, **options)
     check_close(got, o, name=name, dtype=shape["dtype"] if "dtype" in shape else "float32")
-    check_no_races()
+    assert_no_races()
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])

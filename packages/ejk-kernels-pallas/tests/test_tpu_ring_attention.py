@@ -17,6 +17,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.implementation import ring_atte
 from ejkernel.kernels.pallas.tpu.flash_attention.send_keys import neighbours
 from ejkernel.ops import interpret_mode
 from ejktest.attention import Call, arrays, check, oracle_case, run
+from ejktest.device import assert_no_races
 from ejktest.oracles import attention as oracle
 from ejktest.tolerance import check_close
 
@@ -31,12 +32,6 @@ PARAMS = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 def is_sending(test: str) -> bool:
     return SENDING in test or "sent" in test
-
-
-def check_no_races() -> None:
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-
-    assert not simulator.races.races_found
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +86,7 @@ def test_against_oracle(layout: str, strategy: str) -> None:
     results = jax.block_until_ready(run(partial(on_devices, layout, strategy), CALL, x))
     check(CALL, x, *results)
     if strategy == SENDING:
-        check_no_races()
+        assert_no_races()
 
 
 @pytest.mark.parametrize("layout", ["zigzag", pytest.param("contiguous", marks=pytest.mark.slow)])
@@ -110,7 +105,7 @@ def test_keys_sent_by_the_kernel(layout: str) -> None:
     good = oracle.attention(oracle_case(call, x, 0))
     check_close(np.asarray(o), good.o, name="o")
     check_close(np.asarray(lse), good.lse, name="lse")
-    check_no_races()
+    assert_no_races()
 
 
 def test_neighbours_have_numbers_in_the_mesh() -> None:
