@@ -31,8 +31,11 @@ from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
 from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
     Pair,
     Pairs,
+    key_accumulators,
+    key_outputs,
     operand_specs,
     operands,
+    store_key_gradients,
     tile_gradients,
 )
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
@@ -85,22 +88,16 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
 
     @pl.when((t == layout.steps - 1) & (g == layout.problem.group - 1))
     def _end() -> None:
-        dk, dv = dk_acc[...] * layout.problem.scale, dv_acc[...]
-        dk_ref[0, 0] = (dk.T if wide else dk).astype(dk_ref.dtype)
-        dv_ref[0, 0] = (dv.T if wide else dv).astype(dv_ref.dtype)
+        store_key_gradients(layout, dk_ref, dv_ref, dk_acc, dv_acc)
 
 
 def key_gradients(
     layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: Pairs
 ) -> list[jax.Array]:
     """Returns dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]``; operands as in ``query_gradient``."""
-    p, keys = layout.problem, layout.tiles.block_kv
-    dims = (layout.dim, layout.value_dim)
-    if layout.tiles.transposed:
-        scratch = [pltpu.VMEM((width, keys), jnp.float32) for width in dims]
-    else:
-        scratch = [pltpu.VMEM((keys, width), jnp.float32) for width in dims]
-        scratch += [pltpu.VMEM((keys, LANES), jnp.int32) for _ in pairs]
+    scratch = key_accumulators(layout)
+    if not layout.tiles.transposed:
+        scratch += [pltpu.VMEM((layout.tiles.block_kv, LANES), jnp.int32) for _ in pairs]
     specs, (_, k, v, *_) = Specs(layout, keys_outer=True), arrays
     return launch_kernel(
         _kernel,
@@ -108,12 +105,9 @@ def key_gradients(
         specs,
         table,
         *operand_specs(specs, arrays, pairs),
-        [
-            (specs.key(width), layout.shape(p.kv_heads, layout.kv_padded, width), p.dtype)
-            for width in dims
-        ],
+        key_outputs(specs),
         scratch,
         accumulators=2,
-        columns=2 * sum(dims),
+        columns=2 * (layout.dim + layout.value_dim),
         moved=2 * (k.nbytes + v.nbytes),
     )

@@ -31,8 +31,11 @@ from ejkernel.kernels.pallas.tpu.common.masks import LANES, column
 from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
     Pair,
     Pairs,
+    key_accumulators,
+    key_outputs,
     operand_specs,
     operands,
+    store_key_gradients,
     tile_gradients,
 )
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
@@ -88,9 +91,7 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
 
     @pl.when(ends)
     def _end_keys() -> None:
-        dk, dv = dk_acc[...] * p.scale, dv_acc[...]
-        dk_ref[0, 0] = (dk.T if wide else dk).astype(dk_ref.dtype)
-        dv_ref[0, 0] = (dv.T if wide else dv).astype(dv_ref.dtype)
+        store_key_gradients(layout, dk_ref, dv_ref, dk_acc, dv_acc)
 
     @pl.when(ends & (ki == layout.kv_blocks - 1))
     def _end_queries() -> None:
@@ -112,11 +113,10 @@ def all_gradients(
 ) -> list[jax.Array]:
     """Returns dq ``[b, h, q, d]``, dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]``; operands as in
     ``query_gradient``."""
-    p, t, dims = layout.problem, layout.tiles, (layout.dim, layout.value_dim)
-    of_keys = [(width, t.block_kv) if t.transposed else (t.block_kv, width) for width in dims]
+    p, t = layout.problem, layout.tiles
     scratch = [
         pltpu.VMEM((p.group * layout.q_blocks, layout.dim, t.block_q), jnp.float32),
-        *(pltpu.VMEM(shape, jnp.float32) for shape in of_keys),
+        *key_accumulators(layout),
         *(pltpu.VMEM((t.block_kv, LANES), jnp.int32) for _ in pairs),
     ]
     specs, (q, k, v, *_) = Specs(layout, keys_outer=True, keeps_queries=True), arrays
@@ -128,10 +128,7 @@ def all_gradients(
         *operand_specs(specs, arrays, pairs),
         [
             (specs.head_queries(), layout.shape(p.heads, layout.q_padded, layout.dim), p.dtype),
-            *(
-                (specs.key(width), layout.shape(p.kv_heads, layout.kv_padded, width), p.dtype)
-                for width in dims
-            ),
+            *key_outputs(specs),
         ],
         scratch,
         accumulators=2,

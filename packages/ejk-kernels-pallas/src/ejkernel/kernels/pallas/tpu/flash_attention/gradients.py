@@ -1,4 +1,4 @@
-"""Shared by both backward kernels: operands, the two score matmuls of a tile, p and ds."""
+"""Shared by the backward kernels: operands, score matmuls of a tile, p and ds, keys' results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs
@@ -77,6 +78,29 @@ def operand_specs(
         *map(specs.query_values, of_queries),
         *map(specs.key_values, of_keys),
     ]
+
+
+def key_accumulators(layout: Layout) -> list[Any]:
+    """Returns the scratch of dk and dv of a block of keys, ``[keys, d]`` or ``[d, keys]``."""
+    keys, dims = layout.tiles.block_kv, (layout.dim, layout.value_dim)
+    shapes = [(d, keys) if layout.tiles.transposed else (keys, d) for d in dims]
+    return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
+
+
+def key_outputs(specs: Specs) -> list[tuple[pl.BlockSpec, tuple[int, ...], str]]:
+    """Returns block specs, shapes and dtypes of dk and dv."""
+    layout, p = specs.layout, specs.layout.problem
+    return [
+        (specs.key(d), layout.shape(p.kv_heads, layout.kv_padded, d), p.dtype)
+        for d in (layout.dim, layout.value_dim)
+    ]
+
+
+def store_key_gradients(layout: Layout, dk_ref: Any, dv_ref: Any, dk_acc: Any, dv_acc: Any) -> None:
+    """Stores dk and dv of a block of keys."""
+    wide, dk, dv = layout.tiles.transposed, dk_acc[...] * layout.problem.scale, dv_acc[...]
+    dk_ref[0, 0] = (dk.T if wide else dk).astype(dk_ref.dtype)
+    dv_ref[0, 0] = (dv.T if wide else dv).astype(dv_ref.dtype)
 
 
 def tile_gradients(

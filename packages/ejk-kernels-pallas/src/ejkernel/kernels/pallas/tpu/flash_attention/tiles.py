@@ -16,6 +16,7 @@ LANES = 128
 FIELDS = {"block_q": "q_blocksize", "block_kv": "kv_blocksize"}
 DQ_FIELDS = {"block_q": "blocksize_m", "block_kv": "blocksize_n"}
 LARGEST = 1024  # a config names no larger tile
+STRIP = 512  # rows of logits, at most, that vector memory holds at once
 NOT_FUSED = (
     "vector memory does not hold the gradient of all queries of a head, or one head would have to "
     "occupy two cores"
@@ -62,13 +63,13 @@ class Tiles:
 
         Two buffers of every block fetched or stored (queries, keys, values, output or gradients),
         float32 accumulators and at most five columns of ``outer`` rows, and spills: up to 12
-        bytes a pair of a strip, never more than of 512 rows.
+        bytes a pair of a strip, never more than of STRIP rows.
         """
         dims, inner = _dim(problem), self.block_q + self.block_kv - outer
         blocks = 2 * problem.itemsize * dims * 2 * (self.block_q + self.block_kv)
         outer_bytes = 4 * outer * (accumulators * dims + 5 * LANES)
         converted = 4 * inner * dims if self.unpacked else 0
-        return blocks + outer_bytes + converted + 12 * min(self.rows, 512) * inner
+        return blocks + outer_bytes + converted + 12 * min(self.rows, STRIP) * inner
 
 
 @dataclass(frozen=True)
@@ -213,8 +214,8 @@ def query_bytes(problem: Problem, rows: int) -> int:
 
 
 def strip_bytes(block_q: int) -> int:
-    """Returns the bytes of a strip of ds, float32: what the matmul of queries reads besides."""
-    return 4 * 512 * block_q
+    """Returns the bytes of a float32 strip of ds, which the matmul of queries reads, too."""
+    return 4 * STRIP * block_q
 
 
 def fused_tiles(problem: Problem, chip: Chip) -> Tiles | None:
