@@ -185,13 +185,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    values = {}
-    for field in filter(None, options.set.split(",")):
-        name, _, text = field.partition("=")
-        values[name] = int(text)
     cuda = cuda_folder()
     os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_ROOT": str(cuda)}
     os.environ["PATH"] = f"{cuda / 'bin'}:{os.environ['PATH']}"
+    from gpu import sweep  # which imports JAX, for the platform above
+
+    checkout.register()
+    try:
+        values = sweep.field_values(options.set) if options.set else {}
+    except ValueError:
+        raise SystemExit("--set: expected FIELD=NUMBER,FIELD=NUMBER as bwd.pipelined=0") from None
     any_serialized = False
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)

@@ -290,6 +290,12 @@ def summary(outcomes: Mapping[str, Outcome]) -> str:
     return "\n".join(text)
 
 
+def field_values(text: str) -> dict[str, int]:
+    """Returns fields of tiles by path, as "fwd.block_q=64,fwd.stages=3" names them."""
+    pairs = [pair.split("=") for pair in text.split(",")]
+    return {path: int(value) for path, value in pairs}
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="sweep", description=(__doc__ or "").splitlines()[0])
     p.add_argument("operation", type=operation_name)
@@ -310,8 +316,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     except ValueError:
         p.error("--set: expected FIELD=NUMBER,NUMBER as fwd.block_q=64,128")
     try:
-        combinations = [[pair.split("=") for pair in text.split(",")] for text in args.combinations]
-        args.combinations = [{path: int(value) for path, value in pairs} for pairs in combinations]
+        args.combinations = [field_values(text) for text in args.combinations]
     except ValueError:
         p.error("--try: expected FIELD=NUMBER,FIELD=NUMBER as fwd.block_q=64,fwd.stages=3")
     return args
