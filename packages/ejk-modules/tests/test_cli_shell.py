@@ -148,15 +148,25 @@ ROW = (
 )
 
 
+@pytest.fixture
+def output_on(monkeypatch):
+    """Makes the output of a terminal of so many columns, with or without rich."""
+
+    def make(width, rich):
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+        if rich:
+            pytest.importorskip("rich")
+        return RichOutput() if rich else Output()
+
+    return make
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("rich", [False, True])
-def test_no_word_is_broken_on_a_narrow_terminal(capsys, monkeypatch, width, rich):
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    if rich:
-        pytest.importorskip("rich")
-    out = RichOutput() if rich else Output()
+def test_no_word_is_broken_on_a_narrow_terminal(capsys, output_on, width, rich):
+    out = output_on(width, rich)
     out.table(COLUMNS, [ROW, ROW], right=(3, 4))
     told = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert max(map(len, told.splitlines())) <= width
@@ -165,13 +175,8 @@ def test_no_word_is_broken_on_a_narrow_terminal(capsys, monkeypatch, width, rich
 
 
 @pytest.mark.parametrize("rich", [False, True])
-def test_a_narrow_terminal_drops_columns_of_one_table(capsys, monkeypatch, rich):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    if rich:
-        pytest.importorskip("rich")
-    out = RichOutput() if rich else Output()
+def test_a_narrow_terminal_drops_columns_of_one_table(capsys, output_on, rich):
+    out = output_on(80, rich)
     out.table(COLUMNS, [ROW, ROW], right=(3, 4), optional=(4, 5, 7))
     printed = capsys.readouterr()
     lines = [line for line in printed.out.splitlines() if ROW[0] in line]
@@ -182,13 +187,8 @@ def test_a_narrow_terminal_drops_columns_of_one_table(capsys, monkeypatch, rich)
 
 @pytest.mark.parametrize("rich", [False, True])
 @pytest.mark.parametrize("width", [40, 60])
-def test_a_narrow_terminal_has_headings_in_place_of_columns(capsys, monkeypatch, width, rich):
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    if rich:
-        pytest.importorskip("rich")
-    out = RichOutput() if rich else Output()
+def test_a_narrow_terminal_has_headings_in_place_of_columns(capsys, output_on, width, rich):
+    out = output_on(width, rich)
     forward = (ROW[0], "fwd", *ROW[2:])
     out.table(COLUMNS, [ROW, ROW, forward], right=(3, 4), optional=(6, 5, 4), headings=2)
     out.fields([(f"{' '.join(ROW[:3])}", "a reason that is longer than one line of a terminal")])
