@@ -259,9 +259,9 @@ def test_ties_go_to_the_lower_block_across_tiles(dtype, most, monkeypatch):
     s, size, slots = 140, 2, 4
     same, _ = ranked(jnp.ones((1, s, 2, 16)), jnp.ones((1, s, 1, 16)), size, slots)
     for t in range(s):
-        own_block = t // size
-        earlier_blocks = [c for c in range((t + 1) // size) if c != own_block]
-        want = ([own_block, *earlier_blocks] + [-1] * slots)[:slots]
+        local_block = t // size
+        earlier_blocks = [c for c in range((t + 1) // size) if c != local_block]
+        want = ([local_block, *earlier_blocks] + [-1] * slots)[:slots]
         np.testing.assert_array_equal(same[0, t, 0], want)
     q, k = normal(1, s, 2, 16).astype(dtype), normal(1, s, 1, 16).astype(dtype)
     both = [jnp.concatenate([x] * (1 if most else 2)) for x in (q, k)]
@@ -308,11 +308,13 @@ def test_choice_by_huge_logits_and_by_none():
         "bshd,bnxd->bshn", *(np.asarray(y, np.float64) for y in (q, block_means(k, blocks)))
     )
     for t in range(1, 24):
-        own_block = t // 2
-        others = [c for c in range((t + 1) // 2) if c != own_block]
-        first = sorted({int(np.argmax(x[0, t, h, : (t + 1) // 2])) for h in range(2)} - {own_block})
+        local_block = t // 2
+        others = [c for c in range((t + 1) // 2) if c != local_block]
+        first = sorted(
+            {int(np.argmax(x[0, t, h, : (t + 1) // 2])) for h in range(2)} - {local_block}
+        )
         for got, best in ((huge, first), (none, [])):
-            want = [own_block, *best, *(c for c in others if c not in best), -1, -1, -1][:4]
+            want = [local_block, *best, *(c for c in others if c not in best), -1, -1, -1][:4]
             found, end = got[0, t, 0].tolist(), 1 + len(best)
             assert [found[0], *sorted(found[1:end]), *found[end:]] == want
 

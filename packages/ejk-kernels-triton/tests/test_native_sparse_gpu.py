@@ -187,8 +187,8 @@ def test_ties_go_to_the_lower_block(heads, slots):
     run = jax.jit(lambda q, k: select.select(p, current_target(), q, k, blocks, True))
     found = np.asarray(run(q, k.astype(q.dtype)))[0, :, 0]
     for t in range(length):
-        own_block = t // size
-        earlier_blocks = [c for c in range((t + 1) // size) if c != own_block]
+        local_block = t // size
+        earlier_blocks = [c for c in range((t + 1) // size) if c != local_block]
         np.testing.assert_array_equal(
-            found[t], ([own_block, *earlier_blocks] + [-1] * slots)[:slots]
+            found[t], ([local_block, *earlier_blocks] + [-1] * slots)[:slots]
         )
