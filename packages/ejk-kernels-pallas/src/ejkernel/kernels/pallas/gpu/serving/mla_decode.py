@@ -15,7 +15,9 @@ They would also leave room for two steps of the cache, and the next scores would
 that starts when the last values are accumulated. So the score warpgroup holds 448 of the 576 query
 columns in 112 registers a thread for as long as a sequence lasts, and there is room for three
 steps. ptxas keeps 24 registers for itself: with 512 columns, or fewer registers for the values, it
-serialises the matmuls.
+serialises the matmuls. The mainloop of scores is over the steps of one sequence: with queries read
+in a branch of a loop over all steps, ptxas spills 22 to 32 of these registers and reads them again
+in every step, before its matmuls.
 
 No warpgroup only copies. The warpgroup that has read a part of a step last starts the TMA copies of
 the same part of a later step, a box for every page. The two value warpgroups load their halves of
@@ -206,6 +208,11 @@ class MLADecodeKernel:
         return self.problem.batch if self.batch_invariant else self.units
 
     @property
+    def is_single(self) -> bool:
+        """Returns whether a unit has steps of one sequence only."""
+        return self.batch_invariant or self.problem.batch == 1
+
+    @property
     def c(self) -> float:
         """Absolute base-2 logit of a dot product of 1."""
         return natural_unit(self.problem) * LOG2E
@@ -256,6 +263,8 @@ class MLADecodeKernel:
     def next_step(self, r: Any, at: Step) -> Step:
         """Returns the step after ``at``; behind the last sequence, any."""
         batch = self.problem.batch
+        if self.is_single:
+            return at._replace(j=at.j + 1)
 
         def is_empty(sequence: Any) -> Any:
             return (r.lengths[sequence] <= 0) & (sequence + 1 < batch)
@@ -274,7 +283,8 @@ class MLADecodeKernel:
 
         def step(n: Any, state: Any) -> Any:
             at, carry = state
-            carry = body(carry, n, at, at.is_last | (n + 1 == count))
+            ends = n + 1 == count
+            carry = body(carry, n, at, ends if self.is_single else at.is_last | ends)
             return self.next_step(r, at), carry
 
         return lax.fori_loop(0, count, step, (self.first_step(r), carry))[1]
@@ -322,27 +332,16 @@ class MLADecodeKernel:
             pl.when(has_probs)(lambda: plgpu.barrier_arrive(r.p_ready))
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
-        def step(carry: Any, n: Any, at: Step, is_last: Any) -> Any:
-            is_new, q_regs, *state = carry
+        def step(q_regs: Any, n: Any, at: Step, is_first: Any, state: Any) -> Any:
             slot = lax.rem(n, loader.stages)
             # read before the matmul, used after it
             boxes = loader.boxes(r, self.next_step(r, at))
             scale = scale_of(r.k_scale, at.sequence)
-
-            @pl.when(is_new & (n > 0))
-            def publish_last() -> None:  # accumulated and written while queries are loaded
-                publish(n - 1, *state, jnp.bool_(True))
-                plgpu.barrier_arrive(r.p_ready)
-
-            q_regs = lax.cond(is_new, lambda: self.load_queries(r, at.sequence), lambda: q_regs)
-            pl.when(is_new)(lambda: plgpu.barrier_wait(r.q_ready))
             s = pl.run_scoped(
-                lambda acc: multiply(acc, q_regs, n, jnp.logical_not(is_new), state),
+                lambda acc: multiply(acc, q_regs, n, jnp.logical_not(is_first), state),
                 plgpu.ACC((ROWS, STEP), F32),
             )
             _, _, m, total = state
-            m = lax.cond(is_new, lambda: _rows_of(-jnp.inf), lambda: m)
-            total = lax.cond(is_new, lambda: _rows_of(0.0), lambda: total)
             pl.when(n + 1 < count)(lambda: loader.load_rope(r, boxes))
             c = logit_unit(self.c, scale)
             s = -s if p.scale < 0.0 else s
@@ -363,13 +362,36 @@ class MLADecodeKernel:
             left = at.length - at.j * STEP
             pl.when(left < STEP)(lambda: _clear_values(r.main.at[slot], left))
 
-            @pl.when(is_last)
-            def store_sums() -> None:
-                target = (self.partial(r, at, n), pl.ds(block * ROWS, ROWS))
-                compat.store_registers(r.m.at[target], top)
-                compat.store_registers(r.total.at[target], sum_over_lanes(total))
+            return probs, alpha, top, total
 
-            return is_last, q_regs, probs, alpha, top, total
+        def attend(n: Any, at: Step) -> tuple[Any, Step]:
+            """Computes the steps of one sequence, of which the n-th of the unit is the first.
+
+            Queries are read here and not in the mainloop, where registers that a branch may write
+            are spilled and read again in every step.
+            """
+            q_regs = self.load_queries(r, at.sequence)
+            steps = jnp.minimum(count - n, at.steps - at.j)
+            plgpu.barrier_wait(r.q_ready)
+
+            def some_step(i: Any, carry: Any) -> Any:
+                at, *state = carry
+                state = step(q_regs, n + i, at, i == 0, state)
+                return at._replace(j=at.j + 1), *state
+
+            no_probs = plgpu.layout_cast(jnp.zeros((ROWS, STEP), self.dtype), LAYOUT)
+            state = (no_probs, _rows_of(0.0), _rows_of(-jnp.inf), _rows_of(0.0))
+            _, *state = lax.fori_loop(0, steps, some_step, (at, *state))
+            # accumulated and written while the next queries are loaded
+            last = n + steps - 1
+            publish(last, *state, jnp.bool_(True))
+            plgpu.barrier_arrive(r.p_ready)
+            at = at._replace(j=at.j + steps - 1)
+            _, _, top, total = state
+            target = (self.partial(r, at, last), pl.ds(block * ROWS, ROWS))
+            compat.store_registers(r.m.at[target], top)
+            compat.store_registers(r.total.at[target], sum_over_lanes(total))
+            return last + 1, self.next_step(r, at)
 
         unit = self.program_position()[0]
 
@@ -381,15 +403,11 @@ class MLADecodeKernel:
         @pl.when(count > 0)
         def compute() -> None:
             loader.load_rope(r, loader.boxes(r, self.first_step(r)))
-            zeros = tuple(
-                plgpu.layout_cast(jnp.zeros((ROWS, columns), self.dtype), LAYOUT)
-                for _, _, columns in (*HELD, (0, 0, STEP))
-            )
-            state = (zeros[-1], _rows_of(0.0), _rows_of(-jnp.inf), _rows_of(0.0))
-            carry = (jnp.bool_(True), zeros[:-1], *state)
-            _, _, *state = self.for_each_step(r, step, carry)
-            publish(count - 1, *state, jnp.bool_(True))
-            plgpu.barrier_arrive(r.p_ready)
+            state = (jnp.int32(0), self.first_step(r))
+            if self.is_single:
+                attend(*state)
+            else:
+                lax.while_loop(lambda x: x[0] < count, lambda x: attend(*x), state)
 
     # ---- values -----------------------------------------------------------------------------
 
