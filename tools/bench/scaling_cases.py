@@ -217,7 +217,7 @@ def serving_cases(sizes: Sizes) -> Iterator[Case]:
         lambda n: (latent(1), latent_shapes(1), n),
         trained=False,
         target=0.83,
-        sends=("all-reduce",),
+        sends=("all-gather",),
         chained=LAYERS,
     )
 

@@ -26,8 +26,7 @@ def test_a_call_by_specs():
     notes = explain("page_attention", **arrays, mesh=mesh, in_specs=specs).notes
     assert notes[:3] == (
         "pages over pages: each device attends to its own, merged by lse",
-        "all-reduce of the output with its weights, 448 bytes, and of the largest lse, 64 bytes, "
-        "over pages, for all rows and heads",
+        "all-gather of the outputs with their lse, 224 bytes of each device, over pages",
         "sharded: heads over tp, kv_heads over tp",
     )
     assert "not sharded over dp: devices along it compute the same" in notes
@@ -44,6 +43,25 @@ def test_a_call_by_specs():
         "backward: all-reduce of the gradient of softmax_aux, 12 bytes, over dp and tp",
         "not sharded over pages: devices along it compute the same",
         "better layout, shares out the work: query with batch over dp and heads over tp and pages",
+    )
+
+
+def test_many_rows_over_many_devices_are_added_up():
+    """The latent width is the size of no array."""
+    mesh = jax.make_mesh((8,), ("pages",), axis_types=(AxisType.Auto,))
+    shapes = {"query": (8, 64, 128, 576), "latent_cache": (64, 64, 576)}
+    arrays = {n: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for n, shape in shapes.items()}
+    shapes = {"context_lens": (8,), "block_tables": (8, 8)}
+    arrays |= {n: jax.ShapeDtypeStruct(shape, jnp.int32) for n, shape in shapes.items()}
+    where = {"mesh": mesh, "in_specs": (P(), P("pages"))}
+    assert explain("mla_decode", **arrays, latent_dim=512, **where).notes[1] == (
+        "all-reduce of the output with its weights, 128 MiB, and of the largest lse, 256 KiB, on "
+        "each device, over pages"
+    )
+    arrays["query"] = jax.ShapeDtypeStruct((8, 1, 128, 576), jnp.bfloat16)
+    assert explain("mla_decode", **arrays, latent_dim=512, **where).notes[1] == (
+        "all-reduce of the output with its weights, 2 MiB, and of the largest lse, 4 KiB, on "
+        "each device, over pages"
     )
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel.modules as modules
 from ejktest.at_size import BOUND, relative
+from ejktest.transfers import transfers
 
 GPUS = [device for device in jax.devices() if device.platform == "gpu"]
 pytestmark = [
@@ -174,7 +175,8 @@ def test_latent_pages_on_two():
     ]
     run = jax.jit(lambda *x: modules.mla_decode(*x, mesh=mesh, in_specs=specs))
     compiled = run.lower(*spread).compile()
-    assert "all-gather" not in compiled.as_text()
+    (sent,) = transfers(compiled.as_text())  # the outputs and their lse, of both
+    assert (sent.kind, sent.size) == ("all-gather", 2 * 2 * 128 * (512 * 2 + 4))
     same([compiled(*spread)], [wanted])
 
 

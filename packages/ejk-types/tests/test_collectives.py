@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.types.collectives import permute
+from ejkernel.types.collectives import gather, permute
 
 N = 4
 pytestmark = pytest.mark.skipif(len(jax.devices()) < N, reason="needs four devices")
@@ -46,3 +46,41 @@ def test_gradients_go_the_other_way() -> None:
     np.testing.assert_array_equal(gradient(x), [0, 2, 4, 6, 8, 10, 0, 0])
     second = jax.jit(jax.grad(lambda x: jnp.sum(gradient(x))))(x)
     np.testing.assert_array_equal(second, [2] * (2 * N - 2) + [0, 0])
+
+
+def gathered(*arrays: Any) -> Any:
+    """Every array of all devices, on each of them."""
+    mesh = Mesh(np.array(jax.devices()[:N]), ("sp",))
+
+    def body(*arrays: Any) -> Any:
+        return [jnp.stack(parts) for parts in gather([x[0] for x in arrays], "sp")]
+
+    run = partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
+    return run(body, in_specs=P("sp"))(*arrays)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_arrays_of_several_dtypes_are_gathered_at_once(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 1 << 16, (N, 3, 4, 128), dtype=np.uint16)
+    # XLA changes the payload of a bfloat16 NaN on CPUs
+    words = np.where(words & 0x7F80 == 0x7F80, words & 0xFF80, words)
+    x = words.view(dtype) if dtype == jnp.bfloat16 else (words >> 1).astype(dtype)
+    row = rng.integers(0, 1 << 32, (N, 3, 4), dtype=np.uint32).view(np.float32)
+    program = jax.jit(gathered).lower(jnp.asarray(x), jnp.asarray(row)).compile()
+    assert program.as_text().count(" all-gather(") == 1
+    for found, sent in zip(program(jnp.asarray(x), jnp.asarray(row)), (x, row), strict=True):
+        assert found.dtype == sent.dtype and np.asarray(found).tobytes() == sent.tobytes()
+
+
+def test_gradients_of_gathered_arrays_are_summed_over_the_devices() -> None:
+    x, row = jnp.ones((N, 2), jnp.bfloat16), jnp.ones((N, 3))
+
+    def loss(x: Any, row: Any) -> Any:
+        x, row = gathered(x, row)
+        scale = jnp.arange(1.0, N + 1)[:, None]
+        return jnp.sum(scale * x.astype(jnp.float32)) + jnp.sum(scale * row**2)
+
+    for gradient, factor in zip(jax.jit(jax.grad(loss, (0, 1)))(x, row), (1, 2), strict=True):
+        expected = np.broadcast_to(factor * np.arange(1.0, N + 1)[:, None], gradient.shape)
+        np.testing.assert_array_equal(gradient.astype(jnp.float32), expected)

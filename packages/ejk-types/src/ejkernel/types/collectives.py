@@ -1,13 +1,15 @@
-"""Sending arrays from device to device along mesh axes."""
+"""Sending arrays between the devices of mesh axes."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Axes = str | tuple[str, ...]
 Route = tuple[tuple[int, int], ...]
@@ -39,3 +41,41 @@ def _permute_jvp(axes: Axes, route: Route, primals: Any, tangents: Any) -> Any:
     """Sends the tangent as it is: bits have no gradient."""
     (x,), (dx,) = primals, tangents
     return _permute(axes, route, x), jax.lax.ppermute(dx, axes, route)
+
+
+Arrays = tuple[jax.Array, ...]
+
+
+def gather(arrays: Sequence[jax.Array], axes: Axes) -> list[list[jax.Array]]:
+    """Returns each array of all devices, in their order, by one all-gather of all of them."""
+    return [
+        [jax.lax.index_in_dim(x, i, keepdims=False) for i in range(x.shape[0])]
+        for x in _gather(axes, tuple(arrays))
+    ]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gather(axes: Axes, arrays: Arrays) -> Arrays:
+    """Returns the arrays with an axis of devices in front.
+
+    They travel one after the other as the bits of the narrowest of them: one array of several
+    dtypes, without a byte more.
+    """
+    width = min(np.dtype(x.dtype).itemsize for x in arrays)
+    bits = [jax.lax.bitcast_convert_type(x, f"uint{8 * width}").reshape(-1) for x in arrays]
+    everywhere = jax.lax.all_gather(jnp.concatenate(bits), axes)
+    ends = list(itertools.accumulate(x.size for x in bits))
+    gathered = []
+    for x, first, end in zip(arrays, [0, *ends], ends, strict=False):
+        words = np.dtype(x.dtype).itemsize // width
+        shape = (-1, *x.shape, words) if words > 1 else (-1, *x.shape)
+        part = everywhere[:, first:end].reshape(shape)
+        gathered.append(jax.lax.bitcast_convert_type(part, x.dtype))
+    return tuple(gathered)
+
+
+@_gather.defjvp
+def _gather_jvp(axes: Axes, primals: Any, tangents: Any) -> Any:
+    """Gathers the tangents as they are: bits have no gradient."""
+    (arrays,), (dots,) = primals, tangents
+    return _gather(axes, arrays), tuple(jax.lax.all_gather(x, axes) for x in dots)

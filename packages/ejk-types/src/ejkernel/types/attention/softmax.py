@@ -95,26 +95,6 @@ def sink_gradient(sink: jax.Array | None, lse: jax.Array, delta: jax.Array) -> j
     return -jnp.sum(share * jnp.where(alive, delta, 0.0), axis=(0, 2))[None]
 
 
-def merge_over_devices(
-    o: jax.Array, lse: jax.Array, axes: tuple[str, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns ``merge_parts`` of the parts of all devices along bound mesh axes, on each of them.
-
-    Two all-reduces: of the largest lse, and of the weighted outputs with their weights.
-    """
-    wide = result_dtype(jnp.float32, o, lse)
-    lse = lse.astype(wide)
-    top = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
-    base = jnp.where(top > -jnp.inf, top, 0)
-    weight = jnp.exp(lse - base)[..., None]
-    terms = jnp.where(weight > 0, o.astype(wide), 0) * weight
-    sums = jax.lax.psum(jnp.concatenate([terms, weight], -1), axes)
-    total = sums[..., -1]
-    is_empty = total == 0
-    total = jnp.where(is_empty, 1, total)
-    return sums[..., :-1] / total[..., None], jnp.where(is_empty, -jnp.inf, base + jnp.log(total))
-
-
 def count_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns o ``[..., h, dv]`` and lse ``[..., h]`` of rows with the sinks ``[h, sinks]``.
 

@@ -10,12 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, is_symbolic
-from ejkernel.types.attention.softmax import (
-    count_sinks,
-    merge_over_devices,
-    name_lse,
-    name_output,
-)
+from ejkernel.types.attention.device_merge import merge_over_devices
+from ejkernel.types.attention.softmax import count_sinks, name_lse, name_output
 from ejkernel.types.calls import arguments
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Arguments, Call

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ejkernel.types.attention.context.masks import index_rules
 from ejkernel.types.attention.context.ring import Plan, Ring
 from ejkernel.types.attention.context.strategy import choose_strategy
+from ejkernel.types.attention.device_merge import MergeBytes
 from ejkernel.types.calls.axes import AXES, bare
 from ejkernel.types.calls.layout import Layout, MeshAxes
 from ejkernel.types.calls.sharding import ShardingRule, Words
@@ -146,16 +147,41 @@ def place_arrays(
     return placed, over_pages
 
 
-def pages_notes(rule: ShardingRule, output: str, axes: MeshAxes) -> tuple[str, ...]:
-    """Returns the notes on pages over mesh axes; ``output``: words of the first output's axes."""
-    *rows, dim = (rule.sizes.get(word, 1) for word in output.split())
-    rows_bytes = math.prod(rows) * np.dtype(np.float32).itemsize
+def pages_notes(
+    rule: ShardingRule,
+    output: str,
+    axes: MeshAxes,
+    mesh: Any,
+    arrays: Mapping[str, tuple[Any, Words]],
+    a: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """Returns the notes on pages over mesh axes.
+
+    ``output``: words of the first output's axes; ``arrays``: the types of arrays that lie as specs
+    say, and the words of their axes, the query first; ``a``: the arguments, which have the size of
+    an axis that no array has.
+    """
     over = " and ".join(axes)
-    return (
-        f"pages over {over}: each device attends to its own, merged by lse",
-        f"all-reduce of the output with its weights, {_in_words(rows_bytes * (dim + 1))}, and of "
-        f"the largest lse, {_in_words(rows_bytes)}, over {over}, for all rows and heads",
-    )
+    merged = f"pages over {over}: each device attends to its own, merged by lse"
+    entries = [(rule.words(words, x.shape), _mesh_axes(x)) for x, words in arrays.values()]
+    try:
+        layout = rule.layout(dict(mesh.shape), entries)
+    except ValueError:  # another note says why
+        return (merged,)
+    (query, _), *_ = arrays.values()
+    *rows, dim = output.split()
+    count = math.prod(rule.sizes[word] // layout.parts(word) for word in rows)
+    width = rule.sizes.get(dim) or a[dim]
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    sizes = MergeBytes.for_rows(count, width, query.dtype, np.float32, devices)
+    if sizes.is_one_gather:
+        sent = f"all-gather of the outputs with their lse, {_in_words(sizes.gathered)} of each"
+        sent += f" device, over {over}"
+    else:
+        summed, largest = map(_in_words, (sizes.summed, sizes.largest))
+        sent = f"all-reduce of the output with its weights, {summed}, and of the largest lse, "
+        sent += f"{largest}, on each device, over {over}"
+    return merged, sent
 
 
 def _better_layout(

@@ -266,7 +266,9 @@ class Call:
         if not over_pages:
             return notes
         rule = cls.sharding_rule(unsharded)
-        return (*pages_notes(rule, cls.output_axes(unsharded)[0], over_pages), *notes)
+        words = {name: (x, axes[name]) for name, x in placed.items()}
+        output = cls.output_axes(unsharded)[0]
+        return (*pages_notes(rule, output, over_pages, mesh, words, unsharded), *notes)
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:
