@@ -99,6 +99,15 @@ def test_pages_against_the_reference(name):
     assert_no_races()
 
 
+def test_nan_that_a_sequence_sees_is_in_its_output_and_lse():
+    arrays = list(draw())
+    arrays[0][3] = np.nan
+    run = jax.jit(lambda *x: page_attention(*x, return_lse=True, cfg={"pages_per_block": 2}))
+    for x in run(*arrays):
+        rows = np.isnan(x).reshape(len(LENS), -1)
+        assert rows[3].all() and not np.delete(rows, 3, axis=0).any()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_contiguous_against_the_reference(dtype):
     """Slices of caches whose length no block divides; what lies outside them holds NaN."""

@@ -47,3 +47,12 @@ def test_rows_that_see_no_key_and_blocks_that_nobody_sees(dead: str) -> None:
         options = {"causal_offset": -21}
     function = partial(flash_attention, causal=True, cfg=CFG, **options)
     check(function, QKV, queries, blocks_of(unseen))
+
+
+def test_nan_that_a_row_sees_is_in_its_lse() -> None:
+    """-inf would say that it saw nothing, and whoever merges it with others would drop it."""
+    key = QKV["key"].at[0, 20].set(np.nan)
+    o, lse = flash_attention(**{**QKV, "key": key}, causal=True, return_lse=True, cfg=CFG)
+    for x in (o, lse):
+        rows = np.isnan(x).reshape(LENGTH, -1)
+        assert rows[20:].all() and not rows[:20].any()

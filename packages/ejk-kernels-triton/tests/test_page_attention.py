@@ -251,6 +251,17 @@ def test_unseen_memory_and_wild_entries_have_no_effect():
         assert np.array_equal(base, again)
 
 
+def test_nan_that_a_sequence_sees_is_in_its_output_and_lse():
+    q, k, v, lens, tables = draw()
+    k[tables[3, 0], 5] = np.nan
+    for splits in (1, 3):
+        with np.errstate(invalid="ignore"):  # the interpreter computes in numpy
+            results = page_attention(q, k, v, lens, tables, num_splits=splits, return_lse=True)
+        for x in results:
+            rows = np.isnan(x).reshape(len(lens), -1)
+            assert rows[3].all() and not np.delete(rows, 3, axis=0).any()
+
+
 def test_lengths_beyond_the_table_and_ranks():
     q, k, v, lens, tables = draw(lens=(32, 16))
     long = page_attention(q[:, None], k, v, jnp.asarray(lens) + jnp.array([1000, 0]), tables)

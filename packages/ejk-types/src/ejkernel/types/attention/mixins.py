@@ -85,7 +85,7 @@ class SoftmaxKernel:
         """Returns ``Rows`` ``[b, q, h]`` from what the forward pass returns and saves."""
         shift = self.row_shift(problem)
         base, *tail = jax.tree.leaves(saved) or [lse / self.row_unit(problem) - shift]
-        m = jnp.where(lse > -jnp.inf, base + shift, -jnp.inf)
+        m = jnp.where(lse != -jnp.inf, base + shift, -jnp.inf)
         rows = (m, tail[0] if tail else jnp.zeros_like(m))
         return Rows(*(x.swapaxes(1, 2) for x in rows))
 
@@ -133,7 +133,7 @@ class SoftmaxKernel:
         lse ``[b, q, h]``, sinks ``[h, n]``.
         """
         base, *tail = (x.swapaxes(1, 2) for x in jax.tree.leaves(saved))
-        alive = lse > -jnp.inf
+        alive = lse != -jnp.inf
         m = jnp.where(alive, base + self.row_shift(problem), 0.0)
         log2_scale = jnp.where(alive, -tail[0] if tail else 0.0, DEAD)
         if sinks is None or sinks.shape[1] == 0:

@@ -90,7 +90,7 @@ def sink_gradient(sink: jax.Array | None, lse: jax.Array, delta: jax.Array) -> j
     """
     if sink is None:
         return None
-    alive = lse > -jnp.inf
+    alive = lse != -jnp.inf
     share = jnp.exp(sink[:, :, None] - jnp.where(alive, lse, jnp.inf))
     return -jnp.sum(share * jnp.where(alive, delta, 0.0), axis=(0, 2))[None]
 
@@ -101,7 +101,7 @@ def count_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Arr
     Rows that see no key stay as they are.
     """
     of_heads = jax.nn.logsumexp(sinks.astype(lse.dtype), axis=-1)
-    of_rows = jnp.where(lse > -jnp.inf, jnp.broadcast_to(of_heads, lse.shape), -jnp.inf)
+    of_rows = jnp.where(lse != -jnp.inf, jnp.broadcast_to(of_heads, lse.shape), -jnp.inf)
     return merge_parts([o, jnp.zeros_like(o)], [lse, of_rows])
 
 

@@ -77,7 +77,7 @@ def cleared_rows(
     lse: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Clears rows as ``without_dead_rows`` does, whatever the mask."""
-    alive = lse > -jnp.inf
+    alive = lse != -jnp.inf
     rows = jnp.swapaxes(alive, 1, 2)[..., None]
     q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))
     return q, do, jnp.where(alive, dlse, 0.0)

@@ -186,7 +186,7 @@ def flash_fwd(
                 acc, p, v_tiles, v, keys, j0, (phase == 1) and not EVEN_KV, PRECISION
             )
 
-    alive = l > 0.0
+    alive = l != 0.0  # NaN is: a merge of parts drops those with an lse of -inf
     # the largest logit in natural units
     top = tl.where(alive, m, 0.0) * softmax.unit + softmax.shift
     # undo the common factor exp2(e) of fused_softmax

@@ -141,7 +141,7 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
         lse = scales.m * self.row_unit(work.problem) - scales.log2_scale * LN2
 
         def of_part(o: Any, part_lse: Any) -> tuple[Any, Any]:
-            seen = scales.alive & (part_lse > -jnp.inf)
+            seen = scales.alive & (part_lse != -jnp.inf)
             weight = jnp.where(seen, jnp.exp(jnp.where(seen, part_lse - lse, 0.0)), 0.0)
             wide = do.astype(jnp.float32) * weight[..., None]
             return wide, (wide * o.astype(jnp.float32)).sum(-1) - weight * delta

@@ -46,7 +46,7 @@ def add_sinks(m, l, sinks, b, heads, inside):  # noqa: E741
     relative to top, ``total`` the sum of exponentials relative to top. Rows that saw nothing are
     not ``alive``; they have m 0 and l 1.
     """
-    alive = l > 0.0
+    alive = l != 0.0  # NaN is: it must not become a row that saw nothing
     base = tl.where(alive, m, 0.0)
     total = tl.where(alive, l, 1.0)
     weight = total * 0.0 + 1.0

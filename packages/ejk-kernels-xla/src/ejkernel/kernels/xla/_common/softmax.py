@@ -55,5 +55,7 @@ def shift(m: jax.Array, x: jax.Array, unit: float) -> tuple[jax.Array, jax.Array
 
 def finish(state: RowState) -> tuple[jax.Array, Rows]:
     """Normalised output ``[..., r, dv]`` and normaliser; a row without keys gives 0."""
-    total = jnp.where(state.m == -jnp.inf, 1.0, state.l)
-    return state.acc / total[..., None], Rows(state.m, jnp.log2(total))
+    # a compiler's maximum may drop NaN, and the row would look as if it saw no key
+    m = jnp.where(jnp.isnan(state.l), state.l, state.m)
+    total = jnp.where(m == -jnp.inf, 1.0, state.l)
+    return state.acc / total[..., None], Rows(m, jnp.log2(total))

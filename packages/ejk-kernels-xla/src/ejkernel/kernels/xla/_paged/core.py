@@ -156,7 +156,9 @@ def _group_forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles: T
     zero = zeros((n, hk, g, rows), spec.accumulate, q)
     init = (zero + NEG_INF, zero, zeros((n, hk, g, rows, dv), spec.accumulate, q))
     top, total, o = _steps(spec, blocks, forward_step, init)
-    alive = total > 0
+    alive = total != 0
+    # a compiler's maximum may drop NaN, and the row would look as if it saw no key
+    top = jnp.where(jnp.isnan(total), total, top)
     top, total = jnp.where(alive, top, 0.0), jnp.where(alive, total, 1.0)
     row_max, keys = top, zero
     if sinks is not None:

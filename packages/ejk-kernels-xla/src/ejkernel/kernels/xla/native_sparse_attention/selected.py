@@ -101,7 +101,7 @@ def _tile_forward(spec: Spec, q, k, v, rows: Rows):
     o = zeros((*q.shape[:-1], v.shape[-1]), spec.accumulate, q)
     steps = rows.chosen.shape[2] // spec.slots
     top, total, o = lax.fori_loop(0, steps, forward_step, (zero + NEG_INF, zero, o))
-    alive = total > 0
+    alive = total != 0  # as NaN is, which is not to become a row without keys
     total = jnp.where(alive, total, 1.0)
     return o / total[..., None], jnp.where(alive, top, 0.0), jnp.log(total)
 

@@ -171,7 +171,7 @@ def _kernel(p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], *refs: Any)
     row = jnp.zeros((rows, 1), jnp.float32)
     acc = jnp.zeros((rows, p.value_dim), jnp.float32)
     m, total, acc = lax.fori_loop(first, stop, add_block, (row + FLOOR, row, acc))
-    sinks, seen = factor_ref[0, :, 2:3], total > 0.0
+    sinks, seen = factor_ref[0, :, 2:3], total != 0.0  # NaN has seen something
     top = jnp.maximum(m, sinks)
     shrink = jnp.exp(m - top)
     total = jnp.where(seen, total * shrink + jnp.exp(sinks - top), 1.0)

@@ -124,7 +124,7 @@ def _results(
     """Returns the output of the rows ``at`` and their log-sum-exp ``[rows, 1]``; zeros and -inf
     where they have seen nothing."""
     m, total = scratch.m[at][:, :1], jnp.sum(scratch.total[at], axis=1, keepdims=True)
-    seen, top = total > 0.0, jnp.maximum(m, sinks)
+    seen, top = total != 0.0, jnp.maximum(m, sinks)  # NaN has seen something
     shrink = jnp.exp2(m - top)
     total = jnp.where(seen, total * shrink + jnp.exp2(sinks - top), 1.0)
     o = jnp.where(seen, scratch.acc[at] * (shrink * values / total), 0.0)
