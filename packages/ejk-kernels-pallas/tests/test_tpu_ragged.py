@@ -260,6 +260,16 @@ def call(
     return bound(ragged_page_attention.call, num_seqs=8, **structs)
 
 
+def test_interpreted_without_parameters():
+    """As ``interpret_mode`` or EJKERNEL_INTERPRET=1 alone run it."""
+    q, _, _, pool, tables, starts = draw(rows=(1, 9), lens=(20, 30))
+    lens = np.array([20, 30], np.int32)
+    with interpreter(True):
+        run = jax.jit(lambda *arrays: ragged_page_attention(*arrays, 2, cfg=CFG))
+        got = run(q, pool, lens, tables, starts)
+    check_close(np.asarray(got), expected(q, pool, tables, starts, lens)[0], name="o")
+
+
 def test_refuses_what_it_cannot_do():
     for request, reason in (
         (call(8, 2, 16, "bfloat16", d=64), "kv_pages: rows of 64 columns are not supported"),

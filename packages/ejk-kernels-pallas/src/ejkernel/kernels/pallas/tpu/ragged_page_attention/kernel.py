@@ -552,7 +552,8 @@ def attend(
                 transcendentals=rows * p.capacity * p.heads,
                 bytes_accessed=p.batch * p.capacity * p.kv_heads * p.token_bytes,
             ),
-            interpret=chip.interpret,
+            # the plain interpreter has no copies of a traced length
+            interpret=pltpu.InterpretParams() if chip.interpret is True else chip.interpret,
             name="ejkernel_ragged_attention",
         )(*operands)
     )
