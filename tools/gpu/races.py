@@ -51,7 +51,11 @@ from ejkernel.kernels.pallas.gpu.serving.implementation import (  # noqa: E402
     merge_stage,
 )
 from ejkernel.kernels.pallas.gpu.serving.prefill import prefill, prefill_kernel  # noqa: E402
-from ejkernel.kernels.pallas.gpu.serving.tiles import MIN_ROWS, long_prefill_of  # noqa: E402
+from ejkernel.kernels.pallas.gpu.serving.tiles import (  # noqa: E402
+    MIN_ROWS,
+    MLADecodeTiles,
+    long_prefill_of,
+)
 from ejkernel.types.serving.layout import KVLayout  # noqa: E402
 from ejkernel.types.serving.problem import (  # noqa: E402
     LatentProblem,
@@ -80,6 +84,14 @@ LATENT = {
     "e4m3": ((130, 0, 700, 1), 64, 1, 64),
     "single": ((700,), 64, 1, 64),
     "batch-invariant": ((2100, 70, 2100), 64, 1, 64),  # the first again, both in two splits
+    "merge at once": ((700,), 64, 1, 64),
+    "merge at once, one step": ((1,), 64, 1, 64),
+    "merge at once, batch-invariant": ((2100, 0, 2100), 64, 1, 64),
+}
+AT_ONCE = {  # tiles of those
+    "merge at once": MLADecodeTiles(merge_warpgroups=2),
+    "merge at once, one step": MLADecodeTiles(merge_warpgroups=4),
+    "merge at once, batch-invariant": MLADecodeTiles(merge_warpgroups=1),
 }
 EIGHT_BIT = {
     "full": (150, 300, 2, 1, 128, False),
@@ -243,7 +255,7 @@ def hopper_latent(name: str) -> Call:
         for shape, kind in (((len(lens), rows, 576), dtype), ((pages, page, 576), key))
     )
     tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
-    invariant = name == "batch-invariant"
+    invariant = "batch-invariant" in name
     if invariant:
         q, tables[-1] = q.at[-1].set(q[0]), tables[0]
     p = LatentProblem(
@@ -254,6 +266,7 @@ def hopper_latent(name: str) -> Call:
         problem=p,
         target=Chip(min(2, rows // 64) * SMALL_CORES),
         batch_invariant=invariant,
+        tiles=AT_ONCE.get(name, MLADecodeTiles()),
     )
 
     @jax.jit

@@ -19,6 +19,8 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
 )
 from ejkernel.kernels.pallas.gpu.serving.implementation import mla_decode
 from ejkernel.kernels.pallas.gpu.serving.mla_split import find_unit
+from ejkernel.kernels.pallas.gpu.serving.tiles import MLADecodeTiles
+from ejkernel.ops import batch_invariant
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.serving.split import split_schedule
 from ejktest import at_size, tile_lists
@@ -197,6 +199,39 @@ LATENT = [
 def test_latent_decoding(name: str) -> None:
     """o and lse; two runs have the same bits, and so has one with NaN in unseen memory."""
     latent.check(name, mla_decode)
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 4, 8])
+@pytest.mark.parametrize(("length", "heads"), [(0, 128), (1, 64), (1000, 128), (100_001, 128)])
+def test_a_merge_at_once_gives_the_result_of_the_other(
+    length: int, heads: int, warpgroups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs of a single sequence have the same bits, and so has a sequence in two batches."""
+    pages = length // 64 + 1
+    q, cache = (
+        jax.random.normal(jax.random.key(n), shape, jnp.bfloat16)
+        for n, shape in enumerate([(1, heads, 576), (pages, 64, 576)])
+    )
+    tables = jax.random.permutation(jax.random.key(2), pages)[None].astype(jnp.int32)
+
+    def run(batch: int = 1) -> np.ndarray:
+        lengths = jnp.full(batch, length, jnp.int32)
+        q_rows, table_rows = (jnp.repeat(x, batch, axis=0) for x in (q, tables))
+        call = lambda *x: mla_decode(*x, latent_dim=512)  # noqa: E731
+        return np.asarray(jax.jit(call)(q_rows, cache, lengths, table_rows)[-1:], np.float32)
+
+    def fixed(batch: int) -> np.ndarray:
+        with batch_invariant():
+            return run(batch)
+
+    want, want_fixed = run(), fixed(1)
+    tiles = MLADecodeTiles(merge_warpgroups=warpgroups)
+    monkeypatch.setattr(type(mla_decode), "choose", lambda *_: tiles)
+    near(run(), want)
+    np.testing.assert_array_equal(run(), run())
+    if warpgroups == 1:
+        near(fixed(1), want_fixed)
+        np.testing.assert_array_equal(fixed(3), fixed(1))
 
 
 SPLIT_LENGTHS = {

@@ -5,6 +5,7 @@ The kernels themselves run on a GPU only (``test_gpu_card.py``).
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ if compat.mosaic_gpu_problem() is not None:
 
 from ejkernel.kernels.pallas.gpu.serving.implementation import mla_decode
 from ejkernel.kernels.pallas.gpu.serving.mla_merge import merge_fixed_lse, merge_lse
+from ejkernel.kernels.pallas.gpu.serving.tiles import MLADecodeTiles
 from ejkernel.ops import batch_invariant
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.serving.split import fixed_split, split_schedule
@@ -131,6 +133,22 @@ class TestCalls:
         shapes = self.shapes(dtype=jnp.dtype(dtype), cache=jnp.dtype(cache))
         text = self.decode(*shapes, return_lse=True, k_scale=-0.5)
         assert text.count("custom_call @mosaic_gpu") == 2 and "paged_split" not in text
+
+    @pytest.mark.parametrize(("batch", "warpgroups"), [(1, 1), (1, 4), (3, 1)])
+    def test_lowers_a_merge_at_once(self, batch, warpgroups, monkeypatch) -> None:
+        tiles = MLADecodeTiles(merge_warpgroups=warpgroups)
+        q, cache, lengths, tables = self.shapes()
+        shapes = (struct(batch, *x.shape[1:], dtype=x.dtype) for x in (q, lengths, tables))
+        q, lengths, tables = shapes
+
+        def lowered() -> str:
+            with contextlib.nullcontext() if batch == 1 else batch_invariant():
+                return self.decode(q, cache, lengths, tables, k_scale=0.5, return_lse=True)
+
+        other = lowered()
+        monkeypatch.setattr(type(mla_decode), "choose", lambda *_: tiles)
+        text = lowered()
+        assert text.count("custom_call @mosaic_gpu") == 2 and text != other
 
     def test_lowers_a_scale_for_each_mapped_row(self) -> None:
         decode = partial(self.decode, mapped=struct(3, dtype=jnp.float32))

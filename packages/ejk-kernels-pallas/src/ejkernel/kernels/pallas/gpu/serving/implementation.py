@@ -17,13 +17,19 @@ import jax.numpy as jnp
 from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.gpu.serving.mla_decode import LATENT, ROPE, ROWS, MLADecodeKernel
-from ejkernel.kernels.pallas.gpu.serving.mla_merge import merge, merge_fixed_lse, merge_lse
+from ejkernel.kernels.pallas.gpu.serving.mla_merge import (
+    merge,
+    merge_at_once,
+    merge_fixed_lse,
+    merge_lse,
+)
 from ejkernel.kernels.pallas.gpu.serving.prefill import prefill, prefill_kernel
 from ejkernel.kernels.pallas.gpu.serving.tiles import (
     DIMS,
     DTYPES,
     MAX_COMPARED_PAGE,
     MIN_ROWS,
+    MLADecodeTiles,
     long_prefill_of,
 )
 from ejkernel.kernels.pallas.kernel import PallasKernel
@@ -163,6 +169,7 @@ def _latent_kernel(work: Work) -> MLADecodeKernel:
 def merge_stage(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output, and the log-sum-exp if the call returns it."""
     c, fixed = _latent_kernel(work).c, work.batch_invariant
+    warpgroups = work.tiles.merge_warpgroups
     read = [arrays[name] for name in ("o", "partial_o", "m", "total", "cut_sequences", "lens")]
     o = arrays["o"]
     types = {"o": o}
@@ -170,9 +177,12 @@ def merge_stage(work: Work, arrays: Arrays) -> Arrays:
         types["lse"] = jax.ShapeDtypeStruct(o.shape[:2], jnp.float32)
 
     def run(o: jax.Array, partial_o: jax.Array, *sums: jax.Array) -> tuple[jax.Array, ...]:
-        outputs = (merge(c, o, partial_o, *sums, fixed=fixed),)
+        if warpgroups and (fixed or work.problem.batch == 1):
+            o = merge_at_once(c, o, partial_o, *sums, fixed=fixed, warpgroups=warpgroups)
+        else:
+            o = merge(c, o, partial_o, *sums, fixed=fixed)
         lse = merge_fixed_lse if fixed else merge_lse
-        return (*outputs, lse(c, *sums)) if work.problem.return_lse else outputs
+        return (o, lse(c, *sums)) if work.problem.return_lse else (o,)
 
     return dict(zip(types, _launch_in_int32(run, types, *read, *_scale(arrays)), strict=True))
 
@@ -234,6 +244,9 @@ class MLADecode(XlaGradients, StagedKernel, PallasKernel):
         if p.page_size < 8 or p.page_size & (p.page_size - 1):
             return f"latent_cache: pages of {p.page_size} are no power of two from 8 on"
         return None
+
+    def choose(self, problem: LatentProblem, target: Chip) -> MLADecodeTiles:
+        return MLADecodeTiles()
 
     def variant_reason(self, problem: LatentProblem) -> str | None:
         return None  # splits that each sequence decides for itself, merged in their order

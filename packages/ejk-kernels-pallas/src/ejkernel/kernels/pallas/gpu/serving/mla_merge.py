@@ -8,24 +8,48 @@ flight before the first addition: two partial results of four rows, or eight of 
 are many. Outputs of complete sequences are in place already; sequences without tokens get zeros.
 Fixed splits of a sequence (``types.serving.split.fixed_split``) are merged in the same order by
 programs of the sequence, of which a small batch has more.
+
+In that loop every thread computes the weight of every partial result, 40 instructions for each, and
+one sequence that fills the chip has nine rounds of a load and its latency. ``merge_at_once``, for a
+single sequence and for fixed splits, has no loop: all loads of a row are in flight, and the lanes
+of a warp share the weights: 15 instructions for each partial result.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
+from ejkernel.kernels.pallas.gpu.common.registers import (
+    SCALAR,
+    arith,
+    asm,
+    constant,
+    element,
+    i32,
+    llvm,
+    other_lane,
+    read,
+    thread,
+    vector,
+)
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.serving.mla_decode import ROWS, logit_unit, scale_of
 from ejkernel.types.serving.split import CutSequence, partial_number
 
 F32 = jnp.float32
-THREADS = 128  # of a program
+LANES = 32
+THREADS = 128  # of a warpgroup
 PROGRAMS = 8  # for 64 rows of a unit
 FIXED_PROGRAMS = 1024  # of all sequences whose splits are fixed, unless that is less
 FEW, MANY = 2, 8  # partial results whose loads are in flight together
@@ -151,6 +175,200 @@ def merge(
     # the kernel itself: it is mapped further out, and no version maps references
     run = pl.run_state(lambda out: kernel.fun(out, *inputs))
     return run(o)
+
+
+def merge_at_once(
+    c: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array,
+    cut_sequences: jax.Array, lengths: jax.Array, k_scale: jax.Array | None = None,
+    *, fixed: bool, warpgroups: int,
+) -> jax.Array:  # fmt: skip
+    """Returns the same as ``merge``, of one sequence or of fixed splits.
+
+    ``warpgroups``: 1, 2, 4 or 8 of a program, which share the partial results of a row.
+    """
+    b, rows, d = o.shape
+    programs = rows if warpgroups > 1 else min(rows, max(PROGRAMS, FIXED_PROGRAMS // b))
+    splits = (len(m) - b) // (b if fixed else 2)
+
+    def body(
+        out: Any, partial_o: Any, m: Any, total: Any, cut_sequences: Any, lengths: Any,
+        *scales: Any, sums: Any = None, done: Any = None,
+    ) -> None:  # fmt: skip
+        sequence, program = lax.axis_index("sequence"), lax.axis_index("program")
+        wg = lax.axis_index("wg")
+        cut = CutSequence(*(cut_sequences[sequence, i] for i in range(len(CutSequence._fields))))
+        factor = jnp.float32(logit_unit(c, scale_of(*scales or (None,), sequence)))
+
+        def store(row: Any, x: jax.Array) -> None:
+            out[sequence, row, :] = x.astype(out.dtype)
+
+        def merge_row(row: Any) -> None:
+            x = sum_partials(
+                partial_o, m, total, (row, cut.first_partial, cut.partials, wg), factor,
+                stride=1 if fixed else 2, most=splits, parts=warpgroups,
+            )  # fmt: skip
+            if warpgroups == 1:
+                store(row, x)
+                return
+            sums[wg] = x
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(done)
+
+            @pl.when(wg == 0)
+            def add_parts() -> None:
+                plgpu.barrier_wait(done)
+                parts = [read(sums.at[i], _strided(d), optimized=False) for i in range(warpgroups)]
+                store(row, sum(parts[1:], parts[0]))
+
+        def for_each_row(body: Any) -> None:
+            def some_row(i: Any, carry: Any) -> Any:
+                body(program + i * programs)
+                return carry
+
+            if programs == rows:
+                body(program)
+            else:
+                count = lax.div(rows - 1 - program, programs) + 1
+                lax.fori_loop(0, count, some_row, jnp.int32(0))
+
+        pl.when(cut.partials > 0)(lambda: for_each_row(merge_row))
+
+        @pl.when((lengths[sequence] <= 0) & (wg == 0))
+        def clear() -> None:
+            zeros = plgpu.layout_cast(jnp.zeros((d,), F32), _strided(d))
+            for_each_row(lambda row: store(row, zeros))
+
+    shared = {
+        "sums": plgpu.SMEM((warpgroups, d), F32),
+        "done": plgpu.Barrier(num_arrivals=warpgroups),
+    }
+    kernel = plgpu.kernel(
+        body,
+        out_type=(),
+        scratch_types=shared if warpgroups > 1 else (),
+        grid=(b, programs),
+        grid_names=("sequence", "program"),
+        num_threads=warpgroups,
+        thread_name="wg",
+        kernel_name="mla_decode_merge",
+        compiler_params=OWN_BARRIERS,
+    )
+    inputs = (partial_o, m, total, cut_sequences, lengths, *(() if k_scale is None else (k_scale,)))
+    run = pl.run_state(lambda out: kernel.fun(out, *inputs))
+    return run(o)
+
+
+def _strided(d: int) -> Any:
+    """Returns the layout of a row in the registers of a warpgroup."""
+    return plgpu.Layout.WG_STRIDED((d,), d // THREADS)
+
+
+def sum_partials(
+    partial_o: Any, m: Any, total: Any, places: tuple[Any, ...], factor: Any,
+    *, stride: int, most: int, parts: int,
+) -> jax.Array:  # fmt: skip
+    """Returns the weighted sum of every ``parts``-th partial result of a row, float32 ``[d]``.
+
+    All loads are in flight before the first use of any. Each lane computes the weights of every
+    32nd partial result, and lanes exchange them: weights by every thread would take most of the
+    time.
+
+    Args:
+        partial_o: 16-bit ``[partials, rows, d]``.
+        m, total: float32 ``[any, rows]``.
+        places: the row, its first partial result, their number, and the first that is added.
+        factor: the absolute base-2 logit of a dot product of 1.
+        stride: from a partial result to the next.
+        most: a bound of their number.
+        parts: 1, 2, 4, 8, 16 or 32.
+    """
+    d = partial_o.shape[2]
+    kind = plgpu.ShapeDtypeStruct((d,), F32, layout=_strided(d))
+    scalars = (SCALAR,) * (len(places) + 1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + scalars, return_type=kind)
+    def apply(_: Any, partial_o: Any, m: Any, total: Any, *scalars: Any) -> Any:
+        row, first, count, part, factor = (x.registers.item() for x in scalars)
+        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
+
+        lane = arith.andi(thread(), constant(LANES - 1))
+        column = arith.muli(arith.andi(thread(), constant(THREADS - 1)), constant(d // THREADS))
+
+        def load(text: str, kind: Any, ref: Any, start: Any, column: Any, step: int) -> list[Any]:
+            """Returns what ``text`` loads of every ``step``-th partial result from ``start`` on.
+
+            ``start`` is counted from the row's first. Behind the last one it is ``text``'s default.
+            """
+            ref_type = ir.MemRefType(ref.type)
+            itemsize = mgpu.utils.bytewidth(ref_type.element_type)
+            (by_partial, by_row, *_), _ = ref_type.get_strides_and_offset()
+            number = arith.addi(first, arith.muli(start, constant(stride)))
+            at = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
+            for x, size in ((number, by_partial), (row, by_row), (column, 1)):
+                at = arith.addi(at, arith.muli(arith.extui(i64, x), wide(size * itemsize)))
+            text = "{ .reg .pred p; setp.lt.s32 p, " + text + " }"
+            registers = "=&r,=&r" if kind is pair else "=&f"
+            loaded = []
+            for k in range(0, most, step):
+                address = arith.addi(at, wide(k * stride * by_partial * itemsize))
+                i = arith.addi(start, constant(k))
+                loaded.append(asm(text, f"{registers},l,r,r", kind, address, i, count))
+            return loaded
+
+        def wide(n: int) -> Any:
+            return arith.constant(i64, ir.IntegerAttr.get(i64, n))
+
+        pair = ir.Type.parse("!llvm.struct<(i32, i32)>")
+        # relaxed loads keep their order: ptxas would start others behind the first use of weights
+        text = (
+            "$3, $4; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.relaxed.gpu.global.v2.b32 {$0, $1}, [$2];"
+        )
+        loaded = load(text, pair, partial_o, part, column, parts)
+        text = "$2, $3; mov.f32 $0, {}; @p ld.relaxed.gpu.global.f32 $0, [$1];"
+        highs, shares = (
+            load(text.format(default), f32, ref, lane, constant(0), LANES)
+            for ref, default in ((m, "0fFF800000"), (total, "0f00000000"))  # -inf, 0
+        )
+
+        def over_lanes(combine: Any, values: list) -> Any:
+            x = functools.reduce(combine, values)
+            for distance in (16, 8, 4, 2, 1):
+                x = combine(x, other_lane(x, distance))
+            return x
+
+        def none(x: Any, value: float, other: float) -> Any:
+            """Returns ``other`` where x is ``value``."""
+            is_none = arith.cmpf(arith.CmpFPredicate.OEQ, x, constant(value))
+            return arith.select(is_none, constant(other), x)
+
+        shift = none(over_lanes(arith.maxnumf, highs), -math.inf, 0.0)
+        weights = []
+        for high, share in zip(highs, shares, strict=True):
+            logit = arith.mulf(arith.subf(high, shift), factor)
+            power = asm("ex2.approx.ftz.f32 $0, $1;", "=f,f", f32, logit)
+            weights.append(arith.mulf(share, power))
+        norm = none(over_lanes(arith.addf, weights), 0.0, 1.0)
+        weights = [arith.divf(x, norm) for x in weights]
+
+        sums = [constant(0.0)] * (d // THREADS)
+        element_type = ir.MemRefType(partial_o.type).element_type
+        for k, words in zip(range(0, most, parts), loaded, strict=True):
+            source = arith.addi(part, constant(k % LANES))
+            text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+            weight = asm(text, "=f,f,r", f32, weights[k // LANES], source)
+            for word in range(2):
+                both = llvm.extractvalue(i32(), words, [word])
+                both = llvm.bitcast(ir.VectorType.get((2,), element_type), both)
+                for half in range(2):
+                    x = arith.extf(f32, element(both, half))
+                    at = 2 * word + half
+                    sums[at] = llvm.intr_fma(x, weight, sums[at])
+        registers = np.empty((1,), dtype=object)
+        registers[0] = vector.from_elements(ir.VectorType.get((len(sums),), f32), sums)
+        layout = _strided(d).to_mgpu()
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return apply(partial_o, m, total, *places, factor)
 
 
 def merge_lse(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ROWS, ForwardTiles
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 from ejkernel.types.serving.schedule import LongPrefill
@@ -11,6 +13,19 @@ DIMS = (64, 128)  # head dims of long prefill
 MIN_ROWS = 128  # rows of a sequence that fill a tile of every head
 MIN_ROUNDS = 2  # tiles a program at which tiles of several lengths even out
 MAX_COMPARED_PAGE = 256  # tokens of the largest pages compared with the reference on a GPU
+
+
+@dataclass(frozen=True)
+class MLADecodeTiles:
+    """Forms of latent decoding.
+
+    Attributes:
+        merge_warpgroups: warpgroups of a program that merges one sequence or fixed splits, all
+            partial results of a row at once (``merge_at_once``): 1, 2, 4 or 8. 0: programs loop
+            over partial results, as in calls of several sequences.
+    """
+
+    merge_warpgroups: int = 0
 
 
 def forward_tiles(paged: PagedProblem) -> ForwardTiles:
