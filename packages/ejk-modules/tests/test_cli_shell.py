@@ -50,6 +50,16 @@ def test_alone_it_prints_its_help(capsys):
     assert stopped.value.code == 0 and all(name in told for name in app.COMMANDS)
 
 
+@pytest.mark.parametrize("command", app.COMMANDS)
+def test_help_fits_a_narrow_terminal(command, capsys, monkeypatch):
+    """All but examples, which are to be copied."""
+    monkeypatch.setenv("COLUMNS", "50")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 50 and not line.startswith("  ejk ")] == []
+
+
 def test_own_kernels_are_tuned_exported_and_imported(capsys, tmp_path, monkeypatch):
     import jax.numpy as jnp
 

@@ -56,6 +56,19 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
+class _Help(argparse.HelpFormatter):
+    """Fits the paragraphs of a description to the terminal; indented lines, examples, stay whole."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip("\n").split("\n\n")
+        return "\n\n".join(
+            "\n".join(indent + line for line in paragraph.splitlines())
+            if paragraph.startswith(" ")
+            else super(_Help, self)._fill_text(paragraph, width, indent)
+            for paragraph in paragraphs
+        )
+
+
 def parser() -> argparse.ArgumentParser:
     """All subcommands with their arguments; imports their modules, none of which needs JAX."""
     from ejkernel.modules._version import __version__
@@ -67,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"{__package__}.{name}")
         sub = commands.add_parser(name, help=summary, description=module.__doc__)
-        sub.formatter_class = argparse.RawDescriptionHelpFormatter
+        sub.formatter_class = _Help
         module.arguments(sub)
         common(sub, argparse.SUPPRESS)
         sub.set_defaults(module=module)
