@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
-    """Fits the paragraphs of a description to the terminal; indented lines, examples, stay whole."""
+    """Fits paragraphs of a description to the terminal; indented lines, examples, stay whole."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.strip("\n").split("\n\n")
