@@ -495,3 +495,35 @@ def test_attention_over_a_sharded_sequence_is_lowered(strategy):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     sent = {"ring": "collective_permute", "all_gather": "all_gather", "ulysses": "all_to_all"}
     assert 0 < text.index(f"stablehlo.{sent[strategy]}") < text.index("@mosaic_gpu")
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_calls_during_a_transfer_leave_multiprocessors_to_it(layout, monkeypatch):
+    """The last step of a ring sends nothing. Heads go in groups: all but one travel meanwhile."""
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = AbstractMesh((2,), ("sp",), axis_types=auto, abstract_device=H200)
+    kernel, found = implementation.RingAttention, []
+    choose = kernel.choose
+
+    def spy(self, problem, target):
+        found.append((problem, choose(self, problem, target)))
+        return found[-1][1]
+
+    monkeypatch.setattr(kernel, "choose", spy)
+    options = {"axis_name": "sp", "layout": layout, "causal": True}
+    attend = functools.partial(implementation.ring_attention, **options)
+    spec, q = PartitionSpec(None, "sp"), struct(1, 65536, 8, 128)
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(sharded, q, q, q)
+    problem, tiles = found[0]
+    first = {piece for pieces in problem.plan.pieces[0] for piece in pieces}
+    calls = list(zip(problem.calls, tiles.calls, strict=True))
+    falling = {piece: of_piece.fwd.falling for (piece, _), of_piece in calls}
+    assert falling == {piece: piece in first for piece in falling}
+    assert set(falling.values()) == {True, False}
+    assert problem.head_groups > 1 and tiles.exchanged.fwd.falling
+    for (piece, of_piece), call_tiles in calls:
+        scheduler = flash_kernel(of_piece, call_tiles.fwd, (), 132).scheduler
+        assert scheduler.grid > 1000 if piece in first else scheduler.grid == 132
+        assert len(scheduler.order({})) == scheduler.grid

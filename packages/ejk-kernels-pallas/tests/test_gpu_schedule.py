@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -48,6 +49,44 @@ def test_every_tile_is_computed_once(rows, blocks, group, programs, causal):
     ended = np.cumsum(table < 0, axis=1) > 0
     assert (table[ended] == -1).all()
     assert sorted(table[table >= 0]) == list(range(rows * blocks))
+
+
+def end_of(loads, held, until):
+    """When programs end that 132 multiprocessors take in order, some of them held at first."""
+    free = [until] * held + [0.0] * (132 - held)
+    heapq.heapify(free)
+    for load in loads:
+        heapq.heappush(free, heapq.heappop(free) + load)
+    return max(free)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_multiprocessors_that_are_held_delay_falling_programs_little(causal):
+    """As by a kernel that sends keys, for 40% of the time of the call."""
+    rows, blocks = 16, 256
+    costs = np.arange(1, blocks + 1) if causal else np.full(blocks, blocks)
+    assign = {"falling": schedule.assign_falling, "one": schedule.assign}
+    loads = {}
+    for name, function in assign.items():
+        table = function(rows, costs, 1, 132)
+        assert sorted(table[table >= 0]) == list(range(rows * blocks))
+        assert (table[:, 0] >= 0).all() and (table[:, -1] == -1).all()
+        padded = np.append(np.tile(costs, rows) + schedule.TILE_COST, 0.0)
+        loads[name] = padded[table].sum(axis=1)
+    alone = end_of(loads["one"], 0, 0.0)
+    assert end_of(loads["falling"], 0, 0.0) <= 1.01 * alone
+    held = {name: end_of(x, 8, 0.4 * alone) / alone for name, x in loads.items()}
+    assert held["one"] >= 1.39 and held["falling"] <= 1.06
+    # the first programs of all multiprocessors have a third of the work, the last have one tile
+    assert loads["falling"][:132].min() >= 0.25 * alone
+    assert loads["falling"][-132:].max() <= costs.max() + schedule.TILE_COST
+
+
+def test_falling_programs_of_very_many_tiles_have_one_each():
+    costs = np.arange(1, 1025)
+    table = schedule.assign_falling(128, costs, 1, 132)
+    assert table.shape == (128 * 1024, 2) and (table[:, 1] == -1).all()
+    assert table[:2, 0].tolist() == [1023, 1022]
 
 
 @pytest.mark.parametrize("columns", [2, 17, 129, 300])

@@ -28,6 +28,12 @@ Scalar = jax.Array | int
 QUEUED = 2**16  # tiles up to which the queue is simulated
 PLACED = 2**12  # places that are assigned together
 TILE_COST = 0.5  # of starting and ending a tile, in key blocks
+FALL = 0.3
+"""Of the work that is left, what the next programs of all multiprocessors share out.
+
+Simulated, a causal call of 6.9 ms during which 4 multiprocessors are held for 2.7 ms ends after
+7.1 ms, and after 9.6 with one program each; undisturbed, programs that take 3 us to begin cost 1%.
+"""
 
 
 class Tile(NamedTuple):
@@ -120,6 +126,32 @@ def assign(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarra
     Every program has at least one tile if there are at least as many tiles as programs.
     """
     return _assigned(rows, tuple(float(c) for c in costs), group, programs)
+
+
+@functools.lru_cache(maxsize=64)
+def _falling(rows: int, costs: tuple[float, ...], group: int, programs: int) -> np.ndarray:
+    numbers, of_row = queue(rows, np.asarray(costs), group), np.tile(costs, rows)
+    if len(numbers) > QUEUED:
+        return np.pad(numbers[:, None], [(0, 0), (0, 1)], constant_values=-1).astype(np.int32)
+    done = np.cumsum(of_row[numbers] + TILE_COST)
+    taken: list[list[int]] = []
+    first = 0
+    while first < len(numbers):
+        before = done[first - 1] if first else 0.0
+        end = np.searchsorted(done, before + FALL * (done[-1] - before), side="right")
+        last = min(max(int(end), first + programs), len(numbers))
+        wave = _played(numbers[first:last], of_row, min(programs, last - first))
+        taken += [row[row >= 0].tolist() for row in wave]
+        first = last
+    return _padded(taken)
+
+
+def assign_falling(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarray:
+    """Assigns tiles like ``assign``, to more programs than run at once, of less and less work.
+
+    ``programs``: that run at once. The others begin where one of these has ended, in order.
+    """
+    return _falling(rows, tuple(float(c) for c in costs), group, programs)
 
 
 def assign_places(groups: int, places: int, programs: int) -> np.ndarray:

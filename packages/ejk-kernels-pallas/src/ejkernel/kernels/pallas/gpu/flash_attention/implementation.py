@@ -28,7 +28,11 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
-from ejkernel.types.attention.context.kernel import ContextParallel
+from ejkernel.types.attention.context.kernel import (
+    ContextParallel,
+    ContextProblem,
+    ContextTiles,
+)
 from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
@@ -241,6 +245,23 @@ class RingAttention(ContextParallel, PallasKernel):
     reads_warpgroups = True
     flash = flash_attention
     priority_for = FlashAttention.priority_for
+
+    def choose(self, problem: ContextProblem, target: Chip) -> ContextTiles:
+        """Returns tiles; a forward call that runs while keys or heads travel gets falling programs."""
+        chosen = super().choose(problem, target)
+        sending = {p for step in problem.plan.pieces[:-1] for pieces in step for p in pieces}
+        calls = tuple(
+            _falling(tiles) if piece in sending else tiles
+            for (piece, _), tiles in zip(problem.calls, chosen.calls, strict=True)
+        )
+        exchanged = chosen.exchanged
+        if exchanged is not None and problem.head_groups > 1:
+            exchanged = _falling(exchanged)
+        return replace(chosen, calls=calls, exchanged=exchanged)
+
+
+def _falling(tiles: FlashTiles) -> FlashTiles:
+    return replace(tiles, fwd=replace(tiles.fwd, falling=True))
 
 
 ring_attention = RingAttention()

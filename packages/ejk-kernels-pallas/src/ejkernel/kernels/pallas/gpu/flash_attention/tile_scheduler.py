@@ -140,10 +140,28 @@ class StaticScheduler:
         return -(-self.q_blocks // self.form.tiles.cluster)
 
     @property
-    def grid(self) -> int:
+    def at_once(self) -> int:
+        """Programs that run at once, of which a cluster counts as one."""
         p = self.form.problem
         count = self.strips * p.batch * p.heads
         return min(self.programs // self.form.tiles.cluster, count)
+
+    @property
+    def grid(self) -> int:
+        return len(self._falling()) if self._is_falling else self.at_once
+
+    @property
+    def _is_falling(self) -> bool:
+        return self.form.tiles.falling and not self.form.read
+
+    def _costs(self) -> np.ndarray:
+        p, t = self.form.problem, self.form.tiles
+        strip = t.cluster * t.block_q
+        return schedule.band_costs(p.q_len, p.kv_len, self.form.rules.band, strip, t.block_kv)
+
+    def _falling(self) -> np.ndarray:
+        p, group = self.form.problem, self.form.tiles.head_group
+        return schedule.assign_falling(p.batch * p.heads, self._costs(), group, self.at_once)
 
     # ---- before the launch ------------------------------------------------------------------
 
@@ -156,15 +174,16 @@ class StaticScheduler:
         if "ranges" in operands:
             ranges = operands["ranges"]
             return self._order_by_length(ranges[..., 3] - ranges[..., 0], rows, n)
-        strip = t.cluster * t.block_q
-        costs = schedule.band_costs(p.q_len, p.kv_len, self.form.rules.band, strip, t.block_kv)
-        return jnp.asarray(_read_ahead(_even_order(rows, costs, t.head_group, self.grid)))
+        if self._is_falling:
+            return jnp.asarray(_read_ahead(self._falling()))
+        order = _even_order(rows, self._costs(), t.head_group, self.at_once)
+        return jnp.asarray(_read_ahead(order))
 
     def _order_by_length(self, lengths: jax.Array, rows: int, n: int) -> jax.Array:
         """Assigns slots ahead of time; the longest tile of a few heads takes the first slot."""
         p = self.form.problem
         slots = sorted_rows(rows, n) * n
-        order = _assigned_places(rows, n, self.grid)
+        order = _assigned_places(rows, n, self.at_once)
         lengths = jnp.broadcast_to(lengths, (p.batch, p.heads, n))
         longest = jnp.argsort(-lengths.reshape(-1, slots), axis=-1).astype(jnp.int32)
         tile = order // slots * slots + longest[order // slots, order % slots]
