@@ -247,7 +247,7 @@ class RingAttention(ContextParallel, PallasKernel):
     priority_for = FlashAttention.priority_for
 
     def choose(self, problem: ContextProblem, target: Chip) -> ContextTiles:
-        """Returns tiles; a forward call that runs while keys or heads travel gets falling programs."""
+        """Returns tiles, falling in forward calls that run while keys or heads travel."""
         chosen = super().choose(problem, target)
         sending = {p for step in problem.plan.pieces[:-1] for pieces in step for p in pieces}
         calls = tuple(
