@@ -58,7 +58,7 @@ def strangers() -> list[str]:
 
 
 def regular(*folders: str) -> list[Path]:
-    """Returns files that turn the shared namespace into a regular package; ``more`` folders."""
+    """Returns files in ``folders`` and on the path that make the namespace a regular package."""
     names = ("ejkernel/__init__.py", "ejkernel/kernels/__init__.py")
     paths = [Path(entry) / name for entry in dict.fromkeys([*folders, *sys.path]) for name in names]
     return [path for path in paths if path.is_file()]

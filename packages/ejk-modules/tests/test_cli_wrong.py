@@ -256,3 +256,15 @@ def test_the_process_ends_with_130():
         [sys.executable, "-c", code, "shapes"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 130 and done.stderr.strip() == "ejk: interrupted"
+
+
+def test_an_interrupt_while_commands_are_imported_is_a_line():
+    code = (
+        "import importlib, signal, sys\n"
+        "importlib.import_module = lambda *a: signal.raise_signal(signal.SIGINT)\n"
+        "from ejkernel.modules.cli import command\n"
+        "sys.argv = ['ejk', 'shapes']\n"
+        "command()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr.strip() == "ejk: interrupted"

@@ -5,6 +5,7 @@ Starting it imports no JAX; each subcommand imports what it needs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
@@ -19,4 +20,9 @@ def command() -> int:
     """Runs the ``ejk`` script: ``main``, and a process that ends at once after Ctrl-C."""
     from ejkernel.modules.cli.interrupt import leave
 
-    return leave(main())
+    try:
+        status = main()
+    except KeyboardInterrupt:  # before a command runs, while the modules of all are imported
+        print("ejk: interrupted", file=sys.stderr)
+        status = 130
+    return leave(status)
