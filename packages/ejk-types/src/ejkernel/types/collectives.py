@@ -56,11 +56,18 @@ def gather(arrays: Sequence[jax.Array], axes: Axes) -> list[list[jax.Array]]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gather(axes: Axes, arrays: Arrays) -> Arrays:
-    """Returns the arrays with an axis of devices in front.
+    """Returns the arrays with an axis of devices in front."""
 
-    They travel one after the other as the bits of the narrowest of them: one array of several
-    dtypes, without a byte more.
-    """
+    def gather_each(*arrays: jax.Array) -> Arrays:
+        return tuple(jax.lax.all_gather(x, axes) for x in arrays)
+
+    # XLA for GPUs joins the gathers of small arrays; on CPUs it does not, and sends bfloat16 as
+    # float32
+    return jax.lax.platform_dependent(*arrays, cpu=partial(_gather_bits, axes), default=gather_each)
+
+
+def _gather_bits(axes: Axes, *arrays: jax.Array) -> Arrays:
+    """Gathers the arrays one after the other in one array, as bits of the narrowest of them."""
     width = min(np.dtype(x.dtype).itemsize for x in arrays)
     bits = [jax.lax.bitcast_convert_type(x, f"uint{8 * width}").reshape(-1) for x in arrays]
     everywhere = jax.lax.all_gather(jnp.concatenate(bits), axes)
