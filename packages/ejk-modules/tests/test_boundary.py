@@ -36,6 +36,9 @@ WRONG = [
     (FLASH, "query", ones(12, 4, 8), r"query: expected float\|float8_e4m3fn\[batch, q_len, heads, head_dim\], given float32\[12, 4, 8\]"),
     (FLASH, "query", ids(2, 12, 4, 8), r"query: expected float\|float8_e4m3fn\[.*given int32"),
     (FLASH, "query", [1.0, 2.0], "query: expected float.*given list"),
+    (FLASH, "query", np.zeros((2, 12, 4, 8), jax.dtypes.float0), r"query: expected float.*given float0\[2, 12, 4, 8\]"),
+    (FLASH, "query", MaskInfo.from_causal(), "query: expected float.*given MaskInfo"),
+    (FLASH, "attention_mask", MaskInfo.from_causal(), "attention_mask: expected.*given MaskInfo"),
     (FLASH, "key", ones(2, 12, 2, 7), "key: expected.*head_dim=8"),
     (FLASH, "key", ones(2, 13, 2, 8), "value: expected.*kv_len=13"),
     (FLASH, "value", ones(1, 12, 2, 6), "value: expected.*batch=2"),
@@ -433,11 +436,13 @@ def test_scales_of_other_shapes_are_refused_without_the_check_of_types(
 
 def test_scalars_of_numpy_are_numbers():
     c = call(FLASH)
-    plain = modules.flash_attention(**{**c.arguments, "softmax_scale": 0.5, "causal": True})
+    numbers = {"softmax_scale": 0.5, "causal": True, "sliding_window": (2, 3)}
+    plain = modules.flash_attention(**{**c.arguments, **numbers})
     numpy = {
         "softmax_scale": np.float32(0.5),
         "causal": np.bool_(True),
         "causal_offset": np.int64(0),
+        "sliding_window": (np.int64(2), np.int32(3)),
     }
     same = modules.flash_attention(**{**c.arguments, **numpy})
     assert (plain[0] == same[0]).all()

@@ -360,6 +360,8 @@ class Call:
             elif isinstance(value, np.ndarray) and not value.dtype.isnative:
                 # refused by JAX as well, but only until it has compiled a program for the shapes
                 raise invalid(name, "bytes in this machine's order", value)
+            elif type(value) is tuple and name in boundary.static_names:
+                a[name] = tuple(x.item() if isinstance(x, np.generic) else x for x in value)
         values.seeds_to_arrays(a, *cls.seeds)
         try:
             for name in boundary.index_names:
@@ -413,7 +415,8 @@ class Call:
         """
         override: Mapping[str, str] | None = None
         for p in cls.boundary.array_parameters:
-            shape = getattr(a[p.name], "shape", ())
+            # a MaskInfo where an array belongs has a shape without sizes
+            shape = a[p.name].shape if hasattr(a[p.name], "dtype") else ()
             if set(map(type, shape)) <= _NUMBER and max(shape, default=0) <= MAX_LENGTH:
                 continue
             override = cls.argument_axes(a) if override is None else override

@@ -166,7 +166,8 @@ def describe_value(value: Any) -> str:
         kind = type(value)
         ours = isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
         prefix = "" if ours else f"{kind.__module__.partition('.')[0]}.{kind.__name__} "
-        return f"{prefix}{value.dtype}[{', '.join(map(str, value.shape))}]"
+        dtype = "float0" if value.dtype == jax.dtypes.float0 else value.dtype
+        return f"{prefix}{dtype}[{', '.join(map(str, value.shape))}]"
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
