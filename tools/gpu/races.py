@@ -87,11 +87,13 @@ LATENT = {
     "merge at once": ((700,), 64, 1, 64),
     "merge at once, one step": ((1,), 64, 1, 64),
     "merge at once, batch-invariant": ((2100, 0, 2100), 64, 1, 64),
+    "longest first, batch-invariant": ((2100, 0, 130, 2100), 64, 1, 64),
 }
-AT_ONCE = {  # tiles of those
+LATENT_TILES = {
     "merge at once": MLADecodeTiles(merge_warpgroups=2),
     "merge at once, one step": MLADecodeTiles(merge_warpgroups=4),
     "merge at once, batch-invariant": MLADecodeTiles(merge_warpgroups=1),
+    "longest first, batch-invariant": MLADecodeTiles(longest_first=True),
 }
 EIGHT_BIT = {
     "full": (150, 300, 2, 1, 128, False),
@@ -267,7 +269,7 @@ def hopper_latent(name: str) -> Call:
         problem=p,
         target=Chip(min(2, rows // 64) * SMALL_CORES),
         batch_invariant=invariant,
-        tiles=AT_ONCE.get(name, MLADecodeTiles()),
+        tiles=LATENT_TILES.get(name, MLADecodeTiles()),
     )
 
     @jax.jit

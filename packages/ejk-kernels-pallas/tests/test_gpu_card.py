@@ -18,11 +18,11 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     mla_attention,
 )
 from ejkernel.kernels.pallas.gpu.serving.implementation import mla_decode
-from ejkernel.kernels.pallas.gpu.serving.mla_split import find_unit
+from ejkernel.kernels.pallas.gpu.serving.mla_split import find_split, find_unit
 from ejkernel.kernels.pallas.gpu.serving.tiles import MLADecodeTiles
 from ejkernel.ops import batch_invariant
 from ejkernel.types.masks.structure import Unsupported
-from ejkernel.types.serving.split import split_schedule
+from ejkernel.types.serving.split import MAX_FIXED_SPLITS, split_order, split_schedule
 from ejktest import at_size, tile_lists
 from ejktest.attention import Call
 from ejktest.cases import grouped, large_logits, latent
@@ -243,6 +243,34 @@ SPLIT_LENGTHS = {
     "many": [i % 97 for i in range(200)],
     "more than lanes hold": [i * i % 1009 for i in range(3000)],
 }
+
+
+@pytest.mark.parametrize("name", [n for n, x in SPLIT_LENGTHS.items() if len(x) <= 200])
+def test_every_program_finds_the_fixed_split_of_the_reference(name: str) -> None:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    order = split_order(np.asarray(SPLIT_LENGTHS[name]), 64)
+    lengths, units = jnp.asarray(SPLIT_LENGTHS[name], jnp.int32), len(order) + 2
+
+    def body(lengths, out):
+        unit = jax.lax.axis_index("unit")
+        for i, x in enumerate(find_split(lengths, unit, step=64, capacity=10**6)):
+            out[unit, i] = x
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((units, 2), jnp.int32),
+        grid=(units,),
+        grid_names=("unit",),
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )
+    found = np.asarray(jax.jit(kernel)(lengths))
+    np.testing.assert_array_equal(found[:-2], order)
+    assert (found[-2:, 1] == MAX_FIXED_SPLITS).all()
 
 
 @pytest.mark.parametrize("units", [1, 66])

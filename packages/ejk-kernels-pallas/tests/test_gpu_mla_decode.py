@@ -134,6 +134,16 @@ class TestCalls:
         text = self.decode(*shapes, return_lse=True, k_scale=-0.5)
         assert text.count("custom_call @mosaic_gpu") == 2 and "paged_split" not in text
 
+    def test_lowers_splits_in_the_order_of_their_lengths(self, monkeypatch) -> None:
+        def lowered() -> str:
+            with batch_invariant():
+                return self.decode(*self.shapes())
+
+        other, tiles = lowered(), MLADecodeTiles(longest_first=True)
+        monkeypatch.setattr(type(mla_decode), "choose", lambda *_: tiles)
+        text = lowered()
+        assert text.count("custom_call @mosaic_gpu") == 2 and text != other
+
     @pytest.mark.parametrize(("batch", "warpgroups"), [(1, 1), (1, 4), (3, 1)])
     def test_lowers_a_merge_at_once(self, batch, warpgroups, monkeypatch) -> None:
         tiles = MLADecodeTiles(merge_warpgroups=warpgroups)

@@ -15,6 +15,7 @@ from ejkernel.types.serving.split import (
     fixed_split,
     max_fixed_splits,
     partial_number,
+    split_order,
     split_schedule,
     unit_of_one,
 )
@@ -68,6 +69,20 @@ def test_fixed_splits_follow_from_the_length_of_a_sequence(length):
     longest = max(map(len, taken))
     assert longest <= FIXED_STEPS or count == MAX_FIXED_SPLITS
     assert longest - min(map(len, taken[:count])) <= 1
+
+
+def test_the_order_of_fixed_splits_begins_with_the_longest():
+    """Each of them is there once, and every sequence has one."""
+    lengths = [0, 1, 3000, 2048, 2049, 131_072, 64 * 40, 700, -3]
+    order = split_order(np.asarray(lengths), STEP)
+    counts = [int(fixed_split(np.int32(n), np.int32(0), step=STEP)[2]) for n in lengths]
+    assert sorted(order) == [(i, s) for i, count in enumerate(counts) for s in range(count)]
+    longest = [
+        max(int(fixed_split(np.int32(n), np.int32(s), step=STEP)[1]) for s in range(count))
+        for n, count in zip(lengths, counts, strict=True)
+    ]
+    sizes = [longest[i] for i, _ in order]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 128
 
 
 @pytest.mark.parametrize("units", [5, 66])

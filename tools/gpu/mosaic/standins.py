@@ -17,7 +17,7 @@ from jax import lax
 from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order
 from ejkernel.kernels.pallas.gpu.flash_attention import list_kernel
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import EVERY, LIMIT, SOME
-from ejkernel.types.serving.split import split_schedule
+from ejkernel.types.serving.split import MAX_FIXED_SPLITS, split_order, split_schedule
 
 ALL: dict[str, Any] = {}
 INT = jax.ShapeDtypeStruct((), jnp.int32)
@@ -245,6 +245,15 @@ def sum_partials(k: Any, names: Any, partial_o: Any, m: Any, total: Any, *scalar
         return (x,)
 
     return k.on_host(add, (kind,), partial_o, m, total, *scalars)
+
+
+@standin("mla_split.find_split")
+def find_split(k: Any, names: Any, lengths: Any, unit: Any) -> Any:
+    def find(host: Any, lengths: Any, unit: Any) -> Any:
+        order = split_order(np.clip(host.get(lengths), 0, names.capacity), names.step)
+        return order[int(unit)] if unit < len(order) else (0, MAX_FIXED_SPLITS)
+
+    return k.on_host(find, (INT,) * 2, lengths, unit)
 
 
 # ---- lists of tiles ------------------------------------------------------------------------------

@@ -98,6 +98,18 @@ def fixed_split(length: Any, split: Any, *, step: int) -> tuple[Any, Any, Any]:
     return first, end - first, splits
 
 
+def split_order(lengths: np.ndarray, step: int) -> list[tuple[int, int]]:
+    """Returns (sequence, split) of the fixed splits of ``lengths [b]``, the longest ones first.
+
+    Sequences whose longest splits have the same number of steps keep their order.
+    """
+    steps = [-(-max(int(n), 0) // step) for n in lengths]
+    counts = [min(max(-(-n // FIXED_STEPS), 1), MAX_FIXED_SPLITS) for n in steps]
+    sizes = [-(-n // count) for n, count in zip(steps, counts, strict=True)]
+    order = sorted(range(len(steps)), key=lambda i: -sizes[i])
+    return [(i, split) for i in order for split in range(counts[i])]
+
+
 def split_schedule(lengths: np.ndarray, units: int, step: int) -> list[SplitUnit]:
     """Returns the work ranges of ``units`` units over ``lengths [b]``, in steps of ``step`` tokens.
 

@@ -163,7 +163,9 @@ def decode_stage(work: Work, arrays: Arrays) -> Arrays:
 
 
 def _latent_kernel(work: Work) -> MLADecodeKernel:
-    return MLADecodeKernel(work.problem, work.target.cores, work.batch_invariant)
+    return MLADecodeKernel(
+        work.problem, work.target.cores, work.batch_invariant, work.tiles.longest_first
+    )
 
 
 def merge_stage(work: Work, arrays: Arrays) -> Arrays:

@@ -86,7 +86,7 @@ from ejkernel.kernels.pallas.gpu.common.rows import clear_rows, scale_rows
 from ejkernel.kernels.pallas.gpu.common.tma import tiled
 from ejkernel.kernels.pallas.gpu.common.vector_rows import load_rows, store_rows
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
-from ejkernel.kernels.pallas.gpu.serving.mla_split import find_unit
+from ejkernel.kernels.pallas.gpu.serving.mla_split import find_split, find_unit
 from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.masks.structure import Band
 from ejkernel.types.serving.problem import LatentProblem
@@ -114,6 +114,7 @@ SCORES = HALVES  # number of the score warpgroup, after the value warpgroups
 REGISTERS = {"values": 160, "scores": 184}  # of a thread
 STAGES = 3  # steps of 16-bit values in shared memory
 EIGHT_BIT_STAGES = 2  # the same where the cache has 8 bits
+MAX_SORTED = 128  # sequences that every warp sorts: four of a lane, which take no memory
 EIGHT_BIT_STAGED = 2  # steps whose 8-bit rows are in shared memory
 
 
@@ -165,11 +166,13 @@ class MLADecodeKernel:
         problem: sizes and dtypes. Each new token has ``heads`` query rows, a multiple of 64.
         cores: multiprocessors.
         batch_invariant: whether units are splits that each sequence decides for itself.
+        longest_first: whether these are in the order of ``split_order``, in small batches.
     """
 
     problem: LatentProblem
     cores: int
     batch_invariant: bool = False
+    longest_first: bool = False
 
     @property
     def rows(self) -> int:
@@ -208,6 +211,11 @@ class MLADecodeKernel:
         return self.problem.batch if self.batch_invariant else self.units
 
     @property
+    def sorts_splits(self) -> bool:
+        """Returns whether units are fixed splits, the longest ones first."""
+        return self.batch_invariant and self.longest_first and self.problem.batch <= MAX_SORTED
+
+    @property
     def is_single(self) -> bool:
         """Returns whether a unit has steps of one sequence only."""
         return self.batch_invariant or self.problem.batch == 1
@@ -234,8 +242,12 @@ class MLADecodeKernel:
         """Returns the range of this program's unit."""
         p, unit = self.problem, self.program_position()[0]
         if self.batch_invariant:
-            # the first splits of all sequences come first, the splits that may be empty last
-            split, sequence = lax.div(unit, p.batch), lax.rem(unit, p.batch)
+            if self.sorts_splits:
+                sequence, split = find_split(r.lengths, unit, step=STEP, capacity=p.capacity)
+            else:
+                # the first splits of all sequences come first, splits that may be empty last
+                split, sequence = lax.div(unit, p.batch), lax.rem(unit, p.batch)
+            r.split = split
             first, steps, splits = fixed_split(self.length(r, sequence), split, step=STEP)
             partials = jnp.where(splits > 1, splits, 0)
             cut = CutSequence(sequence, sequence * self.splits, partials, unit * 0)
@@ -250,10 +262,10 @@ class MLADecodeKernel:
 
     def partial(self, r: Any, at: Step, n: Any) -> jax.Array:
         """Returns the index of the result that this program has of a sequence after step n."""
-        unit = self.program_position()[0]
         if self.batch_invariant:
-            inside = at.sequence * self.splits + lax.div(unit, self.problem.batch)
+            inside = at.sequence * self.splits + r.split
         else:
+            unit = self.program_position()[0]
             inside = unit * 2 + (at.sequence != r.unit.sequence).astype(jnp.int32)
         return jnp.where(at.is_complete(n), self.partials + at.sequence, inside)
 
@@ -394,11 +406,14 @@ class MLADecodeKernel:
             return last + 1, self.next_step(r, at)
 
         unit = self.program_position()[0]
+        stores, line = unit < self.cut_units, unit
+        if self.batch_invariant:
+            stores, line = r.split == 0, r.unit.sequence
 
-        @pl.when((block == 0) & (unit < self.cut_units))
+        @pl.when((block == 0) & stores)
         def store_cut() -> None:  # for the merge
             for i, x in enumerate(r.unit.cut):
-                r.cut_sequences[unit, i] = x
+                r.cut_sequences[line, i] = x
 
         @pl.when(count > 0)
         def compute() -> None:

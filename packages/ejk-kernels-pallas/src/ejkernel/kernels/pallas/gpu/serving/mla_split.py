@@ -28,8 +28,10 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     splat,
     thread,
 )
+from ejkernel.types.serving import split as split_rule
 from ejkernel.types.serving.split import (
     EVENNESS,
+    MAX_FIXED_SPLITS,
     MIN_STEPS,
     OVERHEAD_SHARE,
     SEQUENCE_OVERHEAD,
@@ -65,6 +67,73 @@ def _for(count: int, carry: list[Any], body: Callable[..., list[Any]]) -> list[A
     return list(loop.results)
 
 
+def _load_steps(lengths: Any, i: Any, step: int, capacity: int) -> Any:
+    """Returns the steps of sequence i, 0 behind the last."""
+    (b,) = ir.MemRefType(lengths.type).shape
+    x = memref.load(lengths, indices(arith.minsi(i, constant(b - 1))))
+    x = arith.minsi(arith.maxsi(x, constant(0)), constant(capacity))
+    x = arith.divui(arith.addi(x, constant(step - 1)), constant(step))
+    return arith.select(compare("slt", i, constant(b)), x, constant(0))
+
+
+def find_split(lengths: Any, unit: jax.Array, *, step: int, capacity: int) -> tuple[Any, Any]:
+    """Returns the sequence and the split of a unit, int32, as ``split_order`` has them.
+
+    The split is behind the last one where there are fewer splits than units.
+    """
+    b = lengths.shape[0]
+    lane_count = -(-b // LANES)
+    most = split_rule.FIXED_STEPS
+    longest = max(most, -(-capacity // (step * MAX_FIXED_SPLITS)))
+    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(scalar, scalar))
+    def apply(_: Any, lengths: Any, unit: Any) -> tuple[Any, ...]:
+        unit = unit.registers.item()
+        lane = arith.andi(thread(), constant(LANES - 1))
+        first = arith.muli(lane, constant(lane_count))  # this lane's first sequence
+        sequences = [arith.addi(first, constant(t)) for t in range(lane_count)]
+        counts, sizes = [], []  # splits, and the steps of the longest one
+        for i in sequences:
+            steps = _load_steps(lengths, i, step, capacity)
+            count = arith.divui(arith.addi(steps, constant(most - 1)), constant(most))
+            count = arith.minsi(arith.maxsi(count, constant(1)), constant(MAX_FIXED_SPLITS))
+            size = arith.addi(steps, arith.subi(count, constant(1)))
+            sizes.append(arith.divui(size, count))
+            counts.append(arith.select(compare("slt", i, constant(b)), count, constant(0)))
+
+        def splits_where(predicate: str, size: Any) -> Any:
+            """Returns the number of this lane's splits whose sequences have such a size."""
+            total = constant(0)
+            for count, x in zip(counts, sizes, strict=True):
+                holds = compare(predicate, x, size)
+                total = arith.addi(total, arith.select(holds, count, constant(0)))
+            return total
+
+        size = constant(0)  # of the unit: the largest with more splits at or above it than ``unit``
+        for bit in reversed(range(longest.bit_length())):
+            larger = arith.addi(size, constant(1 << bit))
+            before = _over_warp("add", splits_where("sge", larger))
+            size = arith.select(compare("sgt", before, unit), larger, size)
+        before = _over_warp("add", splits_where("sgt", size))
+        of_size = splits_where("eq", size)
+        all_splits = arith.addi(before, _over_warp("add", of_size))
+        at = arith.subi(arith.addi(before, _sum_to_lane(of_size)), of_size)
+        sequence = split = constant(0)
+        for i, count, x in zip(sequences, counts, sizes, strict=True):
+            end = arith.select(compare("eq", x, size), arith.addi(at, count), at)
+            inside = arith.andi(compare("sle", at, unit), compare("slt", unit, end))
+            sequence = arith.select(inside, i, sequence)
+            split = arith.select(inside, arith.subi(unit, at), split)
+            at = end
+        sequence, split = (_over_warp("max", x) for x in (sequence, split))
+        is_empty = compare("sge", unit, all_splits)
+        split = arith.select(is_empty, constant(MAX_FIXED_SPLITS), split)
+        return splat(sequence), splat(split)
+
+    return apply(lengths, unit)
+
+
 def find_unit(lengths: Any, unit: jax.Array, *, units: int, step: int, capacity: int) -> SplitUnit:
     """Returns the work range of a unit, int32, as ``split_schedule`` has it.
 
@@ -82,10 +151,7 @@ def find_unit(lengths: Any, unit: jax.Array, *, units: int, step: int, capacity:
         lane = arith.andi(thread(), constant(LANES - 1))
 
         def steps_of(i: Any) -> Any:
-            x = memref.load(lengths, indices(arith.minsi(i, constant(b - 1))))
-            x = arith.minsi(arith.maxsi(x, constant(0)), constant(capacity))
-            x = arith.divui(arith.addi(x, constant(step - 1)), constant(step))
-            return arith.select(compare("slt", i, constant(b)), x, constant(0))
+            return _load_steps(lengths, i, step, capacity)
 
         def if_less(a: Any, b: Any, x: Any) -> Any:
             return arith.select(compare("slt", a, b), x, constant(0))
