@@ -23,7 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
+from ejkernel.kernels.pallas.common.units import scale
+from ejkernel.kernels.pallas.gpu.common.lane_softmax import to_16_bit
+from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, LAYOUT, read, spread
 from ejkernel.kernels.pallas.gpu.common.warps import read_thread
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     ROWS,
@@ -34,6 +36,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     wait_for_parts,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
+from ejkernel.types.attention.problem import LOG2E
 
 
 def thread_rows() -> tuple[jax.Array, jax.Array, Any]:
@@ -64,19 +67,39 @@ def add_ahead(
     first_row = block * tiles.block_kv + wg * ROWS
     steps, block_at = program.blocks()
 
+    v_rows = read(r.v_s.at[pl.ds(wg * ROWS, ROWS)], LAYOUT) if tiles.holds_v else None
+
+    def round_p(p: jax.Array) -> jax.Array:
+        """Returns p in the operands' dtype, where a step is isolated by instructions that stay."""
+        return to_16_bit(p, dtype) if tiles.isolates_steps else p.astype(dtype)
+
+    def row_terms(terms: Any, slot: Any) -> jax.Array:
+        return spread(read(terms.at[slot], COLUMN), shape, 1)
+
     def multiply_keys(s_acc: Any, n: Any) -> None:
         """Starts the logits of step n, less lse."""
         slot = lax.rem(n, tiles.q_buffers)
         *_, mine = thread_rows()
         plgpu.barrier_wait(r.q_full.at[slot])
-        s_acc[...] = spread(read(r.lse_s.at[slot], COLUMN), shape, 1)
+        s_acc[...] = row_terms(r.lse_s, slot)
         plgpu.wgmma(s_acc, r.k_s.at[mine], r.q_s.at[slot].T)
 
     def probabilities(s: jax.Array, n: Any) -> jax.Array:
         """Returns p of step n, whose do has been copied then."""
         i, masked = block_at(n)
-        x, _ = logits(plan, r, head, block, first_row, large, s, i, masked)
-        p = jnp.exp2(x).astype(dtype)
+
+        def any_step(s: jax.Array) -> jax.Array:
+            x, _ = logits(plan, r, head, block, first_row, large, s, i, masked)
+            return round_p(jnp.exp2(x))
+
+        def plain_step(s: jax.Array) -> jax.Array:
+            return round_p(jnp.exp2(s * (scale(problem) * LOG2E)))
+
+        if tiles.isolates_steps:
+            is_last = (block == plan.n_kv - 1) if plan.kv_tail else False
+            p = lax.cond(large | masked | is_last, any_step, plain_step, s)
+        else:
+            p = any_step(s)
         # a wait ends the basic block: the exponentials stay in front of the wait for dk and dq
         plgpu.barrier_wait(r.do_full.at[lax.rem(n, tiles.stages)])
         return p
@@ -88,10 +111,15 @@ def add_ahead(
     def gradient_of_logits(n: Any, p: jax.Array, dp_acc: Any) -> jax.Array:
         """Returns ds of step n, also in shared memory, and adds to dv."""
         slot, (*_, mine) = lax.rem(n, tiles.stages), thread_rows()
-        dp_acc[...] = spread(read(r.delta_s.at[slot], COLUMN), shape, 1)
-        plgpu.wgmma(dp_acc, r.v_s.at[mine], r.do_s.at[slot].T)
+        if not tiles.adds_delta:
+            dp_acc[...] = row_terms(r.delta_s, slot)
+        v = r.v_s.at[mine] if v_rows is None else v_rows
+        plgpu.wgmma(dp_acc, v, r.do_s.at[slot].T)
         plgpu.wgmma(dv_acc, p, r.do_s.at[slot])
-        ds = (p.astype(jnp.float32) * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)).astype(dtype)
+        term = row_terms(r.delta_s, slot) if tiles.adds_delta else None  # read under the matmul
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+        dp = dp if term is None else dp + term
+        ds = (p.astype(jnp.float32) * dp).astype(dtype)
         # the other slot may still be read for the dq of the step before
         r.ds_s.at[lax.rem(n, 2), pl.ds(wg * ROWS, ROWS)][...] = ds
         plgpu.commit_smem()
