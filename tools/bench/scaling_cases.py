@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,11 @@ STRATEGIES = (
     ("ring", "zigzag"), ("ring_packed", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"),
     ("ulysses", "contiguous"),
 )  # fmt: skip
+COMPILED = {
+    "peer memory": ("ring_packed", {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}),
+    "combined": ("ring", {"xla_gpu_collective_permute_combine_threshold_bytes": 2**31}),
+}
+"""Compiler options of a zigzag ring, with the strategy that they are timed with."""
 SENDS = {
     "ring": ("collective-permute",),
     "ring_packed": ("collective-permute",),
@@ -26,6 +31,8 @@ SENDS = {
 
 LAYERS = 16
 """Calls of latent decoding in a row."""
+RINGS = 4
+"""Calls of a shared sequence in a row."""
 
 Function = Callable[..., Any]
 Shapes = tuple[tuple[int, ...], ...]
@@ -67,8 +74,10 @@ class Case:
         trained: whether gradients are timed too.
         target: the least share that is good enough; None: the row is for comparison.
         sends: kinds of collectives that the call needs.
-        chained: calls in one program, each with a query that needs the result of the one before:
-            then short calls are not timed with the time that the host takes to launch them.
+        chained: calls in one program, one after the other, as the layers of a model are: then they
+            are not timed with what the host takes to launch them, nor with the time in which
+            devices wait for each other at the start of a program.
+        options: of the compiler, for the call over a mesh on GPUs.
     """
 
     name: str
@@ -80,6 +89,7 @@ class Case:
     target: float | None = None
     sends: tuple[str, ...] = ()
     chained: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -109,22 +119,29 @@ def ring_cases(sizes: Sizes) -> Iterator[Case]:
             length = 2 * sizes.dim * round(tokens / math.sqrt(n) / (2 * sizes.dim))
             return causal, shapes(length), 1
 
-        for strategy, layout in STRATEGIES:
+        length = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+        forms = [(*form, f"{' '.join(form)} {length}", {}) for form in STRATEGIES]
+        forms += [
+            (strategy, "zigzag", f"{strategy} zigzag {length} {word}", options)
+            for word, (strategy, options) in COMPILED.items()
+        ]
+        for strategy, layout, name, options in forms:
             form = (strategy, layout)
 
             def local(n: int, tokens: int = tokens, form: Any = form) -> tuple[Function, Shapes]:
                 return partial(attend, f"x{n}", *form), shapes(tokens // n)
 
             on_axis = partial(attend, "x", *form)
-            length = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
             yield Case(
-                f"{strategy} {layout} {length}",
+                name,
                 (lambda _, f=on_axis: f, shapes(tokens), (P(None, "x"),) * 3),
                 local,
                 even,
                 2.0 * tokens**2 * sizes.heads * sizes.dim,
-                target=0.93 if form == ("ring", "zigzag") else None,
+                target=0.93 if name.startswith("ring") and layout == "zigzag" else None,
                 sends=SENDS[strategy],
+                chained=RINGS,
+                options=options,
             )
 
 
@@ -199,10 +216,7 @@ def serving_cases(sizes: Sizes) -> Iterator[Case]:
         options = {"latent_dim": sizes.latent, **where}
 
         def decode(q: Any, cache: Any) -> Any:
-            for _ in range(LAYERS):
-                out = modules.mla_decode(q, cache, context, pages, **options)
-                q = q + 0 * out[:1, :1, :1]  # of floats: XLA keeps it
-            return out
+            return modules.mla_decode(q, cache, context, pages, **options)
 
         return decode
 

@@ -125,16 +125,19 @@ def test_scaling_times_one_device_of_several_and_all_of_them(tmp_path, capsys):
     args = argparse.Namespace(devices="2", out=tmp_path, budget_s=None, **options)
     assert scaling.main(args, sizes) == 0
     rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
-    modes, kinds = ("fwd", "fwd+bwd"), ("together", "alone")
-    order = [(r["kind"], r["case"].split()[0], r["mode"]) for r in rows]
-    assert order == list(itertools.product(kinds, ("flash", "ring"), modes))
+    ring = "ring zigzag 256"
+    cases = {"together": ("flash heads", ring, f"{ring} combined"), "alone": ("flash heads", ring)}
+    order = [(r["kind"], r["case"], r["mode"]) for r in rows]
+    assert order == [
+        (kind, case, mode) for kind in cases for case in cases[kind] for mode in ("fwd", "fwd+bwd")
+    ]
     assert all(r["ms"] > 0 and r["share"] > 0 and r["devices"] == 2 for r in rows)
     assert not any(r["unwanted"] for r in rows)
     sent = [r["collectives"] for r in rows]
     assert not any(sent[:2])  # heads need nothing of each other
-    assert set(sent[2]) == set(sent[3]) == {"collective-permute"}
+    assert all(set(kinds) == {"collective-permute"} for kinds in sent[2:6])
     out = capsys.readouterr().out
-    assert out.count("collective-permute") == 2 and out.count("[target") == 4
+    assert out.count("collective-permute") == 4 and out.count("[target") == 6
 
 
 def test_scaling_says_what_it_had_no_time_for(tmp_path, capsys):
