@@ -88,12 +88,18 @@ LATENT = {
     "merge at once, one step": ((1,), 64, 1, 64),
     "merge at once, batch-invariant": ((2100, 0, 2100), 64, 1, 64),
     "longest first, batch-invariant": ((2100, 0, 130, 2100), 64, 1, 64),
+    "early queries": ((700,), 128, 1, 64),
+    "early queries e4m3": ((130,), 128, 2, 64),
+    "early queries, no step": ((1,), 64, 1, 64),  # of all programs but one
 }
 LATENT_TILES = {
     "merge at once": MLADecodeTiles(merge_warpgroups=2),
     "merge at once, one step": MLADecodeTiles(merge_warpgroups=4),
     "merge at once, batch-invariant": MLADecodeTiles(merge_warpgroups=1),
     "longest first, batch-invariant": MLADecodeTiles(longest_first=True),
+    "early queries": MLADecodeTiles(early_queries=True),
+    "early queries e4m3": MLADecodeTiles(early_queries=True),
+    "early queries, no step": MLADecodeTiles(early_queries=True),
 }
 EIGHT_BIT = {
     "full": (150, 300, 2, 1, 128, False),
@@ -268,7 +274,7 @@ def hopper_latent(name: str) -> Call:
     """Latent decoding with its merge and lse; bits of a sequence that a batch has twice."""
     lens, rows, tokens, page = LATENT[name]
     dtype = "float16" if "float16" in name else "bfloat16"
-    key = "float8_e4m3fn" if name == "e4m3" else dtype
+    key = "float8_e4m3fn" if "e4m3" in name else dtype
     rng, columns = np.random.default_rng(0), -(-max(lens) // page)
     pages = len(lens) * columns + 1
     q, cache = (

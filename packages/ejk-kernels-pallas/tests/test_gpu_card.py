@@ -234,6 +234,25 @@ def test_a_merge_at_once_gives_the_result_of_the_other(
         np.testing.assert_array_equal(fixed(3), fixed(1))
 
 
+@pytest.mark.parametrize("length", [0, 1, 1000, 100_001])
+def test_early_queries_give_the_same_bits(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = length // 64 + 1
+    q, cache = (
+        jax.random.normal(jax.random.key(n), shape, jnp.bfloat16)
+        for n, shape in enumerate([(1, 128, 576), (pages, 64, 576)])
+    )
+    arrays = q, cache, jnp.full(1, length, jnp.int32), jnp.arange(pages, dtype=jnp.int32)[None]
+
+    def run() -> np.ndarray:
+        call = lambda *x: mla_decode(*x, latent_dim=512)  # noqa: E731
+        return np.asarray(jax.jit(call)(*arrays), np.float32)
+
+    want = run()
+    tiles = MLADecodeTiles(early_queries=True)
+    monkeypatch.setattr(type(mla_decode), "choose", lambda *_: tiles)
+    np.testing.assert_array_equal(run(), want)
+
+
 SPLIT_LENGTHS = {
     "even": [8192] * 64,
     "uneven": [1, 0, 700, 64, 65, 0, 3000, 63],

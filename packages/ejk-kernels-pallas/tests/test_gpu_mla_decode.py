@@ -144,6 +144,14 @@ class TestCalls:
         text = lowered()
         assert text.count("custom_call @mosaic_gpu") == 2 and text != other
 
+    def test_lowers_queries_before_the_length(self, monkeypatch) -> None:
+        q, cache, lengths, tables = self.shapes()
+        q, lengths, tables = (struct(1, *x.shape[1:], dtype=x.dtype) for x in (q, lengths, tables))
+        other = self.decode(q, cache, lengths, tables)
+        tiles = MLADecodeTiles(early_queries=True)
+        monkeypatch.setattr(type(mla_decode), "choose", lambda *_: tiles)
+        assert self.decode(q, cache, lengths, tables) != other
+
     @pytest.mark.parametrize(("batch", "warpgroups"), [(1, 1), (1, 4), (3, 1)])
     def test_lowers_a_merge_at_once(self, batch, warpgroups, monkeypatch) -> None:
         tiles = MLADecodeTiles(merge_warpgroups=warpgroups)

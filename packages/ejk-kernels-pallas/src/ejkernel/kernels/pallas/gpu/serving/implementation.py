@@ -163,8 +163,13 @@ def decode_stage(work: Work, arrays: Arrays) -> Arrays:
 
 
 def _latent_kernel(work: Work) -> MLADecodeKernel:
+    tiles = work.tiles
     return MLADecodeKernel(
-        work.problem, work.target.cores, work.batch_invariant, work.tiles.longest_first
+        work.problem,
+        work.target.cores,
+        work.batch_invariant,
+        longest_first=tiles.longest_first,
+        early_queries=tiles.early_queries,
     )
 
 

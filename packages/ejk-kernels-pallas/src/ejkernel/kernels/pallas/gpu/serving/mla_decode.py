@@ -167,12 +167,14 @@ class MLADecodeKernel:
         cores: multiprocessors.
         batch_invariant: whether units are splits that each sequence decides for itself.
         longest_first: whether these are in the order of ``split_order``, in small batches.
+        early_queries: whether the program of a single sequence loads queries before lengths.
     """
 
     problem: LatentProblem
     cores: int
     batch_invariant: bool = False
     longest_first: bool = False
+    early_queries: bool = False
 
     @property
     def rows(self) -> int:
@@ -214,6 +216,11 @@ class MLADecodeKernel:
     def sorts_splits(self) -> bool:
         """Returns whether units are fixed splits, the longest ones first."""
         return self.batch_invariant and self.longest_first and self.problem.batch <= MAX_SORTED
+
+    @property
+    def reads_early(self) -> bool:
+        """Returns whether queries are read before the length of their only sequence."""
+        return self.early_queries and self.problem.batch == 1
 
     @property
     def is_single(self) -> bool:
@@ -315,6 +322,8 @@ class MLADecodeKernel:
         p, loader = self.problem, self.loader
         block = self.program_position()[1]
         token = lax.div(block * ROWS, self.rows // p.tokens)
+        early = self.load_queries(r, 0) if self.reads_early else None
+        r.unit = self.find_range(r)
         count = r.unit.steps
 
         def publish(n: Any, probs: Any, alpha: Any, m: Any, total: Any, is_last: Any) -> None:
@@ -382,7 +391,7 @@ class MLADecodeKernel:
             Queries are read here and not in the mainloop, where registers that a branch may write
             are spilled and read again in every step.
             """
-            q_regs = self.load_queries(r, at.sequence)
+            q_regs = self.load_queries(r, at.sequence) if early is None else early
             steps = jnp.minimum(count - n, at.steps - at.j)
             plgpu.barrier_wait(r.q_ready)
 
@@ -417,12 +426,16 @@ class MLADecodeKernel:
 
         @pl.when(count > 0)
         def compute() -> None:
-            loader.load_rope(r, loader.boxes(r, self.first_step(r)))
+            if early is None:
+                loader.load_rope(r, loader.boxes(r, self.first_step(r)))
             state = (jnp.int32(0), self.first_step(r))
             if self.is_single:
                 attend(*state)
             else:
                 lax.while_loop(lambda x: x[0] < count, lambda x: attend(*x), state)
+
+        if early is not None:  # no copy may arrive behind the end of a program
+            pl.when(count == 0)(lambda: plgpu.barrier_wait(r.q_ready))
 
     # ---- values -----------------------------------------------------------------------------
 
@@ -431,7 +444,11 @@ class MLADecodeKernel:
         loader = self.loader
         half = lax.axis_index("wg")
         rows = pl.ds(self.program_position()[1] * ROWS, ROWS)
+        r.unit = self.find_range(r)
         count = r.unit.steps
+        if self.reads_early:  # the score warpgroup is waiting for queries
+            first = lambda: loader.load_rope(r, loader.boxes(r, self.first_step(r)))  # noqa: E731
+            pl.when((half == HALVES - 1) & (count > 0))(first)
 
         def store(at: Step, n: Any, *values: Any) -> None:
             sequence, complete, partial = at.sequence, at.is_complete(n), self.partial(r, at, n)
@@ -531,7 +548,6 @@ class MLADecodeKernel:
         def body(*refs: Any, **scratch: Any) -> None:
             named = {"k_scale": None} | dict(zip((*inputs, *outputs), refs, strict=True))
             r = SimpleNamespace(**named, **self.loader.named(scratch))
-            r.unit = self.find_range(r)
             wg = lax.axis_index("wg")
             pl.when(wg == SCORES)(lambda: self.compute_scores(r))
             pl.when(wg < HALVES)(lambda: self.accumulate_values(r))

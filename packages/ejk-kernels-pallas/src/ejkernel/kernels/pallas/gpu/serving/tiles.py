@@ -25,10 +25,13 @@ class MLADecodeTiles:
             over partial results, as in calls of several sequences.
         longest_first: whether the programs of a batch-invariant call begin with the longest splits,
             up to ``MAX_SORTED`` sequences.
+        early_queries: whether the programs of a single sequence start to load its queries before
+            they know its length.
     """
 
     merge_warpgroups: int = 0
     longest_first: bool = False
+    early_queries: bool = False
 
 
 def forward_tiles(paged: PagedProblem) -> ForwardTiles:
