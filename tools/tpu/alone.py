@@ -64,7 +64,8 @@ class Alone:
         )
 
 
-_SPARSE, _LINEAR = sparse.COMPILED_TPU["sparse branches"], linear.COMPILED_TPU["linear heads"]
+_SPARSE, _JOINED = (sparse.COMPILED_TPU[f"sparse {name}"] for name in ("branches", "joined heads"))
+_LINEAR = linear.COMPILED_TPU["linear heads"]
 _CONVOLUTION, _CHANNELS = (
     convolution.COMPILED_TPU["convolution"],
     delta.COMPILED_TPU["delta channels"],
@@ -74,11 +75,14 @@ _DELTA = delta.COMPILED_TPU["delta"]
 _ONE_ROW, _NO_PAGES = "grouped one row each", "contiguous"
 _WRITING, _WRITING_ROWS = ragged.COMPILED_TPU["ragged"], ragged.writing_ahead(16)
 ALONE = {
-    "native sparse": (
-        Alone("choice", "ejkernel_select_blocks", _SPARSE),
-        Alone("selected", "ejkernel_selected_fwd", _SPARSE, tiles="128x512", passes=8),
-        Alone("gradients", "ejkernel_selected_bwd", _SPARSE, True, "128x512", 20),
-    ),
+    **{
+        part: (
+            Alone("choice", "ejkernel_select_blocks", call),
+            Alone("selected", "ejkernel_selected_fwd", call, tiles="128x512", passes=8),
+            Alone("gradients", "ejkernel_selected_bwd", call, True, "128x512", 20),
+        )
+        for part, call in (("native sparse", _SPARSE), ("native sparse joined", _JOINED))
+    },
     "linear": (
         Alone("forward", "ejkernel_linear_attention", _LINEAR),
         Alone("gradients", "ejkernel_linear_attention_gradients", _LINEAR, True),

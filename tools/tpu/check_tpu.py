@@ -42,7 +42,8 @@ from tools.tpu import chips, table  # noqa: E402
 PASS = 128**3
 COMPARED = ["d64", "d128", "d256", "grouped", "decode", "ragged"]
 ALONE = [
-    *("native sparse", "linear", "delta", "convolution", "512 groups", "grouped 8 bits"),
+    *("native sparse", "native sparse joined", "linear", "delta", "convolution", "512 groups"),
+    "grouped 8 bits",
     *("ragged decode", "decode 8 bits", "ragged write", "latent", "latent expanded", "pooling"),
     *("blocksparse", "joined heads", "trees", "ring"),
 ]

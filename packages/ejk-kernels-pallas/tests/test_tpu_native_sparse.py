@@ -16,7 +16,7 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention import problem
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.implementation import (
     native_sparse_attention,
 )
-from ejkernel.ops import interpret_mode
+from ejkernel.ops import ConfigError, interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.cases.sparse import compare
 from ejktest.device import assert_no_races
@@ -125,6 +125,40 @@ def test_packed_sequences(small_tiles):
         return jnp.concatenate([*rows, jnp.zeros((4, 4, DV))])[None]
 
     compare(ours, theirs, args)
+
+
+@pytest.mark.parametrize("length", [40, 43])
+def test_rows_as_a_projection_leaves_them(monkeypatch, length):
+    """All branches, keys in spans, values of another width; rows that are no whole registers."""
+    monkeypatch.setattr(
+        problem, "choose", lambda p, chip: problem.Tiles(8, 2, -(-p.blocks // 2), -(-p.blocks // 3))
+    )
+    heads = {"query": (4, 128), "key": (2, 128), "value": (2, 256)}
+    args = [normal(1, length, *shape) for shape in heads.values()]
+    args += [normal(1, length, 4) for _ in range(3)]
+    options = {"block_counts": 3, "block_size": SIZE, "sliding_window": 5}
+
+    def ours(q, k, v, g_cmp, g_slc, g_swa):
+        return native_sparse_attention(
+            q, k, v, g_cmp, g_slc, g_swa=g_swa, cfg={"joins_heads": True}, **options
+        )
+
+    def theirs(q, k, v, *gates):
+        return oracle.sequence(
+            q[0], k[0], v[0], [g[0] for g in gates], size=SIZE, count=lambda t, m: 3,
+            scale=128**-0.5, window=5, length=length,
+        )[None]  # fmt: skip
+
+    rows = f"f32[1,{-(-length // 8) * 8},512]"
+    assert rows in str(jax.make_jaxpr(ours)(*args))
+    compare(ours, theirs, args)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(2, 64), (32, 128)])
+def test_heads_that_cannot_be_joined(heads, dim):
+    q, k = jnp.ones((1, 8, heads, dim)), jnp.ones((1, 8, 1, dim))
+    with pytest.raises(ConfigError, match="multiples of 128, and at most 16 query heads"):
+        native_sparse_attention(q, k, k, cfg={"joins_heads": True})
 
 
 def test_half_precision_and_wide_blocks():

@@ -108,9 +108,9 @@ def compare(ours, theirs, args):
 # ---- ahead of time -------------------------------------------------------------------------------
 
 
-def _sparse(*optional: str) -> AbstractCall:
+def _sparse(*optional: str, **options: Any) -> AbstractCall:
     sizes = {"batch": 1, "seq": 32768, "heads": 64, "kv_heads": 4, "head_dim": 128, "selected": 16}
-    options = {"block_size": 64}
+    options = {"block_size": 64, **options}
     return abstract_call("native_sparse_attention", sizes, *optional, trained=True, options=options)
 
 
@@ -122,6 +122,7 @@ COMPILED = {
 COMPILED_TPU = {
     "sparse lists": COMPILED["lists"],
     "sparse branches": COMPILED["branches"],
+    "sparse joined heads": _sparse("g_cmp", "g_slc", cfg={"joins_heads": True}),
     "sparse float32 d256": abstract_call(
         "native_sparse_attention",
         {"batch": 1, "seq": 8192, "heads": 6, "kv_heads": 2, "head_dim": 256, "sequences": 8},

@@ -129,9 +129,11 @@ class RaggedPageAttentionv3Config(_RaggedPageConfig):
 class NativeSparseAttentionConfig(OpConfig):
     """Tiles of native_sparse_attention: rows of queries and keys per step.
 
-    ``block_size``, which is part of the result, is an argument of the call.
+    ``block_size``, which is part of the result, is an argument of the call. ``joins_heads``: as in
+    ``FlashAttentionConfig``.
     """
 
+    joins_heads: bool | None = flag_field()
     q_tile: int | None = tile_field()
     kv_tile: int | None = tile_field()
     num_warps: int | None = warps_field()

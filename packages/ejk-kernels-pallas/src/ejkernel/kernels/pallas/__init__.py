@@ -76,7 +76,7 @@ PACKAGE = KernelPackage(
         _tpu("mla_attention", *_TPU_FLASH, "context_parallel", folder="flash_attention"),
         _tpu("ring_attention", *_TPU_FLASH, "context_parallel", folder="flash_attention"),
         _tpu("blocksparse_attention", *_TPU_FLASH),
-        _tpu("native_sparse_attention"),
+        _tpu("native_sparse_attention", "joins_heads"),
         _tpu("grouped_matmul", "block_m", "block_n", "block_k"),
         _tpu("mean_pooling"),
         _tpu("page_attention", "pages_per_block"),

@@ -150,7 +150,9 @@ class SoftmaxKernel:
         p, q = work.problem, arrays["q"]
         (o, lse), (do, dlse) = outputs, cotangents
         if p.pattern_blocks is None and p.mask_mod is None:
-            q, do, dlse = without_dead_rows(arrays["mask"], p.kv_len, lse, q, do, dlse)
+            q, do, dlse = without_dead_rows(
+                arrays["mask"], p.kv_len, lse, q, do, dlse, biased=p.biased
+            )
         elif (
             p.biased  # its gradient reads every row
             or p.mask_mod is not None

@@ -61,23 +61,42 @@ def may_see_nothing(parts: Sequence[MaskFields], q_len: Any, kv_len: Any) -> boo
 
 
 def without_dead_rows(
-    mask: MaskFields, kv_len: Any, lse: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
+    mask: MaskFields,
+    kv_len: Any,
+    lse: jax.Array,
+    q: jax.Array,
+    do: jax.Array,
+    dlse: jax.Array,
+    *,
+    biased: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, do ``[b, q, h, ...]`` and dlse ``[b, h, q]`` with zeros in rows that see no key.
 
     Their weights are 0, but 0 * NaN would reach the keys' gradients. lse ``[b, h, q]`` is -inf
-    there. Free where the mask leaves every row a key.
+    there. Free where the mask leaves every row a key. ``biased``: whether a bias of -inf may hide
+    the keys of one head.
     """
-    if not may_see_nothing(mask.terms, q.shape[1], kv_len):
+    parts = mask.terms
+    if not may_see_nothing(parts, q.shape[1], kv_len):
         return q, do, dlse
-    return cleared_rows(lse, q, do, dlse)
+    alive = lse != -jnp.inf
+    if not biased and all(part.attention_mask is None for part in parts):
+        # one value for all heads, which XLA need not spread over the columns of joined heads
+        alive = jnp.any(alive, axis=1, keepdims=True)
+    return _rows_kept(alive, q, do, dlse)
 
 
 def cleared_rows(
     lse: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Clears rows as ``without_dead_rows`` does, whatever the mask."""
-    alive = lse != -jnp.inf
+    return _rows_kept(lse != -jnp.inf, q, do, dlse)
+
+
+def _rows_kept(
+    alive: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns q, do and dlse with zeros where ``alive`` ``[b, #h, q]`` is False."""
     rows = jnp.swapaxes(alive, 1, 2)[..., None]
     q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))
     return q, do, jnp.where(alive, dlse, 0.0)

@@ -99,7 +99,7 @@ def selected_forward(
     specs, (d, dv) = specs_of(p, t, lists, rows), p.dims
     values = (*lists.shape[:3], 1, specs.rows)
     shapes = [
-        result((*q.shape[:3], dv), dtype, *arrays),
+        result(t.rows_shape(p, q.shape[0], dv), dtype, *arrays),
         result(values, "float32", *arrays),
         result(values, "float32", *arrays),
     ]

@@ -22,6 +22,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.implementation import (
     flash_attention,
 )
 from ejkernel.kernels.pallas.tpu.native_sparse_attention import problem as problems
+from ejkernel.kernels.pallas.tpu.native_sparse_attention.lists import by_register
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.select import (
     must_rank,
@@ -74,7 +75,7 @@ class NativeSparseAttention(PallasKernel):
         return problems.choose(Problem.from_call(problem), target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, cu = work.problem, arrays.get("cu_seqlens")
+        p, t, cu = work.problem, work.tiles, arrays.get("cu_seqlens")
         dtype = jnp.dtype(promoted_dtype(p))
         q, k, v = (arrays[name].astype(dtype) for name in ("query", "key", "value"))
         (b, s, h, _), dv = q.shape, v.shape[3]
@@ -91,38 +92,44 @@ class NativeSparseAttention(PallasKernel):
         inner = replace(work, problem=Problem.from_call(p))
 
         def best() -> jax.Array:
-            return select(inner.problem, work.target, q, k, blocks, sorts_blocks(p))
+            return select(inner.problem, t, work.target, q, k, blocks, sorts_blocks(p))
 
         chosen = chosen_blocks(p, arrays, blocks, best)
         chosen = name_lse(chosen)
         o = attend(inner, {"q": q, "k": k, "v": v, "chosen": chosen, "blocks": blocks})
-        out = _gated(gates.get("g_slc"), o)
+        out = _gated(t, gates.get("g_slc"), o)
         if "g_cmp" in gates:
             means = (block_means(x, blocks).astype(dtype) for x in (k, v))
-            o = _flash(p, q, *means, means_mask(blocks, b))
-            out = out + _gated(gates["g_cmp"], o)
+            o = _flash(p, t, q, *means, means_mask(blocks, b))
+            out = out + _gated(t, gates["g_cmp"], o)
         if p.sliding_window is not None:
             mask = {"query": q, "key": k, "cum_seqlens_q": cu, "causal": True}
             mask = mask_of({**mask, "sliding_window": p.sliding_window})
-            o = _flash(p, q, k, v, mask)
-            out = out + _gated(gates.get("g_swa"), o)
+            o = _flash(p, t, q, k, v, mask)
+            out = out + _gated(t, gates.get("g_swa"), o)
         # the barrier keeps XLA from moving the gradient as float32, twice the bytes
-        out = lax.optimization_barrier(out.astype(p.query.dtype)).swapaxes(1, 2)
+        out = lax.optimization_barrier(out.astype(p.query.dtype))
+        out = out.reshape(b, s, h, dv) if t.joins_heads else out.swapaxes(1, 2)
         return (cleared(valid, out)[0],), ()
 
 
-def _gated(gate: jax.Array | None, o: jax.Array) -> jax.Array:
-    """Returns a branch times its gate, float32 ``[b, h, s, d]``.
+def _gated(t: Tiles, gate: jax.Array | None, o: jax.Array) -> jax.Array:
+    """Returns a branch times its gate, float32, in the order in which kernels write it.
 
-    That is how kernels write it: nothing is moved.
+    Nothing is moved: ``[b, h, s, d]``, or ``by_register`` where heads are joined.
     """
-    o = o.swapaxes(1, 2).astype(jnp.float32)
-    return o if gate is None else gate.swapaxes(1, 2) * o
+
+    def as_written(x: jax.Array) -> jax.Array:
+        return by_register(t, x) if t.joins_heads else x.swapaxes(1, 2)
+
+    o = as_written(o).astype(jnp.float32)
+    return o if gate is None else as_written(gate) * o
 
 
-def _flash(p: Any, q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+def _flash(p: Any, t: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+    cfg = {"joins_heads": True} if t.joins_heads else None
     return flash_attention.run_canonical(
-        query=q, key=k, value=v, mask_info=mask, softmax_scale=p.softmax_scale
+        cfg=cfg, query=q, key=k, value=v, mask_info=mask, softmax_scale=p.softmax_scale
     )
 
 

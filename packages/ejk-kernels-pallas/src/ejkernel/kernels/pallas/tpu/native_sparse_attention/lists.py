@@ -11,16 +11,23 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import padded
-from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import WORD, Problem, Tiles
+from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import (
+    SUBLANES,
+    WORD,
+    Problem,
+    Tiles,
+)
 from ejkernel.types.masks.token_blocks import Blocks
 
 NONE = 2**30  # above the number of every block
 
 
 def tile_rows(p: Problem, t: Tiles, x: jax.Array, dim: int) -> jax.Array:
-    """Returns ``[b, s, h, d]`` as kernels read it: ``[b, h, tiles * tokens, dim]``, or
-    ``[b, hk, tiles * rows, dim]`` of tokens, then heads."""
+    """Returns ``[b, s, h, d]`` as kernels read it, in ``Tiles.rows_shape``."""
     length = t.tile_count(p) * t.tokens
+    if t.joins_heads:
+        x = x.reshape(*x.shape[:2], -1)
+        return padded(x, length, x.shape[2])
     if t.by_head:
         return padded(x.swapaxes(1, 2), length, dim)
     b, s = x.shape[:2]
@@ -31,11 +38,31 @@ def tile_rows(p: Problem, t: Tiles, x: jax.Array, dim: int) -> jax.Array:
 
 def token_rows(p: Problem, t: Tiles, x: jax.Array, dim: int) -> jax.Array:
     """Returns an array as ``tile_rows`` makes it as ``[b, s, h, dim]``."""
+    if t.joins_heads:
+        return x[:, : p.length].reshape(x.shape[0], p.length, p.heads, dim)
     if t.by_head:
         return x[:, :, : p.length, :dim].swapaxes(1, 2)
     b, hk, _, width = x.shape
     x = x.reshape(b, hk, -1, p.group, width)[:, :, : p.length, :, :dim]
     return jnp.moveaxis(x, 1, 2).reshape(b, p.length, p.heads, dim)
+
+
+def by_register(t: Tiles, x: jax.Array) -> jax.Array:
+    """Returns ``[b, s, ...]`` as ``[b, s / 8, 8, ...]`` where kernels join heads.
+
+    A register has 8 rows of a head: what is computed for each head of such an array stays where it
+    is in memory, while ``[b, s, h, d]`` is another order of it.
+    """
+    b, s = x.shape[:2]
+    if not t.joins_heads or s % SUBLANES:
+        return x
+    return x.reshape(b, s // SUBLANES, SUBLANES, *x.shape[2:])
+
+
+def row_sums(t: Tiles, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the dot products of rows of ``[b, s, h, d]``, float32 ``[b, s, h]``."""
+    first, second = (by_register(t, x).astype(jnp.float32) for x in (a, b))
+    return jnp.sum(first * second, axis=-1).reshape(a.shape[:3])
 
 
 def row_values(p: Problem, t: Tiles, x: jax.Array) -> jax.Array:
@@ -47,13 +74,18 @@ def row_values(p: Problem, t: Tiles, x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:3], 1, -1)
 
 
-def factors_of_rows(p: Problem, t: Tiles, x: jax.Array) -> jax.Array:
-    """Returns ``[b, hk, tiles, 1, rows]`` as a factor of an array as ``tile_rows`` makes it."""
-    b, hk, tiles = x.shape[:3]
+def scaled_rows(p: Problem, t: Tiles, rows: jax.Array, factors: jax.Array) -> jax.Array:
+    """Returns rows in ``Tiles.rows_shape`` times factors ``[b, hk, tiles, 1, rows]``."""
+    b, hk, tiles = factors.shape[:3]
     if not t.by_head:
-        return x.reshape(b, hk, -1, 1)
-    x = x.reshape(b, hk, tiles, p.group, t.tokens).swapaxes(2, 3)
-    return x.reshape(b, p.heads, -1, 1)
+        return rows * factors.reshape(b, hk, -1, 1)
+    factors = factors.reshape(b, hk, tiles, p.group, t.tokens)
+    if t.joins_heads:
+        factors = factors.transpose(0, 2, 4, 1, 3).reshape(b, -1, p.heads)
+        heads = rows.reshape(*factors.shape, -1)
+        scaled = by_register(t, heads) * by_register(t, factors)[..., None]
+        return scaled.reshape(rows.shape)
+    return rows * factors.swapaxes(2, 3).reshape(b, p.heads, -1, 1)
 
 
 def _token_of_row(p: Problem, blocks: Blocks) -> tuple[jax.Array, jax.Array]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.experimental import pallas as pl
 
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.masks import LANES
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import padded_dim
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.params import config_field
 from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.problems.selected_blocks import SelectedProblem
 
@@ -16,11 +21,19 @@ CHUNK = 512  # keys of a step: the matmuls of one half hide the exponentials of 
 WORD = 32  # entries of a list that one integer has a bit for
 SUBLANES = 8  # rows that a block of an array is a multiple of
 UNIT = 16  # rows of a bfloat16 register: no block starts inside one
+JOINS_HEADS = (
+    f"joins_heads=True: head dims in multiples of {LANES}, and at most 16 query heads a kv head"
+)
 
 
 @dataclass(frozen=True)
 class Problem(SelectedProblem):
     """Static properties of a call of the selected branch, with what the kernels derive of them."""
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of keys and of values in the call."""
+        return self.dim, self.value_dim
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -54,26 +67,47 @@ class Tiles:
         tokens: tokens of a tile, whose query heads of a group are its rows.
         chunk: blocks of a step; a power of two.
         span, span_backward: blocks whose keys and values are in vector memory at a time.
+        joins_heads: kernels read and write rows as ``[b, s, h * d]``.
     """
 
     tokens: int
     chunk: int
     span: int
     span_backward: int
+    joins_heads: bool = False
+
+    def apply_config(self, cfg: Any, p: Any, target: Chip) -> Tiles:
+        """Returns these tiles, overridden by a config."""
+        if not config_field(cfg, "joins_heads"):
+            return self
+        if not self.by_head or any(d % LANES for d in Problem.from_call(p).widths):
+            raise ConfigError(JOINS_HEADS)
+        return replace(self, joins_heads=True)
 
     @property
     def by_head(self) -> bool:
-        """Returns whether kernels read ``[b, h, s, d]`` as flash attention does.
+        """Returns whether kernels read ``[b, h, s, d]`` or ``[b, s, h * d]``, as flash attention.
 
         The rows of a tile are (head, token) then; else an array is made for them whose rows are
         (token, head).
         """
         return self.tokens % SUBLANES == 0
 
-    def rows_block(self, p: Problem) -> tuple[int, int]:
-        """Returns the shape of the rows of a tile in the arrays of the kernels."""
-        rows = (p.group, self.tokens)
-        return rows if self.by_head else (1, math.prod(rows))
+    def rows_shape(self, p: Problem, batch: int, width: int) -> tuple[int, ...]:
+        """Returns the shape of rows of all tokens as the kernels read and write them."""
+        length = self.tile_count(p) * self.tokens
+        if self.joins_heads:
+            return batch, length, p.heads * width
+        if self.by_head:
+            return batch, p.heads, length, width
+        return batch, p.kv_heads, length * p.group, width
+
+    def rows_spec(self, p: Problem, width: int) -> pl.BlockSpec:
+        """Returns the block of the rows of a tile in such an array."""
+        if self.joins_heads:
+            return pl.BlockSpec((1, self.tokens, p.group * width), lambda b, m, i: (b, i, m))
+        rows = (p.group, self.tokens) if self.by_head else (1, p.group * self.tokens)
+        return pl.BlockSpec((1, *rows, width), lambda b, m, i: (b, m, i, 0))
 
     @property
     def words(self) -> int:

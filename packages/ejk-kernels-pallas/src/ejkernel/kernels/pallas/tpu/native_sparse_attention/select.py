@@ -25,14 +25,14 @@ from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.masks import LANES
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import padded
-from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem
+from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import bytes_of
 from ejkernel.types.masks.token_blocks import Blocks, block_means
 
 FIRST, COMPLETE, OWN = range(3)  # rows of the values of tokens
 
 
-def _kernel(p: Problem, *refs: Any) -> None:
+def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
     tokens_ref, q_ref, means_ref, chosen_ref, total_ref = refs
     shape = total_ref.shape
     number = lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -41,9 +41,13 @@ def _kernel(p: Problem, *refs: Any) -> None:
     total_ref[...] = jnp.zeros(shape, jnp.float32)
 
     def add_head(head: Any, carry: None) -> None:
+        if t.joins_heads:
+            q = q_ref[0, :, pl.ds(pl.multiple_of(head * p.dim, LANES), p.dim)]
+        else:
+            q = q_ref[0, head]
         x = p.scale * lax.dot_general(
             means_ref[0, 0],
-            q_ref[0, head].astype(jnp.float32),
+            q.astype(jnp.float32),
             (((1,), (1,)), ((), ())),
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
@@ -81,7 +85,7 @@ def must_rank(p: Problem, sorts: bool) -> bool:
 
 
 def select(
-    p: Problem, chip: Chip, q: jax.Array, k: jax.Array, blocks: Blocks, sorts: bool
+    p: Problem, t: Tiles, chip: Chip, q: jax.Array, k: jax.Array, blocks: Blocks, sorts: bool
 ) -> jax.Array:
     """Returns the ``p.slots`` best blocks of every token ``[b, s, hk, slots]``, -1 after them.
 
@@ -100,15 +104,21 @@ def select(
     tokens = padded(jnp.stack([blocks.first_block, complete, own_block]).astype(jnp.int32), length)
     means = padded(jnp.moveaxis(block_means(k, blocks), 1, 2), count, p.dim)
     means = jnp.nan_to_num(means)  # of blocks that nobody sees: 0 * NaN is NaN
-    q = padded(q.swapaxes(1, 2), length, p.dim)
+    if t.joins_heads:
+        width = p.group * p.dim
+        q = padded(q.reshape(*q.shape[:2], -1), length, p.heads * p.dim)
+        of_queries = pl.BlockSpec((1, LANES, width), lambda b, m, i: (b, i, m))
+    else:
+        q = padded(q.swapaxes(1, 2), length, p.dim)
+        of_queries = pl.BlockSpec((1, p.group, LANES, p.dim), lambda b, m, i: (b, m, i, 0))
     chosen = result((p.batch, p.kv_heads, p.slots, length), "int32", q, means, tokens)
     pairs = p.batch * p.heads * length * count
     ranked = pl.pallas_call(
-        functools.partial(_kernel, p),
+        functools.partial(_kernel, p, t),
         grid=(p.batch, p.kv_heads, tiles),
         in_specs=[
             pl.BlockSpec((3, LANES), lambda b, m, i: (0, i)),
-            pl.BlockSpec((1, p.group, LANES, p.dim), lambda b, m, i: (b, m, i, 0)),
+            of_queries,
             pl.BlockSpec((1, 1, count, p.dim), lambda b, m, i: (b, m, 0, 0)),
         ],
         out_specs=pl.BlockSpec((1, 1, p.slots, LANES), lambda b, m, i: (b, m, 0, i)),

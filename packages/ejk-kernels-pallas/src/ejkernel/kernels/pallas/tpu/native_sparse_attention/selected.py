@@ -13,8 +13,9 @@ from jax import lax
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.backward import selected_backward
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.forward import selected_forward
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.lists import (
-    factors_of_rows,
+    row_sums,
     row_values,
+    scaled_rows,
     tile_lists,
     tile_rows,
     token_rows,
@@ -63,7 +64,8 @@ class Selected:
         else:
             values = (q.shape[0], p.kv_heads, t.tile_count(p), 1, t.tokens * p.group)
             none = zeros(values, "float32", q)
-            start = zeros((*q.shape[:3], p.dims[1]), "float32", q), none + FLOOR, none
+            shape = t.rows_shape(p, q.shape[0], p.dims[1])
+            start = zeros(shape, "float32", q), none + FLOOR, none
 
             def add(rows: Any, *span: Any) -> Any:
                 return _merge(p, t, rows, attend(*span)), None
@@ -77,7 +79,7 @@ class Selected:
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, t, chip = work.problem, work.tiles, work.target
         (o,), (do,) = outputs, cotangents
-        delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
+        delta = row_sums(t, do, o)
         rows = (
             tile_rows(p, t, arrays["q"], p.dims[0]),
             tile_rows(p, t, do.astype(p.dtype), p.dims[1]),
@@ -119,8 +121,9 @@ def _merge(p: Problem, t: Tiles, rows: Any, span: Any) -> tuple[jax.Array, ...]:
     ]
     both = totals[0] + totals[1]
     inverse = 1.0 / jnp.where(both > 0.0, both, 1.0)
-    first, second = (factors_of_rows(p, t, x * inverse) for x in totals)
-    return o * first + o_span * second, top, both
+    parts = zip((o, o_span), totals, strict=True)
+    first, second = (scaled_rows(p, t, part, x * inverse) for part, x in parts)
+    return first + second, top, both
 
 
 class _Spans:

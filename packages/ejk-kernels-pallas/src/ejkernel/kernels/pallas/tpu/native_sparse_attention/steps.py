@@ -95,15 +95,23 @@ def for_steps(
 
 
 def load_rows(ref: Any, scratch: Any) -> None:
-    """Stores the rows of a tile in ``scratch`` ``[rows, d]``, of a block ``[1, heads, tokens, d]``.
+    """Stores the rows of a tile in ``scratch`` ``[rows, d]``, of a block of ``Tiles.rows_spec``.
 
     8 rows of bfloat16 are half a register: they are put together in float32.
     """
-    scratch[...] = ref[0].astype(jnp.float32).reshape(scratch.shape).astype(scratch.dtype)
+    x, (rows, width) = ref[0].astype(jnp.float32), scratch.shape
+    if x.ndim == 2:  # heads next to each other
+        heads = range(0, x.shape[1], width)
+        x = jnp.concatenate([x[:, start : start + width] for start in heads], axis=0)
+    scratch[...] = x.reshape(rows, width).astype(scratch.dtype)
 
 
 def store_rows(ref: Any, rows: jax.Array) -> None:
-    """Stores the rows of a tile, float32, in a block ``[1, heads, tokens, d]``."""
+    """Stores the rows of a tile, float32, in a block of ``Tiles.rows_spec``."""
+    if len(ref.shape) == 3:  # heads next to each other
+        tokens = ref.shape[1]
+        heads = range(0, rows.shape[0], tokens)
+        rows = jnp.concatenate([rows[start : start + tokens] for start in heads], axis=1)
     ref[0] = rows.reshape(ref.shape[1:]).astype(ref.dtype)
 
 
@@ -112,18 +120,19 @@ class Specs:
     """Block specs of the grid (batch, key head, tile).
 
     Attributes:
+        problem, tiles: of the call.
         rows: rows of a tile. entries: of its list. words: of the bits of a row.
-        rows_block: of ``Tiles``.
     """
 
+    problem: Problem
+    tiles: Tiles
     rows: int
     entries: int
     words: int
-    rows_block: tuple[int, int]
 
     def of_rows(self, width: int) -> pl.BlockSpec:
         """Returns the spec of an array as ``tile_rows`` makes it."""
-        return pl.BlockSpec((1, *self.rows_block, width), lambda b, m, i: (b, m, i, 0))
+        return self.tiles.rows_spec(self.problem, width)
 
     def of_values(self, count: int = 1) -> pl.BlockSpec:
         """Returns the spec of ``[b, hk, tiles, count, rows]``."""
@@ -137,7 +146,7 @@ class Specs:
 
 def specs_of(p: Problem, t: Tiles, lists: jax.Array, rows: jax.Array) -> Specs:
     """Returns the block specs for tables of ``tile_lists``."""
-    return Specs(rows.shape[4], lists.shape[4] - 1, rows.shape[3], t.rows_block(p))
+    return Specs(p, t, rows.shape[4], lists.shape[4] - 1, rows.shape[3])
 
 
 def compiler_params(chip: Chip, resident: int) -> Any:
