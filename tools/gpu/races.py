@@ -127,6 +127,11 @@ PIPELINED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {  # and fie
         replace(SMALL["odd causal"], mask={}),
         {"isolates_steps": True, "adds_delta": True},
     ),
+    "persistent causal": (replace(SMALL["odd causal"], hk=2), {"dq_stages": 2, "persistent": True}),
+    "persistent full": (
+        replace(SMALL["odd causal"], mask={}, d=64, hk=2),
+        {"dq_stages": 2, "persistent": True},
+    ),
 }
 UNSHIFTED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {
     "window": (PIPELINED["window"][0], {}),

@@ -55,11 +55,12 @@ def copy_ahead(plan: Plan, r: Any, batch: Any, head: Any, i: Any, n: Any) -> Non
 
 
 def add_ahead(
-    plan: Plan, r: Any, program: Any, wg: Any, large: Any, dk_acc: Any, dv_acc: Any
+    plan: Plan, r: Any, program: Any, wg: Any, large: Any, dk_acc: Any, dv_acc: Any, before: Any
 ) -> None:
     """Adds all query blocks of a ``Program`` to dk and dv, and hands over their parts of dq.
 
-    ``large``: see ``logits``. All matmuls are done at the end, and what was handed over is read.
+    ``large``: see ``logits``; ``before``: steps of the key blocks before. All matmuls are done at
+    the end, and what was handed over is read.
     """
     tiles, problem = plan.tiles, plan.problem
     dtype, shape = jnp.dtype(problem.dtype), (ROWS, tiles.block_q)
@@ -78,7 +79,7 @@ def add_ahead(
 
     def multiply_keys(s_acc: Any, n: Any) -> None:
         """Starts the logits of step n, less lse."""
-        slot = lax.rem(n, tiles.q_buffers)
+        slot = lax.rem(before + n, tiles.q_buffers)
         *_, mine = thread_rows()
         plgpu.barrier_wait(r.q_full.at[slot])
         s_acc[...] = row_terms(r.lse_s, slot)
@@ -101,7 +102,7 @@ def add_ahead(
         else:
             p = any_step(s)
         # a wait ends the basic block: the exponentials stay in front of the wait for dk and dq
-        plgpu.barrier_wait(r.do_full.at[lax.rem(n, tiles.stages)])
+        plgpu.barrier_wait(r.do_full.at[lax.rem(before + n, tiles.stages)])
         return p
 
     def first_probabilities(s_acc: Any) -> jax.Array:
@@ -110,6 +111,7 @@ def add_ahead(
 
     def gradient_of_logits(n: Any, p: jax.Array, dp_acc: Any) -> jax.Array:
         """Returns ds of step n, also in shared memory, and adds to dv."""
+        n = before + n
         slot, (*_, mine) = lax.rem(n, tiles.stages), thread_rows()
         if not tiles.adds_delta:
             dp_acc[...] = row_terms(r.delta_s, slot)
@@ -135,18 +137,18 @@ def add_ahead(
         def multiply_ds(*s_acc: Any) -> jax.Array:
             if ahead:
                 multiply_keys(*s_acc, n + 1)
-            plgpu.wgmma(dk_acc, ds, r.q_s.at[lax.rem(n, tiles.q_buffers)])
+            plgpu.wgmma(dk_acc, ds, r.q_s.at[lax.rem(before + n, tiles.q_buffers)])
             plgpu.barrier_wait(r.ds_full)
 
             def add_query_side(dq_acc: Any) -> jax.Array:
-                plgpu.wgmma(dq_acc, *dq_operands(plan, r, lax.rem(n, 2), *thread_rows()))
+                plgpu.wgmma(dq_acc, *dq_operands(plan, r, lax.rem(before + n, 2), *thread_rows()))
                 p2 = p
                 if ahead:
                     s = plgpu.wgmma_accumulator_load(*s_acc, wait_n=2)
                     p2 = probabilities(s, n + 1)
                 part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                plgpu.barrier_arrive(r.q_empty.at[lax.rem(n, tiles.q_buffers)])
-                hand_over(plan, r, wg, n, part)
+                plgpu.barrier_arrive(r.q_empty.at[lax.rem(before + n, tiles.q_buffers)])
+                hand_over(plan, r, wg, before + n, part)
                 return p2
 
             # allocated where it is used: its zeros would take registers before

@@ -35,6 +35,8 @@ class BackwardTiles:
             their own (see ``backward_pipelined``).
         adds_delta: whether delta is subtracted from dp when its matmul is done; else the
             accumulator starts from it.
+        persistent: whether a program takes one key block after the other from a work counter; heads
+            do not share keys.
         delta_first: of wide heads, whether the accumulator of dp starts from -delta in the kernel
             of dq, in front of the logits' matmul; else delta is subtracted at the end.
     """
@@ -49,6 +51,7 @@ class BackwardTiles:
     holds_v: bool = False
     isolates_steps: bool = False
     adds_delta: bool = False
+    persistent: bool = False
     delta_first: bool = False
 
     @property
@@ -79,7 +82,7 @@ class BackwardTiles:
         if not self.pipelined:
             others = {
                 "q_stages": 0, "dq_stages": 1, "holds_v": False, "isolates_steps": False,
-                "adds_delta": False,
+                "adds_delta": False, "persistent": False,
             }  # fmt: skip
             changed = [f"{name}={getattr(self, name)!r}" for name, x in others.items()
                      if getattr(self, name) != x]  # fmt: skip
@@ -92,6 +95,9 @@ class BackwardTiles:
             f"pipelined: {self.q_buffers} tiles of q, at least 2": self.q_buffers < 2,
             f"pipelined: dq_stages={self.dq_stages}, 1 or 2": self.dq_stages not in (1, 2),
             f"pipelined: holds_v with head dim {widest}, only 64": self.holds_v and widest > 64,
+            "persistent: heads that share keys are not supported": (
+                self.persistent and problem.group > 1
+            ),
             f"pipelined: {need} bytes of shared memory, a program has {shared}": need > shared,
         }
         return next((reason for reason, lacks in lacking.items() if lacks), None)
