@@ -39,6 +39,7 @@ from ejkernel.types.serving.schedule import (
 from ejktest.bound import on, struct
 from ejktest.cases import ragged as ragged_cases
 from ejktest.cases.paged import in_context
+from ejktest.programs import equations_of
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 
@@ -114,6 +115,9 @@ def test_batch_invariant_calls_have_the_same_tiles_whatever_rows_there_are(rows,
         assert chosen == tiles_of(300, 70)
     assert program.out_avals[0].shape == arrays[0].shape
     assert "ragged_page_attention_prefill" in str(program)
+    # XLA would fuse a slice of padded rows with the next launch, which then loses these rows
+    apart = [e for e in equations_of(program.jaxpr) if e.primitive.name == "optimization_barrier"]
+    assert [x.aval.shape for e in apart for x in e.outvars] == [arrays[0].shape]
     long = chosen.long_prefill
     assert (long.min_rows, long.min_total_rows, long.decodes) == (128, 0, False)
     assert (chosen.splits, chosen.decode.splits) == (None, 16)

@@ -160,11 +160,15 @@ def prefill_rows(work: Work, arrays: Arrays) -> Arrays:
 
     names = ("q", "k", "tables", "sequences", "header", "tree", "positions")
     names += ("k_scale", "v_scale", "sink")
+    o = arrays.get("o")
+    if o is not None:
+        # XLA then copies a slice of padded rows before the launch (``in_place``)
+        o = jax.lax.optimization_barrier(o)
     results = call(
         RaggedPrefill(work.problem, work.tiles, work.target),
         **select_arrays(arrays, *names),
         first_rows=arrays["d_rows"],
-        o_in=arrays.get("o"),
+        o_in=o,
     )
     outputs = ("o", "lse")
     return {name if name in outputs else f"p_{name}": x for name, x in results.items()}
