@@ -126,7 +126,7 @@ class Run:
 
 
 def repeat(function: Function, calls: int) -> Function:
-    """Returns a function that makes several calls; each needs the first result of the one before.
+    """Returns a function that makes several calls; each needs all results of the one before.
 
     XLA keeps the multiplication with 0, since floats may be NaN.
     """
@@ -134,10 +134,9 @@ def repeat(function: Function, calls: int) -> Function:
     def run(first: Any, *others: Any) -> Any:
         results = function(first, *others)
         for _ in range(calls - 1):
-            before = jax.tree.leaves(results)[0]
-            if before.shape != first.shape:
-                before = before[(slice(1),) * before.ndim]
-            first = first + 0 * before
+            for before in jax.tree.leaves(results):
+                like = before.shape == first.shape
+                first = first + 0 * (before if like else before[(slice(1),) * before.ndim])
             results = function(first, *others)
         return results
 
