@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.batch_invariance import batch_invariant
+from ejkernel.ops.core.keys import has_gradient
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.partition import automatic_devices, run_region
 from ejkernel.ops.region import Words
@@ -141,7 +142,7 @@ class PartitionedKernel:
     ) -> Mapping[str, Any]:
         """Returns gradients of the arrays of floats; JAX makes them without a ``backward``."""
         results, structure = jax.tree.flatten((outputs, saved))
-        smooth = [i for i, x in enumerate(arrays.values()) if _is_smooth(x)]
+        smooth = [i for i, x in enumerate(arrays.values()) if has_gradient(x)]
         first, last = len(arrays), len(arrays) + len(results)
 
         def run_pass(shard: Any, *inputs: Any) -> tuple[Any, ...]:
@@ -336,15 +337,10 @@ def _type_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _is_smooth(x: Any) -> bool:
-    """Returns whether an array has gradients; 8-bit floats have none."""
-    return jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize > 1
-
-
 def _split(arrays: Arrays) -> tuple[Arrays, Arrays]:
     """The arrays of floats, and all others."""
-    smooth = {n: x for n, x in arrays.items() if hasattr(x, "dtype") and _is_smooth(x)}
-    return smooth, {name: x for name, x in arrays.items() if name not in smooth}
+    floats = {n: x for n, x in arrays.items() if has_gradient(x)}
+    return floats, {name: x for name, x in arrays.items() if name not in floats}
 
 
 def _gradient(gradients: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:

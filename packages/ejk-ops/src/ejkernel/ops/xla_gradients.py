@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from ejkernel.ops.core.keys import has_gradient
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.kernel_registry import kernel_registry
 
@@ -32,16 +32,10 @@ class XlaGradients:
         reference = kernel_registry.get(self.call.name, "xla")
         run = getattr(reference, "run_canonical", reference)  # a function has none
         options = work.options._asdict()
-        smooth = {name: x for name, x in arrays.items() if _is_smooth(x)}
+        floats = {name: x for name, x in arrays.items() if has_gradient(x)}
 
-        def compute(smooth: dict[str, Any]) -> Any:
-            return run(cfg=None, **(options | arrays | smooth))
+        def compute(floats: dict[str, Any]) -> Any:
+            return run(cfg=None, **(options | arrays | floats))
 
         cotangent = cotangents if len(cotangents) > 1 else cotangents[0]
-        return jax.vjp(compute, smooth)[1](cotangent)[0]
-
-
-def _is_smooth(x: Any) -> bool:
-    """Returns whether a value is an array of at least 16-bit floats."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+        return jax.vjp(compute, floats)[1](cotangent)[0]

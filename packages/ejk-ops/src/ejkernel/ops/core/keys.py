@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.core.route import Route
@@ -34,6 +35,11 @@ _PLAIN = (type(None), bool, int, float, str)
 def is_array(x: object) -> bool:
     """Returns whether ``x`` enters as shape and dtype."""
     return isinstance(x, ARRAYS)
+
+
+def has_gradient(x: object) -> bool:
+    """Returns whether ``x`` is an array with a gradient: one of floats, but not of 8-bit ones."""
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) and np.dtype(x.dtype).itemsize > 1
 
 
 def _type_name(cls: type) -> str:

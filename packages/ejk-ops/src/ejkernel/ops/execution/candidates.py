@@ -17,7 +17,7 @@ import numpy as np
 
 from ejkernel.ops.compat import settings
 from ejkernel.ops.core.invocation import BoundCall
-from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.core.keys import has_gradient, is_array
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.samples import DRAWN, random_array, sample_generator
 from ejkernel.ops.execution.program import resolve
@@ -118,11 +118,6 @@ class InvalidValues(RuntimeError):
         return f"wrong values: {super().__str__()}"
 
 
-def _float_array(x: Any) -> bool:
-    """Returns whether ``x`` has gradients: quantised eight-bit floats have none."""
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) and np.dtype(x.dtype).itemsize > 1
-
-
 def _random(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> jax.Array:
     """Returns ``random_array``; repetitions are made on the device, where they are cheap."""
     size = math.prod(shape)
@@ -189,7 +184,7 @@ class Workbench:
         count = len(self.arrays)
         if self.kernel.has_custom_vjp:
             count = sum(is_array(x) for x in jax.tree_util.tree_leaves(tuple(args)))
-        return [i for i in range(count) if _float_array(self.arrays[i])]
+        return [i for i in range(count) if has_gradient(self.arrays[i])]
 
     def _wants_backward(self, configs: Sequence[Any], requested: bool | None) -> bool:
         if requested is not None:
@@ -222,7 +217,7 @@ class Workbench:
                 out = jax.eval_shape(self._function(cfg), *self.arrays)
             except Exception:
                 continue
-            floats = [x for x in jax.tree_util.tree_leaves(out) if _float_array(x)]
+            floats = [x for x in jax.tree_util.tree_leaves(out) if has_gradient(x)]
             return [_random(x.shape, x.dtype, rng) for x in floats]
         return []
 
@@ -252,7 +247,7 @@ class Workbench:
                 for position, value in zip(self.differentiated, floats, strict=True):
                     full[position] = value
                 leaves = jax.tree_util.tree_leaves(run(*full))
-                return [leaf for leaf in leaves if _float_array(leaf)]
+                return [leaf for leaf in leaves if has_gradient(leaf)]
 
             out, vjp = jax.vjp(floats_only, *(arrays[i] for i in self.differentiated))
             return out, vjp(cotangents)
