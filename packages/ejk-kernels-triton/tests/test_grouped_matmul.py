@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.triton import grouped_matmul
 from ejkernel.kernels.triton.bridge import call
-from ejkernel.kernels.triton.common.products import precision_name
+from ejkernel.kernels.triton.common.precision import precision_name
 from ejkernel.kernels.triton.grouped_matmul import launch, tiles
 from ejkernel.kernels.triton.grouped_matmul.backward_rhs import GroupedDrhs
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target

@@ -21,8 +21,8 @@ from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported
 from ejkernel.ops.execution.program_cache import PROGRAMS_LIMIT
-from ejkernel.ops.in_turn import in_turn
 from ejkernel.ops.kernel_registry import kernel_registry
+from ejkernel.ops.sequential_vmap import sequential_vmap
 
 Stage = Callable[[Work, Arrays], Arrays]
 
@@ -83,7 +83,7 @@ def _foldable(run: Run, work: Work, names: tuple[str, ...]) -> Callable[..., tup
         arrays, batched = (dict(zip(names, x, strict=True)) for x in (operands, flags))
         folded = work.kernel.call.fold_batch(work.problem, size, arrays, batched)
         if folded is None:
-            outputs = in_turn(mapped, operands, flags)
+            outputs = sequential_vmap(mapped, operands, flags)
         else:
             problem, arrays = folded
             outputs = fold_mapped(run, replace(work, problem=problem), arrays)

@@ -43,8 +43,8 @@ from ejkernel.kernels.triton.interpret import run_interpreted
 from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.ops.execution.program_cache import bounded_jit
-from ejkernel.ops.in_turn import in_turn
 from ejkernel.ops.interpret import interpreting
+from ejkernel.ops.sequential_vmap import sequential_vmap
 
 TRITON_TYPES = {
     "bfloat16": "bf16",
@@ -102,7 +102,7 @@ def _batch(arrays, dims, *, launch):
     ]
     if launch.is_sequential(size, batched):
         run = functools.partial(_primitive.bind, launch=launch)
-        results = in_turn(run, front, batched)
+        results = sequential_vmap(run, front, batched)
         return results, [0] * len(results)
     folded, operands = launch.fold(size, front, batched)
     results = _primitive.bind(*operands, launch=folded)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
-from ejkernel.kernels.triton.common.products import precision_name, refused_precision
+from ejkernel.kernels.triton.common.precision import precision_name, refused_precision
 from ejkernel.kernels.triton.flash_attention import lists, mods, single_row, tiles
 from ejkernel.kernels.triton.flash_attention.fits import neighbours
 from ejkernel.kernels.triton.flash_attention.launch import AttentionLaunch, is_fused

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.common.products import precision_name, refused_precision
+from ejkernel.kernels.triton.common.precision import precision_name, refused_precision
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import config_field

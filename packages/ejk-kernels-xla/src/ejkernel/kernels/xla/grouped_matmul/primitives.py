@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ejkernel.kernels.xla.grouped_matmul.row_loops import Plan, groups_matmul, rows_matmul
 from ejkernel.ops.execution.program_cache import bounded_jit
-from ejkernel.ops.in_turn import in_turn
+from ejkernel.ops.sequential_vmap import sequential_vmap
 from ejkernel.ops.varying import vary_alike
 
 rows_p = Primitive("grouped_rows_matmul")
@@ -93,7 +93,7 @@ def _define(primitive: Primitive, function: Callable, shape: Callable, transpose
             x if i is None else jnp.moveaxis(x, i, 0) for x, i in zip(operands, axes, strict=True)
         ]
         mapped = [i is not None for i in axes]
-        return in_turn(lambda *one_call: _bind(primitive, one_call, plan), front, mapped), 0
+        return sequential_vmap(lambda *one_call: _bind(primitive, one_call, plan), front, mapped), 0
 
     primitive.def_impl(bounded_jit(function))
     primitive.def_abstract_eval(aval)

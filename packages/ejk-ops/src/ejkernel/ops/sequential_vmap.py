@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 
-def in_turn(run: Callable[..., Any], arrays: Sequence[Any], mapped: Sequence[bool]) -> Any:
+def sequential_vmap(run: Callable[..., Any], arrays: Sequence[Any], mapped: Sequence[bool]) -> Any:
     """Runs ``run(*arrays)`` in a loop over the leading axis of the ``mapped`` arrays."""
     moving = [x for x, m in zip(arrays, mapped, strict=True) if m]
 
