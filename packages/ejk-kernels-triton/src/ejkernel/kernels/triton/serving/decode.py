@@ -53,6 +53,7 @@ from ejkernel.kernels.triton.serving.attend_block import (
     tree_rows,
 )
 from ejkernel.kernels.triton.serving.decode_tiles import query_rows
+from ejkernel.kernels.triton.serving.epilogue import compute_output_factor, load_head_scale
 from ejkernel.kernels.triton.serving.groups import (
     DecodeSizes,
     MergeAtEnd,
@@ -72,8 +73,6 @@ from ejkernel.kernels.triton.serving.merge import (
     POLLS,
     PagedMerge,
     average_factor,
-    compute_output_factor,
-    load_head_scale,
     merge_at_end,
     merge_by_last,
     partial_logit,

@@ -32,6 +32,7 @@ from ejkernel.kernels.triton.launch import power_of_two, struct
 from ejkernel.kernels.triton.serving.attend_block import store_rows, tree_rows
 from ejkernel.kernels.triton.serving.decode import attend_tiles
 from ejkernel.kernels.triton.serving.decode_tiles import query_rows
+from ejkernel.kernels.triton.serving.epilogue import compute_output_factor, load_head_scale, row_lse
 from ejkernel.kernels.triton.serving.finished import count_finished
 from ejkernel.kernels.triton.serving.groups import Partial, RowLayout
 from ejkernel.kernels.triton.serving.in_place import copy_if_elsewhere
@@ -42,14 +43,7 @@ from ejkernel.kernels.triton.serving.launch import (
     logits_group,
     sequential,
 )
-from ejkernel.kernels.triton.serving.merge import (
-    MERGED,
-    compute_output_factor,
-    find_range,
-    load_head_scale,
-    merge_block,
-    row_lse,
-)
+from ejkernel.kernels.triton.serving.merge import MERGED, find_range, merge_block
 from ejkernel.kernels.triton.serving.packed_rows import find_packed_rows, packed_sequences
 from ejkernel.kernels.triton.serving.pages import load_block_pages
 from ejkernel.kernels.triton.serving.ragged_tiles import (

@@ -40,6 +40,11 @@ from ejkernel.kernels.triton.serving.attend_block import (
     store_rows,
     tree_rows,
 )
+from ejkernel.kernels.triton.serving.epilogue import (
+    compute_output_factor,
+    load_head_scale,
+    row_lse,
+)
 from ejkernel.kernels.triton.serving.groups import Partial, PrefillSizes
 from ejkernel.kernels.triton.serving.launch import (
     RaggedLaunch,
@@ -47,11 +52,6 @@ from ejkernel.kernels.triton.serving.launch import (
     dot_options,
     logits_group,
     sequential,
-)
-from ejkernel.kernels.triton.serving.merge import (
-    compute_output_factor,
-    load_head_scale,
-    row_lse,
 )
 from ejkernel.kernels.triton.serving.pages import (
     clamp_run,

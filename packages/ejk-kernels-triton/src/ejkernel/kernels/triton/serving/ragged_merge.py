@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import power_of_two, struct
+from ejkernel.kernels.triton.serving.epilogue import compute_output_factor, load_head_scale, row_lse
 from ejkernel.kernels.triton.serving.groups import Partial
 from ejkernel.kernels.triton.serving.in_place import copy_if_elsewhere, is_elsewhere
 from ejkernel.kernels.triton.serving.launch import (
@@ -23,13 +24,7 @@ from ejkernel.kernels.triton.serving.launch import (
     partials_at_once,
     sequential,
 )
-from ejkernel.kernels.triton.serving.merge import (
-    compute_output_factor,
-    find_slots,
-    load_head_scale,
-    merge_row,
-    row_lse,
-)
+from ejkernel.kernels.triton.serving.merge import find_slots, merge_row
 from ejkernel.kernels.triton.serving.prefill import tile_rows
 from ejkernel.kernels.triton.serving.schedule import (
     ROW_END,
