@@ -300,8 +300,6 @@ class CallKernel:
         tiles = self.apply_config(self.choose(problem, target), cfg, problem, target)
         return self.fix_order(tiles) if invariant else tiles
 
-    # ---- what the registry asks -------------------------------------------------------------
-
     def _on_shard(self, a: Mapping[str, Any], axes: tuple[str, ...]) -> tuple[Any, Any]:
         """Returns the kernel and the arguments of a call on a shard of its sequence."""
         if self.context is None:
@@ -316,6 +314,8 @@ class CallKernel:
         if a.get("dropout_prob"):
             return "dropout_prob: not batch-invariant, dropout counts batch rows"
         return self.variant_reason(problem)
+
+    # ---- what the registry asks -------------------------------------------------------------
 
     def examine(self, call: BoundCall) -> tuple[Any, str | None]:
         """Returns the problem of a call, and the reason why it is not supported."""
