@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -21,6 +23,24 @@ def on(device: Any) -> Any:
 def described(kind: str, platform: str, cores: int | None = None) -> Any:
     """Returns a context in which the described device is the target."""
     return on(AbstractDevice(kind, cores, platform))
+
+
+@contextlib.contextmanager
+def interpreted_tpu(params: Any) -> Generator[None]:
+    """Context in which kernels for TPUs run in Pallas' interpreter with these ``InterpretParams``.
+
+    Programs are compiled quickly, not well: the interpreter makes long ones.
+    """
+    from ejkernel.kernels.pallas.tpu.common.chip import interpreter
+    from ejkernel.ops import interpret_mode
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        with interpret_mode(), interpreter(params):
+            yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def assert_no_races() -> None:

@@ -12,7 +12,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import facts_of, on_chip
 from ejkernel.kernels.pallas.tpu.mla_decode.implementation import mla_decode
 from ejkernel.kernels.pallas.tpu.page_attention import tiles
 from ejkernel.kernels.pallas.tpu.page_attention.implementation import page_attention
@@ -23,7 +23,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.bound import bound
 from ejktest.cases.paged import in_context
-from ejktest.device import assert_no_races
+from ejktest.device import assert_no_races, interpreted_tpu
 from ejktest.drawn import grow_tree, wild_tables
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
@@ -35,11 +35,8 @@ LENS = (70, 0, 64, 1, 150)
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with interpret_mode(), interpreter(PARAMS):
+    with interpreted_tpu(PARAMS):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def draw(h=4, hk=2, d=128, dv=128, ps=16, dtype="float32", cache=None):

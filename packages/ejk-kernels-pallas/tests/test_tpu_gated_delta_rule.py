@@ -12,7 +12,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import facts_of, on_chip
 from ejkernel.kernels.pallas.tpu.gated_delta_rule import problem
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import invert
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.implementation import gated_delta_rule
@@ -20,7 +20,7 @@ from ejkernel.ops import interpret_mode
 from ejktest.cases.delta import check_delta, serving_batch
 from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
-from ejktest.device import assert_no_races
+from ejktest.device import assert_no_races, interpreted_tpu
 from ejktest.grids import cover
 
 PARAMS = pltpu.InterpretParams(detect_races=True)
@@ -33,11 +33,8 @@ CU = np.array([0, 3, 3, 270, 290], np.int32)
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with interpret_mode(), interpreter(PARAMS):
+    with interpreted_tpu(PARAMS):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def check(args, cu_seqlens=None, rounded=False, reference=None, **options):

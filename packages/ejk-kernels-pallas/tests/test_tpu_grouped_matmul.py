@@ -15,7 +15,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import facts_of, on_chip
 from ejkernel.kernels.pallas.tpu.common.segments import visits
 from ejkernel.kernels.pallas.tpu.grouped_matmul import tiles
 from ejkernel.kernels.pallas.tpu.grouped_matmul.groups import segment_bounds
@@ -24,7 +24,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
 from ejktest.cases import grouped as cases
-from ejktest.device import assert_no_races
+from ejktest.device import assert_no_races, interpreted_tpu
 from ejktest.drawn import array
 from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close
@@ -41,11 +41,8 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with interpret_mode(), interpreter(PARAMS):
+    with interpreted_tpu(PARAMS):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 # inner, columns, dtype, whether rhs is transposed, offset of the held matrices, added, block_k

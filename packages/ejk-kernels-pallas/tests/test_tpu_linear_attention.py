@@ -11,7 +11,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import facts_of, on_chip
 from ejkernel.kernels.pallas.tpu.linear_attention import problem
 from ejkernel.kernels.pallas.tpu.linear_attention.implementation import (
     gla_attention,
@@ -22,7 +22,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.cases.linear import check_linear, linear_cotangents
 from ejktest.cases.linear import linear_arguments as make
-from ejktest.device import assert_no_races
+from ejktest.device import assert_no_races, interpreted_tpu
 from ejktest.oracles import linear as oracle
 from ejktest.tolerance import check_close
 
@@ -36,11 +36,8 @@ CU = np.array([0, 3, 3, 270, 290], np.int32)
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with interpret_mode(), interpreter(PARAMS):
+    with interpreted_tpu(PARAMS):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def check(function, args, cu_seqlens=None, **options):

@@ -11,14 +11,14 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import facts_of, on_chip
 from ejkernel.kernels.pallas.tpu.mean_pooling import tiles
 from ejkernel.kernels.pallas.tpu.mean_pooling.implementation import mean_pooling
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.problems.mean_pooling import PoolingProblem
 from ejktest.cases.pooling import check_pool
-from ejktest.device import assert_no_races
+from ejktest.device import assert_no_races, interpreted_tpu
 from ejktest.drawn import normal
 from ejktest.grids import cover
 
@@ -29,11 +29,8 @@ CU = np.array([0, 9, 9, 10, 210], np.int32)
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with interpret_mode(), interpreter(PARAMS):
+    with interpreted_tpu(PARAMS):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def check(x, cu=None, mask=None, chunk=None):

@@ -20,11 +20,10 @@ from ejkernel.kernels.pallas.tpu.ragged_page_attention.implementation import (
     ragged_page_attention,
     ragged_page_attention_v3,
 )
-from ejkernel.ops import interpret_mode
 from ejkernel.types.arrays import quantise
 from ejktest.bound import bound
 from ejktest.cases.paged import in_context
-from ejktest.device import assert_no_races
+from ejktest.device import assert_no_races, interpreted_tpu
 from ejktest.drawn import grow_tree, wild_tables
 from ejktest.grids import cover
 from ejktest.oracles import paged
@@ -39,11 +38,8 @@ FIRST, TAIL = 2, 3  # rows of no sequence at both ends
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with interpret_mode(), interpreter(PARAMS):
+    with interpreted_tpu(PARAMS):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def draw(h=4, hk=2, d=128, ps=16, dtype="float32", cache=None, rows=ROWS, lens=LENS):
