@@ -188,8 +188,11 @@ def test_exports():
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
 def test_docstrings_say_everything(operation):
     text = getattr(modules, operation).__doc__
-    for word in ("Args:", "Returns:", "Raises:", "ifferentiable", "Source:"):
+    words = ("Args:", "Returns:", "Raises:", "ifferentiable", "Source:")
+    for word in (*words, "InvalidArgument", "ValueError", "KernelNotSupported", "ConfigError"):
         assert word in text, word
+    if "return_lse" in text:
+        assert "float64 for float64 inputs" in " ".join(text.split())
     for name in inspect.signature(getattr(modules, operation)).parameters:
         assert name in text, name
 

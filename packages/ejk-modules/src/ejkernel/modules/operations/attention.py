@@ -69,6 +69,7 @@ def attention(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range, or active dropout without ``dropout_rng``.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, key, value, bias and softmax_aux, to any order and in forward mode on
     platform "xla".

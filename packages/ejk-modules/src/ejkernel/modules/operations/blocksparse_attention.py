@@ -65,12 +65,14 @@ def blocksparse_attention(
         chunk_size: row ``i + causal_offset`` and key j must lie in the same chunk of this length.
 
     Returns:
-        ``[batch, q_len, heads, v_dim]``; with ``return_lse`` also ``[batch, q_len, heads]``.
+        ``[batch, q_len, heads, v_dim]`` in the query's dtype; with ``return_lse`` also
+        ``[batch, q_len, heads]`` in float32 (float64 for float64 inputs).
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range, or both ``block_mask`` and ``mask_builder``.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, key, value, softmax_aux and bias.
 

@@ -58,6 +58,7 @@ def causal_conv1d(
         InvalidArgument: wrong dtype, rank, axis size or activation.
         ValueError: bad ``cu_seqlens`` as a numpy array.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in x, weight, bias and initial_state, also through the state.
 

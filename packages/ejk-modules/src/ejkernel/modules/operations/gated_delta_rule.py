@@ -71,6 +71,7 @@ def gated_delta_rule(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     States stay bounded where ``beta |k|^2`` is between 0 and 2, as with keys of length 1; beyond
     they grow exponentially. Differentiable in query, key, value, g, beta and initial_state, also

@@ -63,6 +63,7 @@ def gla_attention(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, key, value, g, g_gamma and initial_state, also through the state.
 

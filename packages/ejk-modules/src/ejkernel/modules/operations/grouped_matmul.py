@@ -69,6 +69,7 @@ def grouped_matmul(
             or group axis; ``rhs_scale`` with a float ``rhs``.
         NotImplementedError: a gradient through a call with an 8-bit ``rhs``.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in lhs, rhs and existing_out; not with an 8-bit ``rhs``.
 

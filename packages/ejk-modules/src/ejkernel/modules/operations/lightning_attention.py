@@ -64,6 +64,7 @@ def lightning_attention(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: ``layer_idx`` outside [0, num_layers).
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, key, value and initial_state, also through the state.
 

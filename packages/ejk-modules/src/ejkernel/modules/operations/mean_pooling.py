@@ -39,7 +39,8 @@ def mean_pooling(
     ======================= ============= ==================================================
 
     Args:
-        x: at least one axis follows the token axis.
+        x: ``[batch, seq, ...]``, or ``[tokens, ...]`` with cu_seqlens; an axis or more follow
+            the tokens.
         cu_seqlens: cumulative lengths of packed sequences, first entry 0.
         chunk_size: tokens per chunk, >= 1; the last chunk averages its real tokens; chunks
             restart per sequence and unused output rows are 0.
@@ -55,6 +56,7 @@ def mean_pooling(
         InvalidArgument: wrong dtype, rank or axis size.
         ValueError: ``chunk_size < 1``, bad ``cu_seqlens`` as a numpy array.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in x; empty groups have gradient 0.
 

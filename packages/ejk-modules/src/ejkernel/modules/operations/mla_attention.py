@@ -67,12 +67,14 @@ def mla_attention(
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:
-        ``[batch, q_len, heads, v_dim]``; with ``return_lse`` also ``[batch, q_len, heads]``.
+        ``[batch, q_len, heads, v_dim]`` in the query's dtype; with ``return_lse`` also
+        ``[batch, q_len, heads]`` in float32 (float64 for float64 inputs).
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range, or ``b_q`` without ``b_k``.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, key_value, w_kc, w_vc, b_q, b_k, bias and softmax_aux.
 

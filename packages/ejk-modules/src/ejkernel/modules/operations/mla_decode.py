@@ -72,6 +72,7 @@ def mla_decode(
         ValueError: a value out of range; in numpy arrays also a length that is negative or past the
             table, and a table entry in use outside the cache. Lengths in jax arrays are clipped.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, softmax_aux, k_scale and a floating-point cache.
 

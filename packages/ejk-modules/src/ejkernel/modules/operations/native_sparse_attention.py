@@ -73,6 +73,7 @@ def native_sparse_attention(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range, or ``g_swa`` without ``sliding_window``.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, key, value and all gates.
 

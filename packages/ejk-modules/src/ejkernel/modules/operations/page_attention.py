@@ -53,7 +53,7 @@ def page_attention(
             anything, and rows may share pages.
         softmax_scale: default ``head_dim ** -0.5``.
         logits_soft_cap: c > 0 replaces a logit x by ``c * tanh(x / c)``; None: none.
-        sliding_window: ``w`` or ``(left, right)`` around the token's position.
+        sliding_window: ``w`` or ``(left, right)``, inclusive, around the token's position.
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
         k_scale, v_scale: factors of stored keys and values, scalars or one per kv head;
             None = 1, with a warning for an int8 cache.
@@ -71,6 +71,7 @@ def page_attention(
         ValueError: a value out of range; in numpy arrays also a length that is negative or past the
             table, and a table entry in use outside the cache. Lengths in jax arrays are clipped.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, softmax_aux, the scales and floating-point caches; int8 and 8-bit
     float caches get no gradient.

@@ -58,6 +58,7 @@ def ragged_decode_attention(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, key, value and softmax_aux.
 

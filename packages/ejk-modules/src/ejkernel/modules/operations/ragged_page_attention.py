@@ -44,12 +44,14 @@ def ragged_page_attention(
 
     Sequence r < num_seqs owns query rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]``.
     Its m-th row sits at position ``i = context_lens[r] - rows + m`` and sees ``j <= i`` within
-    the window; key j lies at ``kv_pages[block_tables[r, j // page_size], j % page_size]``.
+    the window; key j lies at ``kv_pages[block_tables[r, j // page_size], j % page_size]``::
+
+        o = sum_j softmax_j(softmax_scale * k_scale * dot(q, k[j])) * v_scale * v[j]
 
     Args:
         queries: ``[tokens, heads, head_dim]``.
-        kv_pages: ``[pages, page_size, 2 * kv_heads, head_dim]``; combined head 2m holds keys of
-            kv head m, 2m + 1 its values.
+        kv_pages: ``[pages, page_size, 2 * kv_heads, head_dim]``; float, int8 or an 8-bit float.
+            Combined head 2m holds keys of kv head m, 2m + 1 its values.
         context_lens: ``[sequences]`` tokens per sequence, the new ones included.
         block_tables: ``[sequences, max_blocks]``; unused entries may hold anything.
         query_start_loc: ``[sequences + 1]``, first entry 0, non-decreasing up to num_seqs.
@@ -77,6 +79,7 @@ def ragged_page_attention(
         ValueError: a value out of range; in numpy arrays also starts that decrease, lengths past
             the table and entries in use outside the cache. Lengths in jax arrays are clipped.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in queries, softmax_aux, the scales and floating-point pages.
 

@@ -57,7 +57,8 @@ def ragged_page_attention_v3(
             caches round to nearest even.
         kv_cache: ``[pages, page_size, 2 * kv_heads, head_dim]``, or packed ``[pages, page_size,
             ceil(2 * kv_heads / packing), packing, head_dim rounded up to 128]`` with
-            ``packing = 32 // bits``. Combined heads lie in the order K0 V0 K1 V1 ...
+            ``packing = 32 // bits``; float, int8 or an 8-bit float. Combined heads lie in the order
+            K0 V0 K1 V1 ...
         kv_lens: ``[sequences]`` tokens per sequence, the new ones included.
         block_tables: ``[sequences, max_blocks]`` or flat ``[sequences * max_blocks]``.
         query_start_loc: ``[sequences + 1]``, first entry 0.
@@ -91,6 +92,7 @@ def ragged_page_attention_v3(
         ValueError: a value out of range; in numpy arrays also starts that decrease, lengths past
             the table and entries in use outside the cache. Lengths in jax arrays are clipped.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in queries, keys, values, softmax_aux, the scales and floating-point caches.
 

@@ -70,6 +70,7 @@ def recurrent_attention(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, key, value, every gate and initial_state, also through the state.
 

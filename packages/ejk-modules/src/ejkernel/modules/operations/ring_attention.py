@@ -95,12 +95,14 @@ def ring_attention(
             ``PartitionSpec(None, axis_name, None, None)``.
 
     Returns:
-        ``[batch, q_len, heads, v_dim]``; with ``return_lse`` also ``[batch, q_len, heads]``.
+        ``[batch, q_len, heads, v_dim]`` in the query's dtype; with ``return_lse`` also
+        ``[batch, q_len, heads]`` in float32 (float64 for float64 inputs).
 
     Raises:
         InvalidArgument: wrong dtype, rank or axis size; a length the ring does not divide.
         ValueError: no axis and no mesh, or a value out of range.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, key, value, bias and softmax_aux.
 

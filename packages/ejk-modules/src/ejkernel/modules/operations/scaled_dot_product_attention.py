@@ -56,6 +56,7 @@ def scaled_dot_product_attention(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range or contradictory arguments.
         KernelNotSupported: the forced platform cannot do this call.
+        ConfigError: an illegal ``cfg``.
 
     Differentiable in query, key, value and bias, to any order and in forward mode on platform
     "xla".
