@@ -243,7 +243,7 @@ def test_printable():
 
 def test_rich_output_is_clean_too(capsys, monkeypatch):
     pytest.importorskip("rich")
-    from ejkernel.modules.cli.output import RichOutput
+    from ejkernel.modules.cli.rich_output import RichOutput
 
     monkeypatch.setenv("NO_COLOR", "1")
     out = RichOutput()

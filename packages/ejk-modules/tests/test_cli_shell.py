@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from ejkernel.modules.cli import app, completion, main, report
-from ejkernel.modules.cli.output import Output, RichOutput
+from ejkernel.modules.cli.output import Output
+from ejkernel.modules.cli.rich_output import RichOutput
 from ejkernel.ops.errors import reset_warnings
 
 MINE = """

@@ -1,8 +1,8 @@
-"""The output of commands, three ways: in colour through rich, in plain text, or as JSON.
+"""The output of commands, three ways: in colour (``rich_output``), in plain text, or as JSON.
 
-rich is used where it is installed and standard output is a terminal. Progress and remarks go to
-standard error, so that standard output can be piped. Much of the text comes from files: no control
-character of it reaches the terminal.
+Colours are used where rich is installed and standard output is a terminal. Progress and remarks go
+to standard error, so that standard output can be piped. Much of the text comes from files: no
+control character of it reaches the terminal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "info": "cyan", "": ""}
 MARKS = {"ok": "ok", "warn": "!!", "fail": "XX", "info": "--", "": ""}
 
 
@@ -105,7 +104,7 @@ class Output:
     def title(self, text: str) -> None:
         """Prints a heading."""
         if not self.json:
-            self._title(_line(text))
+            self._title(one_line(text))
 
     def text(self, text: str, style: str = "") -> None:
         """Prints a paragraph, its lines broken between words where the terminal is narrower."""
@@ -116,7 +115,7 @@ class Output:
         """Prints names and values, which stand below their names where these leave no room."""
         if self.json:
             return
-        fields = [(_line(name), printable(str(value))) for name, value in rows]
+        fields = [(one_line(name), printable(str(value))) for name, value in rows]
         if max((len(name) for name, _ in fields), default=0) <= self._room() / 2:
             self._fields(fields)
             return
@@ -144,7 +143,7 @@ class Output:
         """
         if self.json:
             return
-        names, body = list(map(_line, columns)), [[cell_text(c) for c in row] for row in rows]
+        names, body = list(map(one_line, columns)), [[cell_text(c) for c in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(names, *body, strict=True)]
         first = 0 if self._fits(widths) else headings
         shown = self._shown(widths, first, [i for i in optional if i >= first])
@@ -205,7 +204,7 @@ class Output:
             nonlocal done
             done += 1
             if not self.json:
-                progress = _line(f"{label} {done}/{total} {text}")
+                progress = one_line(f"{label} {done}/{total} {text}")
                 print(progress, file=sys.stderr, flush=True)
 
         yield advance
@@ -218,14 +217,14 @@ class Output:
 
     def _remark(self, text: str, style: str) -> None:
         width = shutil.get_terminal_size((100, 24)).columns if sys.stderr.isatty() else None
-        print(_wrapped(text, width), file=sys.stderr)
+        print(wrap_lines(text, width), file=sys.stderr)
 
     def _title(self, text: str) -> None:
         print_line(f"\n{text}\n{'-' * len(text)}")
 
     def _text(self, text: str, style: str) -> None:
         room = self._room()
-        print_line(_wrapped(text, None if math.isinf(room) else int(room)))
+        print_line(wrap_lines(text, None if math.isinf(room) else int(room)))
 
     def _fields(self, rows: list[tuple[str, str]]) -> None:
         width = max((len(name) for name, _ in rows), default=0)
@@ -250,94 +249,16 @@ class Output:
                 print_line(f"{' ' * (width + 6)}fix: {fix}")
 
 
-class RichOutput(Output):
-    """Colours, frames and bars."""
-
-    _edges = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        from rich.console import Console
-
-        self._console = Console(highlight=False)
-        self._errors = Console(stderr=True, highlight=False)
-
-    def _room(self) -> float:
-        return self._console.width
-
-    def _remark(self, text: str, style: str) -> None:
-        wrapped = _wrapped(text, self._errors.width if self._errors.is_terminal else None)
-        self._errors.print(wrapped, style=style, markup=False, overflow="ignore", crop=False)
-
-    @contextlib.contextmanager
-    def progress(self, label: str, total: int) -> Generator[Advance]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
-
-        columns = (
-            TextColumn("{task.description}", "bold", markup=False), BarColumn(bar_width=32),
-            MofNCompleteColumn(), Elapsed(), TextColumn("{task.fields[last]}", markup=False),
-        )  # fmt: skip
-        with Progress(*columns, console=self._errors, transient=True) as bar:
-            task = bar.add_task(_line(label), total=total, last="")
-
-            def advance(text: str, total: int | None = None) -> None:
-                bar.update(task, advance=1, last=_line(text), total=total)
-
-            yield advance
-
-    def _title(self, text: str) -> None:
-        self._console.print()
-        self._console.rule(_plain(text, "bold"), align="left", style="dim")
-
-    def _text(self, text: str, style: str) -> None:
-        self._console.print(text, style=STYLES.get(style, style) or None, markup=False)
-
-    def _fields(self, rows: list[tuple[str, str]]) -> None:
-        grid = self._grid()
-        for name, value in rows:
-            grid.add_row(_plain(name, "dim"), _plain(value))
-        self._console.print(grid)
-
-    def _table(self, columns: Sequence[str], rows: list[list[str]], right: Sequence[int]) -> None:
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-        for i, column in enumerate(columns):
-            table.add_column(column, justify="right" if i in right else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(_plain(cell) for cell in row))
-        self._console.print(table)
-
-    def _checks(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
-        marks = {"ok": "✔", "warn": "!", "fail": "✘", "info": "·", "": ""}
-        grid = self._grid()
-        for status, subject, finding, fix in rows:
-            value = _plain(finding)
-            if fix and status in ("warn", "fail"):
-                value.append(f"\n→ {fix}", style="bold " + STYLES[status].replace("bold ", ""))
-            grid.add_row(_plain(f"{marks[status]} {subject}", STYLES[status]), value)
-        self._console.print(grid)
-
-    def _grid(self) -> Any:
-        from rich.table import Table
-
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True)
-        grid.add_column(overflow="fold")
-        return grid
-
-
 def make_output(json: bool = False, plain: bool = False) -> Output:
     """Returns the richest output that the reader of standard output can show."""
     draws = (sys.stdout.encoding or "").lower().startswith("utf")  # rich's marks are not in ASCII
     if json or plain or not (draws and sys.stdout.isatty()):
         return Output(json)
     try:
-        return RichOutput()
-    except ImportError:
+        from ejkernel.modules.cli.rich_output import RichOutput
+    except ImportError:  # of rich
         return Output()
+    return RichOutput()
 
 
 def _finite(content: Any) -> Any:
@@ -376,31 +297,25 @@ def no_device() -> str:
     return ""
 
 
-def _plain(text: str, style: str = "") -> Any:
-    from rich.text import Text
-
-    return Text(text, style=style)
-
-
 def cell_text(value: Any) -> str:
     """Returns the text of a cell of a table."""
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else _line(str(value))
+    return f"{value:.4g}" if isinstance(value, float) else one_line(str(value))
 
 
-def _line(text: str) -> str:
+def one_line(text: str) -> str:
     return printable(text).replace("\n", " ")
 
 
 def _hanging(text: str, indent: int) -> str:
     """``text`` wrapped to the terminal, later lines indented."""
     room = max(20, shutil.get_terminal_size((100, 24)).columns - indent)
-    wrapped = _wrapped(text, room if sys.stdout.isatty() else None)
+    wrapped = wrap_lines(text, room if sys.stdout.isatty() else None)
     return wrapped.replace("\n", "\n" + " " * indent)
 
 
-def _wrapped(text: str, width: int | None) -> str:
+def wrap_lines(text: str, width: int | None) -> str:
     """``text`` with lines broken between words; a longer word, such as a path, stays whole."""
     if width is None or len(text) <= width:
         return text
