@@ -37,7 +37,7 @@ def is_array(x: object) -> bool:
     return isinstance(x, ARRAYS)
 
 
-def has_gradient(x: object) -> bool:
+def has_gradient(x: Any) -> bool:
     """Returns whether ``x`` is an array with a gradient: one of floats, but not of 8-bit ones."""
     return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) and np.dtype(x.dtype).itemsize > 1
 
