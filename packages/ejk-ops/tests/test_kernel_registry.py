@@ -146,6 +146,18 @@ def test_the_hardware_a_forced_platform_needs_is_named_once(registry, answer):
     assert caught.value.reason.startswith("it needs a gpu") and caught.value.argument == "platform"
 
 
+def test_advice_for_two_kernels_of_a_platform_stands_once_at_the_end(registry):
+    add(registry, "pallas", "gpu")
+    add(registry, "pallas", "tpu")
+    with pytest.raises(KernelNotSupported) as caught:
+        registry.get("op", "pallas")
+    reason = caught.value.reason
+    assert "needs a gpu" in reason and "needs a tpu" in reason
+    assert reason.count("EJKERNEL_INTERPRET=1") == 1
+    assert reason.endswith("; EJKERNEL_INTERPRET=1 runs it in an interpreter")
+    assert caught.value.argument == "platform"
+
+
 def test_interpretation_serves_forced_platforms_only(registry, monkeypatch):
     xla = add(registry, "xla", "any")
     mosaic = add(registry, "pallas", "gpu", 50)

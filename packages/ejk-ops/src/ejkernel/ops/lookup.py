@@ -49,6 +49,9 @@ def filtered(i: Implementation, backend: Backend | None) -> str | None:
     return f"it is for backend {i.backend.value!r}, {backend.value!r} was requested"
 
 
+_INTERPRETER = "; EJKERNEL_INTERPRET=1 runs it in an interpreter"
+
+
 def misplaced(i: Implementation, target: TargetDevice, forced: bool) -> str | None:
     """Returns why the hardware cannot run it, None when it can.
 
@@ -65,7 +68,7 @@ def misplaced(i: Implementation, target: TargetDevice, forced: bool) -> str | No
         return None
     reason = f"it needs a {i.backend.value}, the target device is {device}"
     if forced and i.platform in INTERPRETABLE:
-        reason += "; EJKERNEL_INTERPRET=1 runs it in an interpreter"
+        reason += _INTERPRETER
     return reason
 
 
@@ -129,9 +132,11 @@ def forced_refuses(survey: Survey, everything: Survey, inv: Any) -> KernelNotSup
     """The forced platform has implementations, none can do the call here."""
     reasons = survey.refused
     hardware = all(reason == misplaced(i, survey.target, True) for i, reason in reasons)
+    texts = dict.fromkeys(reason.removesuffix(_INTERPRETER) for _, reason in reasons)
+    advice = _INTERPRETER if any(r.endswith(_INTERPRETER) for _, r in reasons) else ""
     return KernelNotSupported(
         **_named(survey, everything),
-        reason="; ".join(dict.fromkeys(reason for _, reason in reasons)),
+        reason="; ".join(texts) + advice,
         argument="platform" if hardware else argument_of(reasons[0], inv),
     )
 

@@ -50,7 +50,7 @@ def pattern_of(mask: MaskInfo, q_len: int, kv_len: int) -> Pattern | str:
 def _shapes(q: Any, k: Any, v: Any) -> str | None:
     dtypes = {jnp.dtype(x.dtype).name for x in (q, k, v)}
     if len(dtypes) > 1 or not dtypes <= {"float16", "bfloat16"}:
-        return f"query: cuDNN takes float16 or bfloat16 throughout, got {sorted(dtypes)}"
+        return f"query: cuDNN takes float16 or bfloat16 throughout, got {', '.join(sorted(dtypes))}"
     if 0 in (*q.shape, *k.shape):
         return "query: cuDNN takes no empty axis"
     if v.shape[-1] != q.shape[-1]:
