@@ -1,4 +1,4 @@
-"""The smallest kernel with something to tune, for tests of tuning."""
+"""The smallest kernels with something to choose, for tests of choosing and tuning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
-from ejkernel.ops import Kernel, OpConfig
+from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel, OpConfig
 from ejkernel.ops.params import tile_field
 
 
@@ -31,3 +31,38 @@ class Doubled(Kernel[Tile, jax.Array]):
 
     def config_space(self, inv):
         return [Tile("xla", tile=tile) for tile in self.tiles]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The factor of ``Scale``."""
+
+    scale: float = 1.0
+
+
+class Scale(Kernel[Config, jax.Array]):
+    """Multiplies by what the config says, so that results tell which config ran."""
+
+    space = ()
+
+    def run(self, x, *, power=1, cfg):
+        return x * cfg.scale**power
+
+    def heuristic_cfg(self, inv):
+        return Config(1.0)
+
+    def config_space(self, inv):
+        return self.space
+
+
+def scale_of(result, x):
+    """Returns the factor that was multiplied by."""
+    return float(result[0] / x[0])
+
+
+def make_executor(**options):
+    """Returns an executor and the list of the events of its choices."""
+    events = []
+    options.setdefault("cache", ConfigCache())
+    chain = ConfigSelectorChain(on_event=lambda name, _: events.append(name), **options)
+    return Executor(chain), events

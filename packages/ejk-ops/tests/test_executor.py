@@ -15,9 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.ops import (
-    ConfigCache,
     ConfigError,
-    ConfigSelectorChain,
     Executor,
     InvalidArgument,
     Kernel,
@@ -27,26 +25,7 @@ from ejkernel.ops import (
     clear_invocations,
     get_invocations,
 )
-
-
-@dataclass(frozen=True)
-class Config:
-    scale: float = 1.0
-
-
-class Scale(Kernel[Config, jax.Array]):
-    """Multiplies by what the config says, so that results tell which config ran."""
-
-    space = ()
-
-    def run(self, x, *, power=1, cfg):
-        return x * cfg.scale**power
-
-    def heuristic_cfg(self, inv):
-        return Config(1.0)
-
-    def config_space(self, inv):
-        return self.space
+from ejktest.tunable import Config, Scale, make_executor, scale_of
 
 
 @pytest.fixture(autouse=True)
@@ -59,17 +38,6 @@ def no_environment(monkeypatch, tmp_path):
 @pytest.fixture
 def x():
     return jnp.arange(1.0, 5.0)
-
-
-def scale_of(result, x):
-    return float(result[0] / x[0])
-
-
-def make_executor(**options):
-    events = []
-    options.setdefault("cache", ConfigCache())
-    chain = ConfigSelectorChain(on_event=lambda name, _: events.append(name), **options)
-    return Executor(chain), events
 
 
 # ---- compiling once -----------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.ops import (
-    ConfigCache,
-    ConfigSelectorChain,
     Executor,
     Invocation,
     Kernel,
@@ -27,26 +24,7 @@ from ejkernel.ops import (
     policy_override,
 )
 from ejkernel.ops.utils.buckets import bucket_shape
-
-
-@dataclass(frozen=True)
-class Config:
-    scale: float = 1.0
-
-
-class Scale(Kernel[Config, jax.Array]):
-    """Multiplies by what the config says, so that results tell which config ran."""
-
-    space = ()
-
-    def run(self, x, *, power=1, cfg):
-        return x * cfg.scale**power
-
-    def heuristic_cfg(self, inv):
-        return Config(1.0)
-
-    def config_space(self, inv):
-        return self.space
+from ejktest.tunable import Config, Scale, make_executor, scale_of
 
 
 @pytest.fixture(autouse=True)
@@ -59,17 +37,6 @@ def no_environment(monkeypatch, tmp_path):
 @pytest.fixture
 def x():
     return jnp.arange(1.0, 5.0)
-
-
-def scale_of(result, x):
-    return float(result[0] / x[0])
-
-
-def make_executor(**options):
-    events = []
-    options.setdefault("cache", ConfigCache())
-    chain = ConfigSelectorChain(on_event=lambda name, _: events.append(name), **options)
-    return Executor(chain), events
 
 
 # ---- tiers --------------------------------------------------------------------------------------
