@@ -28,28 +28,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
-from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
-    Pair,
-    Pairs,
-    key_accumulators,
-    key_outputs,
-    operand_specs,
-    operands,
-    store_key_gradients,
-    tile_gradients,
-)
+from ejkernel.kernels.pallas.tpu.flash_attention import gradients
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import Pair, Pairs
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch_kernel
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 
 
 def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
     wide = layout.tiles.transposed
-    x, refs = operands(layout, all_refs, queries_on_lanes=not wide)
+    x, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=not wide)
     dk_ref, dv_ref, dk_acc, dv_acc, *columns = refs
     b, ki, g, t = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     head = pl.program_id(1) * layout.problem.group + g
-    first = entry(layout, layout.kv_blocks, b, head, ki)
+    first = table_entry(layout, layout.kv_blocks, b, head, ki)
     step = step_of(layout, table, first, ki, t, keys_outer=True, queries_on_lanes=not wide)
 
     @pl.when((t == 0) & (g == 0))
@@ -66,7 +58,7 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
         lse, delta = x.statistics(queries)
         if wide:
             lse, delta = (fit(column(s), pair[0].shape[1]) for s in (lse, delta))
-        p, ds = tile_gradients(layout, pair, mask, lse, delta, q.dtype)
+        p, ds = gradients.tile_gradients(layout, pair, mask, lse, delta, q.dtype)
         q, do = q.astype(ds.dtype), do.astype(p.dtype)
         if wide:
             dv_acc[:, keys] += layout.dot(do.T, p, (1, 0))
@@ -88,14 +80,14 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
 
     @pl.when((t == layout.steps - 1) & (g == layout.problem.group - 1))
     def _end() -> None:
-        store_key_gradients(layout, dk_ref, dv_ref, dk_acc, dv_acc)
+        gradients.store_key_gradients(layout, dk_ref, dv_ref, dk_acc, dv_acc)
 
 
 def key_gradients(
     layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: Pairs
 ) -> list[jax.Array]:
     """Returns dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]``; operands as in ``query_gradient``."""
-    scratch = key_accumulators(layout)
+    scratch = gradients.key_accumulators(layout)
     if not layout.tiles.transposed:
         scratch += [pltpu.VMEM((layout.tiles.block_kv, LANES), jnp.int32) for _ in pairs]
     specs, (_, k, v, *_) = Specs(layout, keys_outer=True), arrays
@@ -104,8 +96,8 @@ def key_gradients(
         "ejkernel_flash_dkv",
         specs,
         table,
-        *operand_specs(specs, arrays, pairs),
-        key_outputs(specs),
+        *gradients.kernel_inputs(specs, arrays, pairs),
+        gradients.key_outputs(specs),
         scratch,
         accumulators=2,
         columns=2 * (layout.dim + layout.value_dim),

@@ -26,26 +26,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
-from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
-    Pair,
-    Pairs,
-    operand_specs,
-    operands,
-    tile_gradients,
-)
+from ejkernel.kernels.pallas.tpu.flash_attention import gradients
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import Pair, Pairs
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch_kernel
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 
 
 def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
     wide = layout.tiles.transposed
-    x, refs = operands(layout, all_refs, queries_on_lanes=wide)
+    x, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=wide)
     dq_ref, acc_ref, *columns = refs
     # unless transposed: columns of lse and delta, then of the pairs
     statistics, columns = columns[:2], columns[2:]
     b, qi, t = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    first = entry(layout, layout.q_blocks, b, pl.program_id(1), qi)
+    first = table_entry(layout, layout.q_blocks, b, pl.program_id(1), qi)
     step = step_of(layout, table, first, qi, t, queries_on_lanes=wide)
 
     @pl.when(t == 0)
@@ -64,7 +59,7 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
             lse, delta = x.statistics(queries)
         else:
             lse, delta = (fit(c[queries], pair[0].shape[1]) for c in statistics)
-        _, ds = tile_gradients(layout, pair, mask, lse, delta, k.dtype)
+        _, ds = gradients.tile_gradients(layout, pair, mask, lse, delta, k.dtype)
         k = k.astype(ds.dtype)
         if wide:
             acc_ref[:, queries] += layout.dot(k.T, ds, (1, 0))
@@ -109,7 +104,7 @@ def query_gradient(
         "ejkernel_flash_dq",
         specs,
         table,
-        *operand_specs(specs, arrays, pairs),
+        *gradients.kernel_inputs(specs, arrays, pairs),
         [(specs.query(d), layout.shape(p.heads, layout.q_padded, d), p.dtype)],
         scratch,
         accumulators=1,

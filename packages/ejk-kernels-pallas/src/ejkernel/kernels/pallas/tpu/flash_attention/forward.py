@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch_kernel
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 from ejkernel.types.attention.problem import LOG2E
 
@@ -110,7 +110,7 @@ def flash_kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) ->
     q_rows, kv_rows, refs = refs[:n], refs[n : 2 * n], refs[2 * n :]
     o_ref, lse_ref, base_ref, m_ref, l_ref, acc_ref, *columns = refs
     b, h, qi, t = (pl.program_id(axis) for axis in range(4))
-    first = entry(layout, layout.q_blocks, b, h, qi)
+    first = table_entry(layout, layout.q_blocks, b, h, qi)
     step = step_of(layout, table, first, qi, t)
 
     @pl.when(t == 0)

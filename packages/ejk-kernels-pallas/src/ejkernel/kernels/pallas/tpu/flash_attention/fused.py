@@ -28,29 +28,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column
-from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
-    Pair,
-    Pairs,
-    key_accumulators,
-    key_outputs,
-    operand_specs,
-    operands,
-    store_key_gradients,
-    tile_gradients,
-)
+from ejkernel.kernels.pallas.tpu.flash_attention import gradients
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import Pair, Pairs
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch_kernel
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import query_bytes, strip_bytes
 
 
 def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
     p, wide = layout.problem, layout.tiles.transposed
-    x, refs = operands(layout, all_refs, queries_on_lanes=True)
+    x, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=True)
     dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *columns = refs
     b, ki, g, t = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     head = pl.program_id(1) * p.group + g
-    first = entry(layout, layout.kv_blocks, b, head, ki)
+    first = table_entry(layout, layout.kv_blocks, b, head, ki)
     step = step_of(layout, table, first, ki, t, keys_outer=True, queries_on_lanes=True)
     q_block = g * layout.q_blocks + step.qi
     begins, ends = (t == 0) & (g == 0), (t == layout.steps - 1) & (g == p.group - 1)
@@ -72,7 +64,7 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
     def add(position: TilePosition, pair: Pair, mask: Any = None) -> None:
         queries, keys = position
         q, k, do = x.q[0, 0, queries], x.k[0, 0, keys], x.do[0, 0, queries]
-        weights, ds = tile_gradients(layout, pair, mask, *x.statistics(queries), q.dtype)
+        weights, ds = gradients.tile_gradients(layout, pair, mask, *x.statistics(queries), q.dtype)
         q, k, do = q.astype(ds.dtype), k.astype(ds.dtype), do.astype(weights.dtype)
         if wide:
             dv_acc[:, keys] += layout.dot(do.T, weights, (1, 1))
@@ -91,7 +83,7 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
 
     @pl.when(ends)
     def _end_keys() -> None:
-        store_key_gradients(layout, dk_ref, dv_ref, dk_acc, dv_acc)
+        gradients.store_key_gradients(layout, dk_ref, dv_ref, dk_acc, dv_acc)
 
     @pl.when(ends & (ki == layout.kv_blocks - 1))
     def _end_queries() -> None:
@@ -100,8 +92,8 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
             rows = pl.ds(pl.multiple_of(block * layout.tiles.block_q, LANES), layout.tiles.block_q)
             dq = (dq_acc[n] * p.scale).T.astype(dq_ref.dtype)
             if layout.tiles.joins_heads:
-                columns = pl.ds(pl.multiple_of(group_head * layout.dim, LANES), layout.dim)
-                dq_ref[0, 0, rows, columns] = dq
+                of_head = pl.ds(pl.multiple_of(group_head * layout.dim, LANES), layout.dim)
+                dq_ref[0, 0, rows, of_head] = dq
             else:
                 dq_ref[0, group_head, rows] = dq
 
@@ -116,7 +108,7 @@ def all_gradients(
     p, t = layout.problem, layout.tiles
     scratch = [
         pltpu.VMEM((p.group * layout.q_blocks, layout.dim, t.block_q), jnp.float32),
-        *key_accumulators(layout),
+        *gradients.key_accumulators(layout),
         *(pltpu.VMEM((t.block_kv, LANES), jnp.int32) for _ in pairs),
     ]
     specs, (q, k, v, *_) = Specs(layout, keys_outer=True, keeps_queries=True), arrays
@@ -125,10 +117,10 @@ def all_gradients(
         "ejkernel_flash_bwd",
         specs,
         table,
-        *operand_specs(specs, arrays, pairs),
+        *gradients.kernel_inputs(specs, arrays, pairs),
         [
             (specs.head_queries(), layout.shape(p.heads, layout.q_padded, layout.dim), p.dtype),
-            *key_outputs(specs),
+            *gradients.key_outputs(specs),
         ],
         scratch,
         accumulators=2,

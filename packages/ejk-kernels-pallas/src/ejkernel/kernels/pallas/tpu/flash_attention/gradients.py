@@ -56,7 +56,7 @@ class Operands:
         return self.lse[0, 0, :, queries], self.delta[0, 0, :, queries]
 
 
-def operands(
+def split_refs(
     layout: Layout, refs: Sequence[Any], *, queries_on_lanes: bool
 ) -> tuple[Operands, list[Any]]:
     """Splits a kernel's refs into operands, and outputs and scratch."""
@@ -66,10 +66,10 @@ def operands(
     return made, list(refs[6 + 2 * n :])
 
 
-def operand_specs(
+def kernel_inputs(
     specs: Specs, arrays: tuple[jax.Array, ...], pairs: Pairs
 ) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-    """Returns the inputs of a kernel, in the order of ``operands``, and their block specs."""
+    """Returns the inputs of a kernel, in the order of ``split_refs``, and their block specs."""
     d, dv = specs.layout.dim, specs.layout.value_dim
     of_queries, of_keys = ([pair[side] for pair in pairs] for side in (0, 1))
     return [*arrays, *of_queries, *of_keys], [

@@ -1,4 +1,4 @@
-"""Flash attention on TPU as one kernel object: supported calls, tiles, three kernels.
+"""Flash attention on TPU as one kernel object: supported calls, tiles, the kernels of a pass.
 
 Residuals are q, k, v, o, the lse of every row and the arguments of the caller; the [q, k] matrix is
 recomputed tile by tile. The kernels read head-major arrays padded to whole tiles: one transpose

@@ -1,4 +1,4 @@
-"""Static properties shared by the three kernels: padded sizes, options, names of operands."""
+"""Static properties shared by the kernels: padded sizes, options, names of operands."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 
 
-def entry(layout: Layout, blocks: int, batch: Any, head: Any, block: Any) -> Any:
+def table_entry(layout: Layout, blocks: int, batch: Any, head: Any, block: Any) -> Any:
     """Returns the index of an outer block's entry in the table; ``head``: of queries."""
     row = batch if layout.table_rows > 1 else 0
     if layout.table_heads > 1:
@@ -61,7 +61,7 @@ class Specs:
     def _visited(self, at: tuple) -> Any:
         layout, (b, _, outer, *_, step, table) = self.layout, at
         blocks = layout.kv_blocks if self.keys_outer else layout.q_blocks
-        first = entry(layout, blocks, b, self._head(at), outer)
+        first = table_entry(layout, blocks, b, self._head(at), outer)
         return visited_block(layout, table, first, step)
 
     def _q_block(self, at: tuple) -> Any:

@@ -8,7 +8,7 @@ Probabilities enter that matmul as loaded weights, which wait for every row of a
 because nothing waits for a maximum: they are exp of the logit as it is, in float32 and bfloat16 of
 the same range. Sums are added by sublane, once for a register.
 
-A block of queries one of whose sums leaves ``SMALLEST`` to ``LARGEST``, or whose output is not
+A block of queries one of whose sums leaves ``MIN_SUM`` to ``MAX_SUM``, or whose output is not
 finite, has logits for which this is not exact. It is computed again at its last step, with maxima:
 keys and values are copied once more, one block after the other. This takes several times as long,
 for the blocks concerned alone.
@@ -37,20 +37,18 @@ from ejkernel.kernels.pallas.tpu.flash_attention.forward import (
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import (
     Specs,
-    entry,
     launch_kernel,
+    table_entry,
     visited_block,
 )
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import Step, TilePosition, step_of
 from ejkernel.types.attention.problem import LOG2E
 
 SUBLANES = 8
-# A sum above SMALLEST has lost nothing of importance to float32's smallest values, and below
-# LARGEST the output is finite for all values up to 2^18.
-SMALLEST, LARGEST = 2.0**-100, 2.0**110
-
-
-STRIP = 512  # keys and queries of a tile: fewer leave matrix units waiting, more spill
+# A sum above MIN_SUM has lost nothing of importance to float32's smallest values, and below
+# MAX_SUM the output is finite for all values up to 2^18.
+MIN_SUM, MAX_SUM = 2.0**-100, 2.0**110
+MAX_TILE = 512  # keys and queries of a tile: fewer leave matrix units waiting, more spill
 
 
 def unshifted_layout(layout: Layout) -> Layout | None:
@@ -66,7 +64,7 @@ def unshifted_layout(layout: Layout) -> Layout | None:
     )
     if not supported:
         return None
-    rows, columns = min(STRIP, t.block_kv), min(STRIP, t.block_q)
+    rows, columns = min(MAX_TILE, t.block_kv), min(MAX_TILE, t.block_q)
     return replace(layout, tiles=replace(t, rows=rows, columns=columns, transposed=True))
 
 
@@ -74,7 +72,7 @@ def _kernel(layout: Layout, table: Any, *refs: Any) -> None:
     q_ref, k_ref, v_ref, k_all, v_all, o_ref, lse_ref, base_ref, *scratch = refs
     l_ref, acc_ref, *again = scratch
     b, h, qi, t = (pl.program_id(axis) for axis in range(4))
-    first = entry(layout, layout.q_blocks, b, h, qi)
+    first = table_entry(layout, layout.q_blocks, b, h, qi)
     step = step_of(layout, table, first, qi, t, queries_on_lanes=True)
 
     @pl.when(t == 0)
@@ -105,7 +103,7 @@ def _kernel(layout: Layout, table: Any, *refs: Any) -> None:
     def _end() -> None:
         total = jnp.sum(l_ref[...], axis=0, keepdims=True)
         acc = acc_ref[...]
-        is_exact = (total >= SMALLEST) & (total <= LARGEST)
+        is_exact = (total >= MIN_SUM) & (total <= MAX_SUM)
         is_exact &= jnp.max(jnp.abs(acc), axis=0, keepdims=True) < jnp.inf
         exact_rows = jnp.min(jnp.where(is_exact, 1.0, 0.0))
         o_ref[0, 0] = (acc / total).T.astype(o_ref.dtype)
