@@ -110,28 +110,11 @@ SMALL = attention_cases.SMALL
 PIPELINED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {  # and fields of the tiles
     "odd causal": (SMALL["odd causal"], {"dq_stages": 2}),
     "segments q>k": (SMALL["segments q>k"], {"q_stages": 3}),
-    "window": (
-        replace(SMALL["odd causal"], mask={"sliding_window": (100, 30)}),
-        {"isolates_steps": True},
-    ),
-    "large logits d64": (
-        SMALL["large logits d64"],
-        {"q_stages": 3, "dq_stages": 1, "isolates_steps": True, "adds_delta": True},
-    ),
-    "causal d64": (
-        replace(SMALL["odd causal"], d=64),
-        {"dq_stages": 2, "holds_v": True, "adds_delta": True},
-    ),
+    "window": (replace(SMALL["odd causal"], mask={"sliding_window": (100, 30)}), {}),
+    "large logits d64": (SMALL["large logits d64"], {"q_stages": 3, "dq_stages": 1}),
+    "causal d64": (replace(SMALL["odd causal"], d=64), {"dq_stages": 2}),
     "unseen": (replace(SMALL["odd causal"], mask={"causal": True, "causal_offset": -200}), {}),
-    "full": (
-        replace(SMALL["odd causal"], mask={}),
-        {"isolates_steps": True, "adds_delta": True},
-    ),
-    "persistent causal": (replace(SMALL["odd causal"], hk=2), {"dq_stages": 2, "persistent": True}),
-    "persistent full": (
-        replace(SMALL["odd causal"], mask={}, d=64, hk=2),
-        {"dq_stages": 2, "persistent": True},
-    ),
+    "full": (replace(SMALL["odd causal"], mask={}), {}),
 }
 UNSHIFTED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {
     "window": (PIPELINED["window"][0], {}),
@@ -141,7 +124,6 @@ UNSHIFTED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {
     "unseen": PIPELINED["unseen"],
     "falling": (SMALL["odd causal"], {"falling": True}),
 }
-DELTA_FIRST = ("odd full d192/128", "odd causal d256")
 GROUPED = ("around a tile", "some of eight")
 
 
@@ -171,11 +153,6 @@ def hopper_pipelined(name: str) -> Call:
     """The backward pass with probabilities a step ahead, in each of its forms."""
     case, values = PIPELINED[name]
     return attention(with_tiles(bwd={"pipelined": True} | values), case)
-
-
-def hopper_delta_first(name: str) -> Call:
-    """Wide heads whose dp starts from delta in the kernel of dq."""
-    return attention(with_tiles(bwd={"delta_first": True}), SMALL[name])
 
 
 def hopper_unshifted(name: str) -> Call:
@@ -329,7 +306,6 @@ def hopper_latent(name: str) -> Call:
 CALLS = (
     *((hopper_flash, name) for name in attention_cases.SMALL),
     *((hopper_pipelined, name) for name in PIPELINED),
-    *((hopper_delta_first, name) for name in DELTA_FIRST),
     *((hopper_unshifted, name) for name in UNSHIFTED),
     *((hopper_eight_bit, name) for name in EIGHT_BIT),
     *((hopper_sparse, name) for name in attention_cases.SMALL_SPARSE),

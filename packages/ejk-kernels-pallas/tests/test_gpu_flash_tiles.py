@@ -274,12 +274,6 @@ def test_tiles_to_compute_again(monkeypatch, alone):
         ({"soft_cap": 30.0}, {}, "logits_soft_cap"),
         ({}, {"stages": 1}, "1 tiles of q, at least 2"),
         ({}, {"dq_stages": 3}, "dq_stages=3, 1 or 2"),
-        ({}, {"pipelined": False, "adds_delta": True}, "adds_delta=True: only with"),
-        ({"kv_heads": 1}, {"persistent": True}, "persistent: heads that share keys"),
-        ({}, {"pipelined": False, "persistent": True}, "persistent=True: only with"),
-        ({}, {"pipelined": False, "isolates_steps": True}, "isolates_steps=True: only with"),
-        ({}, {"holds_v": True}, "holds_v with head dim 128, only 64"),
-        ({}, {"delta_first": True}, "delta_first: only of heads wider than 128"),
         ({}, {"q_stages": 3, "dq_stages": 2}, "bytes of shared memory, a program has"),
     ],
 )

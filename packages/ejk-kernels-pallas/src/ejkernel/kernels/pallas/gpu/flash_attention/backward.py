@@ -186,7 +186,7 @@ def backward(
     def of_queries(
         tables: dict[str, Any], less: dict[str, Any]
     ) -> tuple[jax.Array, dict[str, Any]]:
-        plan = Plan(problem, replace(OF_QUERIES, delta_first=tiles.delta_first), cores=cores)
+        plan = Plan(problem, OF_QUERIES, cores=cores)
         dq, *deltas = query_gradient(plan, operands(plan, tables, less))
         return dq, {"delta": deltas[0]} if deltas else less
 

@@ -127,7 +127,6 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
     k_count, v_count = in_flight(problem)
     count = problem.batch * problem.heads * plan.n_q
     holds, finds_delta = holds_rows(problem), "delta" not in operands
-    starts = holds or plan.tiles.delta_first  # the accumulator of dp from -delta
     widths = {"q": dim, "do": value_dim} | ({"o": value_dim} if finds_delta else {})
     # in shared memory before the work unit
     row_values = ("lse", "dlse" if finds_delta else "delta")
@@ -191,13 +190,11 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
                         p = probabilities(plan, r, program, lse, first_q, s, j, masked)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                         plgpu.barrier_arrive(r.v_empty.at[v_slot])
-                        return (p * (dp if starts else dp + spread(delta, SHAPE, 0))).astype(dtype)
+                        return (p * (dp if holds else dp + spread(delta, SHAPE, 0))).astype(dtype)
 
                     def together(s_acc: Any, dp_acc: Any) -> jax.Array:
                         dp_acc[...] = spread(delta, SHAPE, 0)
                         scores(s_acc)
-                        if not holds:
-                            plgpu.barrier_wait(r.v_full.at[v_slot])
                         return slopes(s_acc, dp_acc)
 
                     def v_last(s_acc: Any) -> jax.Array:
@@ -209,7 +206,6 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
                     plgpu.barrier_wait(r.k_full.at[slot])
                     if holds:
                         plgpu.barrier_wait(r.v_full.at[v_slot])
-                    if starts:
                         ds = pl.run_scoped(together, plgpu.ACC(SHAPE), plgpu.ACC(SHAPE))
                     else:
                         ds = pl.run_scoped(v_last, plgpu.ACC(SHAPE))

@@ -29,7 +29,6 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     hand_over,
     launch_backward,
     logits,
-    next_unit,
     wait_for_parts,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_pipelined import add_ahead, copy_ahead
@@ -39,10 +38,13 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 class Program:
     """Work of one program; its warps loop over the same tiles in the same order."""
 
-    def __init__(self, plan: Plan, r: Any, turns: Any, item: Any) -> None:
+    def __init__(self, plan: Plan, r: Any) -> None:
         problem = plan.problem
-        self.plan, self.r, self.turns = plan, r, turns
-        row, self.block, self.falling = plan.locate(item)
+        self.plan, self.r = plan, r
+        n_turns = plan.n_q + (plan.n_kv if plan.shares_keys else 0)
+        turns = plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns))
+        self.turns = pl.get_global(turns)
+        row, self.block, self.falling = plan.locate(lax.axis_index("item"))
         self.head, self.batch = lax.rem(row, problem.heads), lax.div(row, problem.heads)
         self.kv_head = lax.div(self.head, problem.group)
         self.sharer = lax.rem(self.head, problem.group)  # of the heads that share k and v
@@ -73,7 +75,7 @@ class Program:
 
         return length, block_at
 
-    def for_each_block(self, step: Callable[..., None], first: Any = 0, every: int = 1) -> Any:
+    def for_each_block(self, step: Callable[..., None], first: int = 0, every: int = 1) -> Any:
         """``step(query block, count of steps before, whether a mask is needed)``; their number.
 
         Step ``first`` and each ``every``-th after it; the number is of all.
@@ -123,19 +125,18 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
     block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
     dim, value_dim = problem.dim, problem.value_dim
     shape = (ROWS, block_q)
-    count = problem.batch * problem.heads * plan.n_kv  # of items: key blocks of query heads
     by_rows, dq_columns = plan.dq_by_rows, plan.dq_columns
 
-    def add_key_block(r: Any, program: Program, wg: Any, before: Any) -> None:
-        """Computes dk and dv of a key block; ``before``: steps of the blocks before."""
+    def consume(r: Any, program: Program, wg: Any) -> None:
         b, h, j = program.batch, program.head, program.block
+        plgpu.barrier_wait(r.kv_full)
         rows = pl.ds(wg * ROWS, ROWS)
         first_row = j * block_kv + wg * ROWS
         large = plan.lse_in_sum and r.large[b, h] != 0
 
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
             if tiles.pipelined:
-                add_ahead(plan, r, program, wg, large, dk_acc, dv_acc, before)
+                add_ahead(plan, r, program, wg, large, dk_acc, dv_acc)
                 return dk_acc[...], dv_acc[...]
 
             def add_block(i: Any, n: Any, masked: Any) -> None:
@@ -225,7 +226,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
 
         add() if plan.shares_keys else write_final()
 
-    def produce(r: Any, program: Program, before: Any) -> None:
+    def produce(r: Any, program: Program) -> None:
         b, h = program.batch, program.head
         at = (b, pl.ds(program.block * block_kv, block_kv), program.kv_head)
         plgpu.copy_gmem_to_smem(r.k.at[at], r.k_s, r.kv_full)
@@ -234,13 +235,13 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         def copy_block(i: Any, n: Any, masked: Any) -> None:
             del masked
             if tiles.pipelined:
-                copy_ahead(plan, r, b, h, i, before + n)
+                copy_ahead(plan, r, b, h, i, n)
             else:
                 copy_step(r, b, h, i, n, block_q, stages)
 
         program.for_each_block(copy_block)
 
-    def write(r: Any, program: Program, writer: int, before: Any) -> None:
+    def write(r: Any, program: Program, writer: int) -> None:
         """Adds the parts of dq of every step to global memory, of every second in each warp.
 
         A part is added, and the next program told, about a step after it was handed over: one warp
@@ -251,7 +252,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         def write_block(i: Any, n: Any, masked: Any) -> None:
             del masked
             turn, turns = program.turn(i), program.turns.at[b, h, i]
-            slot = lax.rem(before + n, tiles.dq_stages)
+            slot = lax.rem(n, tiles.dq_stages)
 
             def part(c: int) -> Any:
                 if by_rows:
@@ -272,94 +273,15 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
             plgpu.wait_smem_to_gmem(0)
             plgpu.semaphore_signal(turns, 1, memory_scope="gpu")
 
-        first = lax.rem(before + writer, WRITERS)  # its steps, counted from the first key block
-        program.for_each_block(write_block, first, WRITERS)
+        program.for_each_block(write_block, writer, WRITERS)
 
-    def make(r: Any) -> tuple[Any, Program | None]:
-        """Returns the counters of turns, and the program unless it is persistent."""
-        n_turns = plan.n_q + (plan.n_kv if plan.shares_keys else 0)
-        kind = plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns))
-        turns = pl.get_global(kind)
-        if tiles.persistent:
-            return turns, None
-        return turns, Program(plan, r, turns, lax.axis_index("item"))
-
-    def arrived(r: Any) -> Any:
-        """Returns the next item, once its keys and values are here; negative behind the last."""
-        plgpu.barrier_wait(r.kv_full)
-        return r.items[lax.axis_index("item")]
-
-    def for_each_item(r: Any, turns: Any, work: Callable[[Program, Any], None]) -> None:
-        """``work(program, steps before)`` for every key block that this program takes."""
-
-        def one_item(carry: Any) -> Any:
-            item, before = carry
-            program = Program(plan, r, turns, item)
-            work(program, before)
-            steps, _ = program.blocks()
-            return arrived(r), before + steps
-
-        lax.while_loop(lambda carry: carry[0] >= 0, one_item, (arrived(r), jnp.int32(0)))
-
-    def consume(r: Any, made: tuple[Any, Program | None], wg: Any) -> None:
-        turns, program = made
-        if program is not None:
-            plgpu.barrier_wait(r.kv_full)
-            add_key_block(r, program, wg, 0)
-            return
-
-        def work(program: Program, before: Any) -> None:
-            add_key_block(r, program, wg, before)
-            plgpu.barrier_arrive(r.kv_empty)
-
-        for_each_item(r, turns, work)
-
-    def produce_items(r: Any, turns: Any, counter: Any) -> None:
-        """Copies the operands of one key block after the other, taken from ``counter``.
-
-        A key block waits only for those with smaller indices, which were all taken before.
-        """
-
-        def announce(item: Any, i: Any) -> None:
-            pl.when(i > 0)(lambda: plgpu.barrier_wait(r.kv_empty))
-            r.items[lax.axis_index("item")] = item
-
-        def one_item(carry: Any) -> Any:
-            item, i, before = carry
-            program = Program(plan, r, turns, item)
-            announce(item, i)
-            produce(r, program, before)
-            steps, _ = program.blocks()
-            return next_unit(counter, count, lambda n: n), i + 1, before + steps
-
-        zero = jnp.int32(0)
-        first = next_unit(counter, count, lambda n: n), zero, zero
-        _, i, _ = lax.while_loop(lambda carry: carry[0] >= 0, one_item, first)
-        announce(jnp.int32(-1), i)
-        for _ in range(2):
-            plgpu.barrier_arrive(r.kv_full)
-
-    def write_items(r: Any, turns: Any, writer: int) -> None:
-        def work(program: Program, before: Any) -> None:
-            plgpu.barrier_arrive(r.kv_empty)  # the item has been read
-            write(r, program, writer, before)
-
-        for_each_item(r, turns, work)
-
-    def move(r: Any, made: tuple[Any, Program | None], wg: Any) -> None:
+    def move(r: Any, program: Program, wg: Any) -> None:
         del wg
-        turns, program = made
-        if program is None:
-            counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
-            copies = functools.partial(produce_items, r, turns, counter)
-            adds = [functools.partial(write_items, r, turns, n) for n in range(WRITERS)]
-        else:
-            copies = functools.partial(produce, r, program, 0)
-            adds = [functools.partial(write, r, program, n, 0) for n in range(WRITERS)]
 
         def warp(index: Any) -> None:
-            for n, work in enumerate((copies, *adds)):
-                pl.when(index == n)(work)
+            pl.when(index == 0)(lambda: produce(r, program))
+            for writer in range(WRITERS):
+                pl.when(index == 1 + writer)(functools.partial(write, r, program, writer))
 
         for_each_warp(warp)
 
@@ -374,7 +296,6 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         "dq_s": tiled((tiles.dq_stages * CONSUMERS, ROWS, dq_columns), jnp.float32),
         "ds_s": tiled((2, block_kv, block_q), dtype),
         "kv_full": barrier(num_arrivals=2),
-        **({"kv_empty": barrier(num_arrivals=CONSUMERS + WRITERS)} if tiles.persistent else {}),
         "q_full": barrier(num_arrivals=2, num_barriers=tiles.q_buffers),  # q and lse
         "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and delta
         "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=tiles.q_buffers),
@@ -394,9 +315,6 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         "dv": jax.ShapeDtypeStruct((*kv_shape, value_dim), sum_dtype),
     }
     name = f"flash_attention_backward{'_pipelined' if tiles.pipelined else ''}"
-    programs = count
-    if tiles.persistent:
-        programs = min(plan.cores, count)
-        outputs["items"] = jax.ShapeDtypeStruct((programs,), jnp.int32)
-    results = launch_backward(name, programs, make, [consume], move, operands, outputs, scratch)
-    return results[:3]
+    programs = problem.batch * problem.heads * plan.n_kv
+    make = functools.partial(Program, plan)
+    return launch_backward(name, programs, make, [consume], move, operands, outputs, scratch)

@@ -23,9 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.common.units import scale
-from ejkernel.kernels.pallas.gpu.common.lane_softmax import to_16_bit
-from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, LAYOUT, read, spread
+from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
 from ejkernel.kernels.pallas.gpu.common.warps import read_thread
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     ROWS,
@@ -36,7 +34,6 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     wait_for_parts,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
-from ejkernel.types.attention.problem import LOG2E
 
 
 def thread_rows() -> tuple[jax.Array, jax.Array, Any]:
@@ -55,12 +52,11 @@ def copy_ahead(plan: Plan, r: Any, batch: Any, head: Any, i: Any, n: Any) -> Non
 
 
 def add_ahead(
-    plan: Plan, r: Any, program: Any, wg: Any, large: Any, dk_acc: Any, dv_acc: Any, before: Any
+    plan: Plan, r: Any, program: Any, wg: Any, large: Any, dk_acc: Any, dv_acc: Any
 ) -> None:
     """Adds all query blocks of a ``Program`` to dk and dv, and hands over their parts of dq.
 
-    ``large``: see ``logits``; ``before``: steps of the key blocks before. All matmuls are done at
-    the end, and what was handed over is read.
+    ``large``: see ``logits``. All matmuls are done at the end, and what was handed over is read.
     """
     tiles, problem = plan.tiles, plan.problem
     dtype, shape = jnp.dtype(problem.dtype), (ROWS, tiles.block_q)
@@ -68,41 +64,21 @@ def add_ahead(
     first_row = block * tiles.block_kv + wg * ROWS
     steps, block_at = program.blocks()
 
-    v_rows = read(r.v_s.at[pl.ds(wg * ROWS, ROWS)], LAYOUT) if tiles.holds_v else None
-
-    def round_p(p: jax.Array) -> jax.Array:
-        """Returns p in the operands' dtype, where a step is isolated by instructions that stay."""
-        return to_16_bit(p, dtype) if tiles.isolates_steps else p.astype(dtype)
-
-    def row_terms(terms: Any, slot: Any) -> jax.Array:
-        return spread(read(terms.at[slot], COLUMN), shape, 1)
-
     def multiply_keys(s_acc: Any, n: Any) -> None:
         """Starts the logits of step n, less lse."""
-        slot = lax.rem(before + n, tiles.q_buffers)
+        slot = lax.rem(n, tiles.q_buffers)
         *_, mine = thread_rows()
         plgpu.barrier_wait(r.q_full.at[slot])
-        s_acc[...] = row_terms(r.lse_s, slot)
+        s_acc[...] = spread(read(r.lse_s.at[slot], COLUMN), shape, 1)
         plgpu.wgmma(s_acc, r.k_s.at[mine], r.q_s.at[slot].T)
 
     def probabilities(s: jax.Array, n: Any) -> jax.Array:
         """Returns p of step n, whose do has been copied then."""
         i, masked = block_at(n)
-
-        def any_step(s: jax.Array) -> jax.Array:
-            x, _ = logits(plan, r, head, block, first_row, large, s, i, masked)
-            return round_p(jnp.exp2(x))
-
-        def plain_step(s: jax.Array) -> jax.Array:
-            return round_p(jnp.exp2(s * (scale(problem) * LOG2E)))
-
-        if tiles.isolates_steps:
-            is_last = (block == plan.n_kv - 1) if plan.kv_tail else False
-            p = lax.cond(large | masked | is_last, any_step, plain_step, s)
-        else:
-            p = any_step(s)
+        x, _ = logits(plan, r, head, block, first_row, large, s, i, masked)
+        p = jnp.exp2(x).astype(dtype)
         # a wait ends the basic block: the exponentials stay in front of the wait for dk and dq
-        plgpu.barrier_wait(r.do_full.at[lax.rem(before + n, tiles.stages)])
+        plgpu.barrier_wait(r.do_full.at[lax.rem(n, tiles.stages)])
         return p
 
     def first_probabilities(s_acc: Any) -> jax.Array:
@@ -111,17 +87,11 @@ def add_ahead(
 
     def gradient_of_logits(n: Any, p: jax.Array, dp_acc: Any) -> jax.Array:
         """Returns ds of step n, also in shared memory, and adds to dv."""
-        n = before + n
         slot, (*_, mine) = lax.rem(n, tiles.stages), thread_rows()
-        if not tiles.adds_delta:
-            dp_acc[...] = row_terms(r.delta_s, slot)
-        v = r.v_s.at[mine] if v_rows is None else v_rows
-        plgpu.wgmma(dp_acc, v, r.do_s.at[slot].T)
+        dp_acc[...] = spread(read(r.delta_s.at[slot], COLUMN), shape, 1)
+        plgpu.wgmma(dp_acc, r.v_s.at[mine], r.do_s.at[slot].T)
         plgpu.wgmma(dv_acc, p, r.do_s.at[slot])
-        term = row_terms(r.delta_s, slot) if tiles.adds_delta else None  # read under the matmul
-        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        dp = dp if term is None else dp + term
-        ds = (p.astype(jnp.float32) * dp).astype(dtype)
+        ds = (p.astype(jnp.float32) * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)).astype(dtype)
         # the other slot may still be read for the dq of the step before
         r.ds_s.at[lax.rem(n, 2), pl.ds(wg * ROWS, ROWS)][...] = ds
         plgpu.commit_smem()
@@ -137,18 +107,18 @@ def add_ahead(
         def multiply_ds(*s_acc: Any) -> jax.Array:
             if ahead:
                 multiply_keys(*s_acc, n + 1)
-            plgpu.wgmma(dk_acc, ds, r.q_s.at[lax.rem(before + n, tiles.q_buffers)])
+            plgpu.wgmma(dk_acc, ds, r.q_s.at[lax.rem(n, tiles.q_buffers)])
             plgpu.barrier_wait(r.ds_full)
 
             def add_query_side(dq_acc: Any) -> jax.Array:
-                plgpu.wgmma(dq_acc, *dq_operands(plan, r, lax.rem(before + n, 2), *thread_rows()))
+                plgpu.wgmma(dq_acc, *dq_operands(plan, r, lax.rem(n, 2), *thread_rows()))
                 p2 = p
                 if ahead:
                     s = plgpu.wgmma_accumulator_load(*s_acc, wait_n=2)
                     p2 = probabilities(s, n + 1)
                 part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                plgpu.barrier_arrive(r.q_empty.at[lax.rem(before + n, tiles.q_buffers)])
-                hand_over(plan, r, wg, before + n, part)
+                plgpu.barrier_arrive(r.q_empty.at[lax.rem(n, tiles.q_buffers)])
+                hand_over(plan, r, wg, n, part)
                 return p2
 
             # allocated where it is used: its zeros would take registers before

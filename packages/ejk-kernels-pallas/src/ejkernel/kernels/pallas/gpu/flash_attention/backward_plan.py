@@ -26,19 +26,9 @@ class BackwardTiles:
         one_way: whether all heads add their parts of dq in one order, whatever their number (see
             ``Plan.falling``).
         pipelined: whether the fused kernel computes the probabilities of a step under the matmuls
-            of the step before (see ``backward_pipelined``); the fields below are its own.
+            of the step before (see ``backward_pipelined``); the two fields below are its own.
         q_stages: query tiles of q in flight, of do ``stages``; 0: as many.
         dq_stages: parts of dq between the warpgroups and the copy to global memory, 1 or 2.
-        holds_v: whether a warpgroup keeps its 64 rows of v in registers, of heads of 64: dp does
-            not read them from shared memory.
-        isolates_steps: whether the probabilities of a step without masks are a basic block of
-            their own (see ``backward_pipelined``).
-        adds_delta: whether delta is subtracted from dp when its matmul is done; else the
-            accumulator starts from it.
-        persistent: whether a program takes one key block after the other from a work counter; heads
-            do not share keys.
-        delta_first: of wide heads, whether the accumulator of dp starts from -delta in the kernel
-            of dq, in front of the logits' matmul; else delta is subtracted at the end.
     """
 
     block_q: int = 64
@@ -48,11 +38,6 @@ class BackwardTiles:
     pipelined: bool = False
     q_stages: int = 0
     dq_stages: int = 1
-    holds_v: bool = False
-    isolates_steps: bool = False
-    adds_delta: bool = False
-    persistent: bool = False
-    delta_first: bool = False
 
     @property
     def q_buffers(self) -> int:
@@ -77,13 +62,8 @@ class BackwardTiles:
         ``shared``: bytes of shared memory of a program. Only what the form that loops ahead adds:
         other tiles are checked where they are chosen.
         """
-        if self.delta_first and not is_wide(problem):
-            return "delta_first: only of heads wider than 128"
         if not self.pipelined:
-            others = {
-                "q_stages": 0, "dq_stages": 1, "holds_v": False, "isolates_steps": False,
-                "adds_delta": False, "persistent": False,
-            }  # fmt: skip
+            others = {"q_stages": 0, "dq_stages": 1}
             changed = [f"{name}={getattr(self, name)!r}" for name, x in others.items()
                      if getattr(self, name) != x]  # fmt: skip
             return f"{', '.join(changed)}: only with pipelined" if changed else None
@@ -94,10 +74,6 @@ class BackwardTiles:
             "pipelined: logits_soft_cap is not supported": problem.soft_cap is not None,
             f"pipelined: {self.q_buffers} tiles of q, at least 2": self.q_buffers < 2,
             f"pipelined: dq_stages={self.dq_stages}, 1 or 2": self.dq_stages not in (1, 2),
-            f"pipelined: holds_v with head dim {widest}, only 64": self.holds_v and widest > 64,
-            "persistent: heads that share keys are not supported": (
-                self.persistent and problem.group > 1
-            ),
             f"pipelined: {need} bytes of shared memory, a program has {shared}": need > shared,
         }
         return next((reason for reason, lacks in lacking.items() if lacks), None)
