@@ -83,23 +83,12 @@ LATENT = {
     "float16, rows": ((70, 200, 5), 192, 3, 16),  # heads times rows
     "e4m3": ((130, 0, 700, 1), 64, 1, 64),
     "single": ((700,), 64, 1, 64),
-    "batch-invariant": ((2100, 70, 2100), 64, 1, 64),  # the first again, both in two splits
-    "merge at once": ((700,), 64, 1, 64),
-    "merge at once, one step": ((1,), 64, 1, 64),
-    "merge at once, batch-invariant": ((2100, 0, 2100), 64, 1, 64),
-    "longest first, batch-invariant": ((2100, 0, 130, 2100), 64, 1, 64),
+    "single, one step": ((1,), 64, 1, 64),
+    # the first again, both in two splits
+    "batch-invariant": ((2310, 0, 130, 2310), 64, 1, 64),
     "early queries": ((700,), 128, 1, 64),
     "early queries e4m3": ((130,), 128, 2, 64),
     "early queries, no step": ((1,), 64, 1, 64),  # of all programs but one
-}
-LATENT_TILES = {
-    "merge at once": MLADecodeTiles(merge_warpgroups=2),
-    "merge at once, one step": MLADecodeTiles(merge_warpgroups=4),
-    "merge at once, batch-invariant": MLADecodeTiles(merge_warpgroups=1),
-    "longest first, batch-invariant": MLADecodeTiles(longest_first=True),
-    "early queries": MLADecodeTiles(early_queries=True),
-    "early queries e4m3": MLADecodeTiles(early_queries=True),
-    "early queries, no step": MLADecodeTiles(early_queries=True),
 }
 EIGHT_BIT = {
     "full": (150, 300, 2, 1, 128, False),
@@ -275,7 +264,7 @@ def hopper_latent(name: str) -> Call:
         problem=p,
         target=Chip(min(2, rows // 64) * SMALL_CORES),
         batch_invariant=invariant,
-        tiles=LATENT_TILES.get(name, MLADecodeTiles()),
+        tiles=MLADecodeTiles(early_queries=name.startswith("early queries")),
     )
 
     @jax.jit

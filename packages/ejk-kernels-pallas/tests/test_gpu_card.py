@@ -18,6 +18,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     mla_attention,
 )
 from ejkernel.kernels.pallas.gpu.serving.implementation import mla_decode
+from ejkernel.kernels.pallas.gpu.serving.mla_decode import MAX_SORTED
 from ejkernel.kernels.pallas.gpu.serving.mla_split import find_split, find_unit
 from ejkernel.kernels.pallas.gpu.serving.tiles import MLADecodeTiles
 from ejkernel.ops import batch_invariant
@@ -201,37 +202,34 @@ def test_latent_decoding(name: str) -> None:
     latent.check(name, mla_decode)
 
 
-@pytest.mark.parametrize("warpgroups", [1, 2, 4, 8])
-@pytest.mark.parametrize(("length", "heads"), [(0, 128), (1, 64), (1000, 128), (100_001, 128)])
-def test_a_merge_at_once_gives_the_result_of_the_other(
-    length: int, heads: int, warpgroups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two runs of a single sequence have the same bits, and so has a sequence in two batches."""
-    pages = length // 64 + 1
+@pytest.mark.parametrize("heads", [64, 128])
+def test_one_sequence_is_merged_as_in_a_batch(heads: int) -> None:
+    """Nearly; in batch-invariant calls with the same bits, whether splits are sorted or not."""
+    lengths = (0, 1, 1000, 100_001)
+    pages = max(lengths) // 64 + 1
     q, cache = (
         jax.random.normal(jax.random.key(n), shape, jnp.bfloat16)
         for n, shape in enumerate([(1, heads, 576), (pages, 64, 576)])
     )
     tables = jax.random.permutation(jax.random.key(2), pages)[None].astype(jnp.int32)
 
-    def run(batch: int = 1) -> np.ndarray:
-        lengths = jnp.full(batch, length, jnp.int32)
+    def outputs(batch: int) -> list[np.ndarray]:
+        """Returns the last row of a batch of every length."""
+        call = jax.jit(lambda *x: mla_decode(*x, latent_dim=512))
         q_rows, table_rows = (jnp.repeat(x, batch, axis=0) for x in (q, tables))
-        call = lambda *x: mla_decode(*x, latent_dim=512)  # noqa: E731
-        return np.asarray(jax.jit(call)(q_rows, cache, lengths, table_rows)[-1:], np.float32)
+        rows = [jnp.full(batch, length, jnp.int32) for length in lengths]
+        return [np.asarray(call(q_rows, cache, x, table_rows)[-1], np.float32) for x in rows]
 
-    def fixed(batch: int) -> np.ndarray:
-        with batch_invariant():
-            return run(batch)
-
-    want, want_fixed = run(), fixed(1)
-    tiles = MLADecodeTiles(merge_warpgroups=warpgroups)
-    monkeypatch.setattr(type(mla_decode), "choose", lambda *_: tiles)
-    near(run(), want)
-    np.testing.assert_array_equal(run(), run())
-    if warpgroups == 1:
-        near(fixed(1), want_fixed)
-        np.testing.assert_array_equal(fixed(3), fixed(1))
+    want, single = outputs(2), outputs(1)
+    with batch_invariant():
+        fixed, *others = (outputs(batch) for batch in (1, 3, MAX_SORTED + 1))
+    for i, length in enumerate(lengths):
+        assert want[i].any() == (length > 0)
+        # twice the bound of a call: probabilities and partial results are rounded elsewhere
+        assert at_size.relative(single[i], want[i]) < 1.2e-2
+        assert at_size.relative(fixed[i], want[i]) < 1.2e-2
+        for other in others:
+            np.testing.assert_array_equal(other[i], fixed[i])
 
 
 @pytest.mark.parametrize("length", [0, 1, 1000, 100_001])

@@ -20,6 +20,8 @@ from ejkernel.kernels.pallas import compat
 if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
+from ejkernel.kernels.pallas.gpu.serving import implementation
+from ejkernel.kernels.pallas.gpu.serving import mla_decode as kernel
 from ejkernel.kernels.pallas.gpu.serving.implementation import mla_decode
 from ejkernel.kernels.pallas.gpu.serving.mla_merge import merge_fixed_lse, merge_lse
 from ejkernel.kernels.pallas.gpu.serving.tiles import MLADecodeTiles
@@ -55,7 +57,7 @@ def test_lse_of_partial_results_is_that_of_the_sequence(name: str) -> None:
 
 def test_lse_of_fixed_splits_is_that_of_the_sequence_and_has_its_bits_in_any_batch() -> None:
     rng, c = np.random.default_rng(0), 0.3
-    lengths = np.array([1, 0, 9000, 2048, 2049, 40_000], np.int32)
+    lengths = np.array([1, 0, 9000, 2304, 2305, 40_000], np.int32)
     scores = [rng.normal(size=(2, n)) * 9 for n in lengths]
 
     def lse_of(members: list[int], splits: int) -> np.ndarray:
@@ -111,10 +113,12 @@ class TestCalls:
             )
 
     @staticmethod
-    def shapes(heads: int = 128, page: int = 64, dim: int = 576, dtype=jnp.bfloat16, cache=None):
-        ints = [struct(4, dtype=jnp.int32), struct(4, 10, dtype=jnp.int32)]
+    def shapes(
+        heads: int = 128, page: int = 64, dim: int = 576, dtype=jnp.bfloat16, cache=None, batch=4
+    ):
+        ints = [struct(batch, dtype=jnp.int32), struct(batch, 10, dtype=jnp.int32)]
         pages = struct(40, page, dim, dtype=cache or dtype)
-        return struct(4, 2, heads, dim, dtype=dtype), pages, *ints
+        return struct(batch, 2, heads, dim, dtype=dtype), pages, *ints
 
     def test_lowers_for_a_hopper_gpu(self) -> None:
         text = self.decode(*self.shapes(page=16), return_lse=True)
@@ -134,39 +138,47 @@ class TestCalls:
         text = self.decode(*shapes, return_lse=True, k_scale=-0.5)
         assert text.count("custom_call @mosaic_gpu") == 2 and "paged_split" not in text
 
-    def test_lowers_splits_in_the_order_of_their_lengths(self, monkeypatch) -> None:
-        def lowered() -> str:
-            with batch_invariant():
-                return self.decode(*self.shapes())
+    @pytest.mark.parametrize(
+        ("batch", "invariant", "at_once"),
+        [(1, False, True), (2, False, False), (1, True, True), (3, True, True)],
+    )
+    def test_merges_one_sequence_and_fixed_splits_at_once(
+        self, batch, invariant, at_once, monkeypatch
+    ) -> None:
+        called = []
+        for name in ("merge", "merge_at_once"):
+            original = getattr(implementation, name)
 
-        other, tiles = lowered(), MLADecodeTiles(longest_first=True)
-        monkeypatch.setattr(type(mla_decode), "choose", lambda *_: tiles)
-        text = lowered()
-        assert text.count("custom_call @mosaic_gpu") == 2 and text != other
+            def spy(*args, original=original, name=name, **options):
+                called.append(name)
+                return original(*args, **options)
+
+            monkeypatch.setattr(implementation, name, spy)
+        with batch_invariant() if invariant else contextlib.nullcontext():
+            text = self.decode(*self.shapes(batch=batch), k_scale=0.5, return_lse=True)
+        assert text.count("custom_call @mosaic_gpu") == 2
+        assert set(called) == {"merge_at_once" if at_once else "merge"}
+
+    @pytest.mark.parametrize(("batch", "is_sorted"), [(1, True), (128, True), (129, False)])
+    def test_begins_with_the_longest_splits_in_batches_that_a_warp_sorts(
+        self, batch, is_sorted, monkeypatch
+    ) -> None:
+        found = []
+
+        def find_split(*args, original=kernel.find_split, **options):
+            found.append(options)
+            return original(*args, **options)
+
+        monkeypatch.setattr(kernel, "find_split", find_split)
+        with batch_invariant():
+            text = self.decode(*self.shapes(batch=batch))
+        assert text.count("custom_call @mosaic_gpu") == 2 and bool(found) == is_sorted
 
     def test_lowers_queries_before_the_length(self, monkeypatch) -> None:
-        q, cache, lengths, tables = self.shapes()
-        q, lengths, tables = (struct(1, *x.shape[1:], dtype=x.dtype) for x in (q, lengths, tables))
-        other = self.decode(q, cache, lengths, tables)
+        other = self.decode(*self.shapes(batch=1))
         tiles = MLADecodeTiles(early_queries=True)
         monkeypatch.setattr(type(mla_decode), "choose", lambda *_: tiles)
-        assert self.decode(q, cache, lengths, tables) != other
-
-    @pytest.mark.parametrize(("batch", "warpgroups"), [(1, 1), (1, 4), (3, 1)])
-    def test_lowers_a_merge_at_once(self, batch, warpgroups, monkeypatch) -> None:
-        tiles = MLADecodeTiles(merge_warpgroups=warpgroups)
-        q, cache, lengths, tables = self.shapes()
-        shapes = (struct(batch, *x.shape[1:], dtype=x.dtype) for x in (q, lengths, tables))
-        q, lengths, tables = shapes
-
-        def lowered() -> str:
-            with contextlib.nullcontext() if batch == 1 else batch_invariant():
-                return self.decode(q, cache, lengths, tables, k_scale=0.5, return_lse=True)
-
-        other = lowered()
-        monkeypatch.setattr(type(mla_decode), "choose", lambda *_: tiles)
-        text = lowered()
-        assert text.count("custom_call @mosaic_gpu") == 2 and text != other
+        assert self.decode(*self.shapes(batch=1)) != other
 
     def test_lowers_a_scale_for_each_mapped_row(self) -> None:
         decode = partial(self.decode, mapped=struct(3, dtype=jnp.float32))

@@ -57,7 +57,7 @@ def test_a_unit_of_one_sequence(units):
                 assert tuple(map(int, unit.cut)) == expected.cut
 
 
-@pytest.mark.parametrize("length", [0, 1, 64, 2048, 2049, 8192, 20_000, 131_072])
+@pytest.mark.parametrize("length", [0, 1, 64, 2304, 2305, 8192, 20_000, 131_072])
 def test_fixed_splits_follow_from_the_length_of_a_sequence(length):
     """Each step is in one of them, and those that a longer table allows are empty."""
     splits = [fixed_split(np.int32(length), np.int32(i), step=STEP) for i in range(20)]
@@ -73,7 +73,7 @@ def test_fixed_splits_follow_from_the_length_of_a_sequence(length):
 
 def test_the_order_of_fixed_splits_begins_with_the_longest():
     """Each of them is there once, and every sequence has one."""
-    lengths = [0, 1, 3000, 2048, 2049, 131_072, 64 * 40, 700, -3]
+    lengths = [0, 1, 3000, 2304, 2305, 131_072, 64 * 40, 700, -3]
     order = split_order(np.asarray(lengths), STEP)
     counts = [int(fixed_split(np.int32(n), np.int32(0), step=STEP)[2]) for n in lengths]
     assert sorted(order) == [(i, s) for i, count in enumerate(counts) for s in range(count)]

@@ -232,16 +232,16 @@ def sum_partials(k: Any, names: Any, partial_o: Any, m: Any, total: Any, *scalar
     kind = k.eqn.outvars[0].aval
 
     def add(host: Any, partial_o: Any, m: Any, total: Any, *scalars: Any) -> tuple[Any]:
-        row, first, count, part = map(int, scalars[:-1])
+        row, first, count = map(int, scalars[:-1])
         numbers = [first + i * names.stride for i in range(count)]
         highs, shares = (np.array([host.get(x, (n, row)) for n in numbers]) for x in (m, total))
         top = highs.max()
         weights = shares * np.exp2((highs - (0.0 if top == -np.inf else top)) * scalars[-1])
         weights /= weights.sum() or 1.0
         x = np.zeros(kind.shape, np.float32)
-        for i in range(part, count, names.parts):
-            values = host.get(partial_o, (numbers[i], row, slice(0, *kind.shape)))
-            x += np.asarray(values, np.float32) * weights[i]
+        for number, weight in zip(numbers, weights, strict=True):
+            values = host.get(partial_o, (number, row, slice(0, *kind.shape)))
+            x += np.asarray(values, np.float32) * weight
         return (x,)
 
     return k.on_host(add, (kind,), partial_o, m, total, *scalars)

@@ -27,7 +27,7 @@ from jax import lax
 MIN_STEPS = 2  # steps of a unit: fewer cost more to merge than they save
 SEQUENCE_OVERHEAD = 4  # steps that another sequence of a unit costs besides its own, in time
 OVERHEAD_SHARE = 8  # the overhead is at most one step in eight: short units hold little else
-FIXED_STEPS, MAX_FIXED_SPLITS = 32, 16  # of a split of its own: most steps, unless there are more
+FIXED_STEPS, MAX_FIXED_SPLITS = 36, 16  # of a split of its own: most steps, unless there are more
 EVENNESS = (26, 25)  # how much longer than the mean a unit may be for sequences to stay complete
 
 

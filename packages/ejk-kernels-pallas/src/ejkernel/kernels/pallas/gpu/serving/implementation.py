@@ -163,20 +163,17 @@ def decode_stage(work: Work, arrays: Arrays) -> Arrays:
 
 
 def _latent_kernel(work: Work) -> MLADecodeKernel:
-    tiles = work.tiles
     return MLADecodeKernel(
         work.problem,
         work.target.cores,
         work.batch_invariant,
-        longest_first=tiles.longest_first,
-        early_queries=tiles.early_queries,
+        early_queries=work.tiles.early_queries,
     )
 
 
 def merge_stage(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output, and the log-sum-exp if the call returns it."""
     c, fixed = _latent_kernel(work).c, work.batch_invariant
-    warpgroups = work.tiles.merge_warpgroups
     read = [arrays[name] for name in ("o", "partial_o", "m", "total", "cut_sequences", "lens")]
     o = arrays["o"]
     types = {"o": o}
@@ -184,10 +181,10 @@ def merge_stage(work: Work, arrays: Arrays) -> Arrays:
         types["lse"] = jax.ShapeDtypeStruct(o.shape[:2], jnp.float32)
 
     def run(o: jax.Array, partial_o: jax.Array, *sums: jax.Array) -> tuple[jax.Array, ...]:
-        if warpgroups and (fixed or work.problem.batch == 1):
-            o = merge_at_once(c, o, partial_o, *sums, fixed=fixed, warpgroups=warpgroups)
+        if fixed or work.problem.batch == 1:
+            o = merge_at_once(c, o, partial_o, *sums, fixed=fixed)
         else:
-            o = merge(c, o, partial_o, *sums, fixed=fixed)
+            o = merge(c, o, partial_o, *sums)
         lse = merge_fixed_lse if fixed else merge_lse
         return (o, lse(c, *sums)) if work.problem.return_lse else (o,)
 

@@ -166,14 +166,12 @@ class MLADecodeKernel:
         problem: sizes and dtypes. Each new token has ``heads`` query rows, a multiple of 64.
         cores: multiprocessors.
         batch_invariant: whether units are splits that each sequence decides for itself.
-        longest_first: whether these are in the order of ``split_order``, in small batches.
         early_queries: whether the program of a single sequence loads queries before lengths.
     """
 
     problem: LatentProblem
     cores: int
     batch_invariant: bool = False
-    longest_first: bool = False
     early_queries: bool = False
 
     @property
@@ -214,8 +212,11 @@ class MLADecodeKernel:
 
     @property
     def sorts_splits(self) -> bool:
-        """Returns whether units are fixed splits, the longest ones first."""
-        return self.batch_invariant and self.longest_first and self.problem.batch <= MAX_SORTED
+        """Returns whether units are fixed splits in the order of ``split_order``, longest first.
+
+        The order decides when a split is computed, and none of its bits.
+        """
+        return self.batch_invariant and self.problem.batch <= MAX_SORTED
 
     @property
     def reads_early(self) -> bool:

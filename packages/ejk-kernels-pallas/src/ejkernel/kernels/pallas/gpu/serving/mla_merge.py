@@ -2,17 +2,19 @@
 
     m = max_i m_i,  w_i = l_i exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i
 
-Work split: all units but the last that a sequence is cut into share its rows, and add the partial
-results of a row in their order. A load takes as long as hundreds of additions, so several are in
-flight before the first addition: two partial results of four rows, or eight of one row where there
-are many. Outputs of complete sequences are in place already; sequences without tokens get zeros.
-Fixed splits of a sequence (``types.serving.split.fixed_split``) are merged in the same order by
-programs of the sequence, of which a small batch has more.
+Outputs of complete sequences are in place already; sequences without tokens get zeros.
 
-In that loop every thread computes the weight of every partial result, 40 instructions for each, and
-one sequence that fills the chip has nine rounds of a load and its latency. ``merge_at_once``, for a
-single sequence and for fixed splits, has no loop: all loads of a row are in flight, and the lanes
-of a warp share the weights: 15 instructions for each partial result.
+``merge``, of several sequences: all units but the last that a sequence is cut into share its rows,
+and add the partial results of a row in their order. A load takes as long as hundreds of additions,
+so several are in flight before the first addition: two partial results of four rows, or eight of
+one row where there are many.
+
+``merge_at_once``, of one sequence and of fixed splits (``types.serving.split.fixed_split``): a
+warpgroup has a row of a sequence, and all loads of the row are in flight together. The lanes of a
+warp share the weights: 15 instructions for each partial result, where in ``merge`` every thread
+computes every weight in 40, and one sequence that fills the chip has nine rounds of a load and its
+latency. One H200, 128 rows: 6.05 -> 4.10 us for 8,192 tokens, 7.2 -> 4.4 for 131,072. Two to eight
+warpgroups that share the partial results of a row take 4.1 to 7.2 us, and 4.6 to 8.4.
 """
 
 from __future__ import annotations
@@ -39,7 +41,6 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     i32,
     llvm,
     other_lane,
-    read,
     thread,
     vector,
 )
@@ -51,7 +52,7 @@ F32 = jnp.float32
 LANES = 32
 THREADS = 128  # of a warpgroup
 PROGRAMS = 8  # for 64 rows of a unit
-FIXED_PROGRAMS = 1024  # of all sequences whose splits are fixed, unless that is less
+PROGRAMS_AT_ONCE = 1024  # of all sequences that are merged at once, unless each has ``PROGRAMS``
 FEW, MANY = 2, 8  # partial results whose loads are in flight together
 ROWS_OF_FEW = 4  # rows whose loads are in flight together, of few partial results
 
@@ -59,18 +60,15 @@ ROWS_OF_FEW = 4  # rows whose loads are in flight together, of few partial resul
 def merge(
     c: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array,
     cut_sequences: jax.Array, lengths: jax.Array, k_scale: jax.Array | None = None,
-    *, fixed: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Returns ``o [b, rows, d]``, in place, with the rows of all sequences.
 
     The arrays are ``MLADecodeKernel.outputs``; c is the absolute base-2 logit of a dot product of
-    1. ``fixed``: whether its units are fixed splits.
+    1.
     """
     b, rows, d = o.shape
     units, programs = len(cut_sequences), PROGRAMS * rows // ROWS
-    if fixed:
-        programs = max(programs, min(rows, FIXED_PROGRAMS // b))
-    layout = plgpu.Layout.WG_STRIDED((d,), d // THREADS)
+    layout = _strided(d)
 
     def count_from(start: Any, stride: Any, end: int) -> Any:
         """Returns the length of ``range(start, end, stride)``."""
@@ -85,16 +83,16 @@ def merge(
         scale = scale_of(k_scale, cut.sequence)
         factor = logit_unit(c, scale)
 
-        def number_of(i: Any) -> Any:
-            return cut.first_partial + i if fixed else partial_number(cut.first_partial, i)
-
         def add_partials(together: int, rows: list) -> None:
             def add_some(i: Any, carry: Any) -> Any:
                 numbers = [i * together + n for n in range(together)]
                 partials = [
-                    (number_of(jnp.minimum(n, cut.partials - 1)), n < cut.partials)
+                    (
+                        partial_number(cut.first_partial, jnp.minimum(n, cut.partials - 1)),
+                        n < cut.partials,
+                    )
                     for n in numbers
-                ]  # fmt: skip
+                ]
                 # all loads before the first use of any
                 loaded = [
                     [
@@ -130,7 +128,7 @@ def merge(
 
         def add_rows(together: int, row_count: int) -> None:
             start = cut.units_before * programs + program
-            stride = programs if fixed else (cut.partials - 1) * programs
+            stride = (cut.partials - 1) * programs
 
             def some_rows(i: Any, carry: Any) -> Any:
                 row = (start + i * stride) * row_count
@@ -180,22 +178,21 @@ def merge(
 def merge_at_once(
     c: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array,
     cut_sequences: jax.Array, lengths: jax.Array, k_scale: jax.Array | None = None,
-    *, fixed: bool, warpgroups: int,
+    *, fixed: bool,
 ) -> jax.Array:  # fmt: skip
-    """Returns the same as ``merge``, of one sequence or of fixed splits.
+    """Returns the same as ``merge``.
 
-    ``warpgroups``: 1, 2, 4 or 8 of a program, which share the partial results of a row.
+    ``fixed``: whether units are fixed splits. Otherwise the batch is a single sequence.
     """
     b, rows, d = o.shape
-    programs = rows if warpgroups > 1 else min(rows, max(PROGRAMS, FIXED_PROGRAMS // b))
+    programs = min(rows, max(PROGRAMS, PROGRAMS_AT_ONCE // b))
     splits = (len(m) - b) // (b if fixed else 2)
 
     def body(
         out: Any, partial_o: Any, m: Any, total: Any, cut_sequences: Any, lengths: Any,
-        *scales: Any, sums: Any = None, done: Any = None,
+        *scales: Any,
     ) -> None:  # fmt: skip
         sequence, program = lax.axis_index("sequence"), lax.axis_index("program")
-        wg = lax.axis_index("wg")
         cut = CutSequence(*(cut_sequences[sequence, i] for i in range(len(CutSequence._fields))))
         factor = jnp.float32(logit_unit(c, scale_of(*scales or (None,), sequence)))
 
@@ -204,21 +201,10 @@ def merge_at_once(
 
         def merge_row(row: Any) -> None:
             x = sum_partials(
-                partial_o, m, total, (row, cut.first_partial, cut.partials, wg), factor,
-                stride=1 if fixed else 2, most=splits, parts=warpgroups,
+                partial_o, m, total, (row, cut.first_partial, cut.partials), factor,
+                stride=1 if fixed else 2, most=splits,
             )  # fmt: skip
-            if warpgroups == 1:
-                store(row, x)
-                return
-            sums[wg] = x
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(done)
-
-            @pl.when(wg == 0)
-            def add_parts() -> None:
-                plgpu.barrier_wait(done)
-                parts = [read(sums.at[i], _strided(d), optimized=False) for i in range(warpgroups)]
-                store(row, sum(parts[1:], parts[0]))
+            store(row, x)
 
         def for_each_row(body: Any) -> None:
             def some_row(i: Any, carry: Any) -> Any:
@@ -233,22 +219,17 @@ def merge_at_once(
 
         pl.when(cut.partials > 0)(lambda: for_each_row(merge_row))
 
-        @pl.when((lengths[sequence] <= 0) & (wg == 0))
+        @pl.when(lengths[sequence] <= 0)
         def clear() -> None:
             zeros = plgpu.layout_cast(jnp.zeros((d,), F32), _strided(d))
             for_each_row(lambda row: store(row, zeros))
 
-    shared = {
-        "sums": plgpu.SMEM((warpgroups, d), F32),
-        "done": plgpu.Barrier(num_arrivals=warpgroups),
-    }
     kernel = plgpu.kernel(
         body,
         out_type=(),
-        scratch_types=shared if warpgroups > 1 else (),
         grid=(b, programs),
         grid_names=("sequence", "program"),
-        num_threads=warpgroups,
+        num_threads=1,
         thread_name="wg",
         kernel_name="mla_decode_merge",
         compiler_params=OWN_BARRIERS,
@@ -265,9 +246,9 @@ def _strided(d: int) -> Any:
 
 def sum_partials(
     partial_o: Any, m: Any, total: Any, places: tuple[Any, ...], factor: Any,
-    *, stride: int, most: int, parts: int,
+    *, stride: int, most: int,
 ) -> jax.Array:  # fmt: skip
-    """Returns the weighted sum of every ``parts``-th partial result of a row, float32 ``[d]``.
+    """Returns the weighted sum of the partial results of a row, float32 ``[d]``.
 
     All loads are in flight before the first use of any. Each lane computes the weights of every
     32nd partial result, and lanes exchange them: weights by every thread would take most of the
@@ -276,11 +257,10 @@ def sum_partials(
     Args:
         partial_o: 16-bit ``[partials, rows, d]``.
         m, total: float32 ``[any, rows]``.
-        places: the row, its first partial result, their number, and the first that is added.
+        places: the row, its first partial result, and their number.
         factor: the absolute base-2 logit of a dot product of 1.
         stride: from a partial result to the next.
         most: a bound of their number.
-        parts: 1, 2, 4, 8, 16 or 32.
     """
     d = partial_o.shape[2]
     kind = plgpu.ShapeDtypeStruct((d,), F32, layout=_strided(d))
@@ -288,7 +268,7 @@ def sum_partials(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + scalars, return_type=kind)
     def apply(_: Any, partial_o: Any, m: Any, total: Any, *scalars: Any) -> Any:
-        row, first, count, part, factor = (x.registers.item() for x in scalars)
+        row, first, count, factor = (x.registers.item() for x in scalars)
         i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
 
         lane = arith.andi(thread(), constant(LANES - 1))
@@ -323,7 +303,7 @@ def sum_partials(
         text = (
             "$3, $4; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.relaxed.gpu.global.v2.b32 {$0, $1}, [$2];"
         )
-        loaded = load(text, pair, partial_o, part, column, parts)
+        loaded = load(text, pair, partial_o, constant(0), column, 1)
         text = "$2, $3; mov.f32 $0, {}; @p ld.relaxed.gpu.global.f32 $0, [$1];"
         highs, shares = (
             load(text.format(default), f32, ref, lane, constant(0), LANES)
@@ -352,10 +332,9 @@ def sum_partials(
 
         sums = [constant(0.0)] * (d // THREADS)
         element_type = ir.MemRefType(partial_o.type).element_type
-        for k, words in zip(range(0, most, parts), loaded, strict=True):
-            source = arith.addi(part, constant(k % LANES))
-            text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-            weight = asm(text, "=f,f,r", f32, weights[k // LANES], source)
+        for k, words in enumerate(loaded):
+            text = f"shfl.sync.idx.b32 $0, $1, {k % LANES}, 0x1f, 0xffffffff;"
+            weight = asm(text, "=f,f", f32, weights[k // LANES])
             for word in range(2):
                 both = llvm.extractvalue(i32(), words, [word])
                 both = llvm.bitcast(ir.VectorType.get((2,), element_type), both)

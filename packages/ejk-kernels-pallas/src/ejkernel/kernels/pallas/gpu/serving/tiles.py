@@ -20,17 +20,10 @@ class MLADecodeTiles:
     """Forms of latent decoding.
 
     Attributes:
-        merge_warpgroups: warpgroups of a program that merges one sequence or fixed splits, all
-            partial results of a row at once (``merge_at_once``): 1, 2, 4 or 8. 0: programs loop
-            over partial results, as in calls of several sequences.
-        longest_first: whether the programs of a batch-invariant call begin with the longest splits,
-            up to ``MAX_SORTED`` sequences.
         early_queries: whether the programs of a single sequence start to load its queries before
             they know its length.
     """
 
-    merge_warpgroups: int = 0
-    longest_first: bool = False
     early_queries: bool = False
 
 
