@@ -196,11 +196,14 @@ def test_lowers(kind, flash):
 def test_keys_fit_into_vector_memory(kind):
     chip = facts_of(kind)
     p = problem.Problem(1, 32768, 64, 4, 128, 128, 64, 512, 16, 0.1, "bfloat16", False)
+    if kind != "TPU v4":  # 16 MiB
+        assert problem.choose(p, chip).span_backward == p.blocks
     for case in (p, replace(p, dtype="float32"), replace(p, dim=192, length=2**19, blocks=2**13)):
         t = problem.choose(case, chip)
         assert t.tokens * case.group == t.chunk * case.rows_of_block // 4 == 128
         for backward in (False, True):
-            assert t.resident_bytes(case, backward=backward) <= chip.vmem // 2
+            most = max(chip.vmem // 2, chip.vmem - problem.TILE_BYTES)
+            assert t.resident_bytes(case, backward=backward) <= most
 
 
 def test_refuses_what_it_cannot_do():

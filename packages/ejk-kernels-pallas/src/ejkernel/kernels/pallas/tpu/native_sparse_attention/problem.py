@@ -18,6 +18,7 @@ from ejkernel.types.problems.selected_blocks import SelectedProblem
 
 ROWS = 128  # a matrix unit has a column for each row of a tile, and vectors have 128 lanes
 CHUNK = 512  # keys of a step: the matmuls of one half hide the exponentials of the other
+TILE_BYTES = 12 * 2**20  # of vector memory, for what is of a tile; 8 suffice on v4
 WORD = 32  # entries of a list that one integer has a bit for
 SUBLANES = 8  # rows that a block of an array is a multiple of
 UNIT = 16  # rows of a bfloat16 register: no block starts inside one
@@ -148,7 +149,7 @@ def _block_bytes(p: Problem, backward: bool) -> int:
 
 
 def _span(p: Problem, chip: Chip, backward: bool) -> int:
-    """Returns how many blocks are in vector memory at a time: half of it, in equal parts."""
-    most = max(1, chip.vmem // 2 // _block_bytes(p, backward))
+    """Returns how many blocks are in vector memory at a time, in equal spans."""
+    most = max(1, max(chip.vmem // 2, chip.vmem - TILE_BYTES) // _block_bytes(p, backward))
     blocks = max(1, p.blocks)
     return math.ceil(blocks / math.ceil(blocks / most))

@@ -19,7 +19,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import overlapped
-from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
+from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import (
+    TILE_BYTES,
+    Problem,
+    Tiles,
+)
 
 # a row that has seen nothing keeps FLOOR, and exp2(HIDDEN - FLOOR) is 0
 FLOOR, HIDDEN = -1e38, -3e38
@@ -151,7 +155,7 @@ def specs_of(p: Problem, t: Tiles, lists: jax.Array, rows: jax.Array) -> Specs:
 
 def compiler_params(chip: Chip, resident: int) -> Any:
     """``resident``: bytes of keys and values; the tiles of a head follow one another."""
-    limit = min(chip.vmem, max(resident + 12 * 2**20, 16 * 2**20))
+    limit = min(chip.vmem, max(resident + TILE_BYTES, 16 * 2**20))
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=limit
     )
