@@ -4,9 +4,9 @@ Triton's interpreter does not run Gluon. Here a partition of a program is one th
 are whole; layouts are ignored. What is asynchronous happens as late as it may, and what must not be
 touched meanwhile is seen: a copy fills its tile when its barrier is waited for, and until then the
 tile is NaN; a matmul reads shared memory when it is waited for, and its accumulator has no values
-before that. A partition that copies runs ahead as far as barriers let it. Shared memory starts as
-NaN. Bytes that a barrier expects, and the phase that is waited for, are checked. Barriers of
-threads are not: the compiler puts those that shared memory needs.
+before that. One partition runs at a time, the first one after an arrival or the others, as a test
+says. Shared memory starts as NaN. Bytes that a barrier expects, and the phase that is waited for,
+are checked. Barriers of threads are not: the compiler puts those that shared memory needs.
 """
 
 from __future__ import annotations
@@ -152,14 +152,17 @@ class Pending:
 class Program:
     """State of the program that runs: its number, barriers, and matmuls in order.
 
-    ``worker``: the partition that copies; it runs as far as it can whenever the first one arrives
-    at a barrier or waits for one.
+    ``workers``: the partitions but the first one; they run when the first one waits for a barrier
+    that is not complete, and if ``eager`` also when it arrives at one. ``issued``: matmuls by
+    partition.
     """
 
     number = 0
     barriers: dict[int, dict]
-    issued: list[Pending]
-    worker: Worker | None = None
+    issued: dict[int, list[Pending]]
+    workers: Sequence[Worker] = ()
+    eager = True
+    steps = 0  # counts what may let a partition go on
 
 
 class Worker:
@@ -198,58 +201,91 @@ class Worker:
         self.turn.acquire()
 
 
+def _run_workers() -> None:
+    """Runs every other partition until all wait or have ended."""
+    before = None
+    while before != Program.steps:
+        before = Program.steps
+        for worker in Program.workers:
+            worker.go_on()
+
+
 def _specialize(functions, warps, registers=None):
     (first, arguments), *others = functions
-    (other,) = others
-    Program.worker = Worker(*other)
-    Program.worker.go_on()
+    Program.workers = [Worker(*other) for other in others]
+    _run_workers()
     first(*arguments)
-    Program.worker.go_on()
-    if not Program.worker.ended:
+    _run_workers()
+    if not all(worker.ended for worker in Program.workers):
         raise RuntimeError("a partition waits for ever")
-    Program.worker = None
+    Program.workers = ()
 
 
-def _arrive(barrier):
-    _barrier(barrier)["phases"] += 1
-    if Program.worker is not None:
-        Program.worker.go_on()
+def _arrive(barrier, *, count=1, pred=True):
+    if not pred:
+        return
+    state = _barrier(barrier)
+    state["arrived"] += count
+    if state["arrived"] > state["count"]:
+        raise RuntimeError("more arrivals at a barrier than it counts")
+    if state["arrived"] == state["count"]:
+        state.update(arrived=0, phases=state["phases"] + 1)
+        Program.steps += 1
+    if Program.eager and not any(worker.is_here() for worker in Program.workers):
+        _run_workers()
 
 
 def _wait(barrier, phase):
-    """The partition that copies waits for an arrival, all others for copies."""
-    worker = Program.worker
-    if worker is not None and worker.is_here():
-        while _barrier(barrier)["phases"] & 1 == int(phase):
-            worker.yield_turn()
-    else:
-        _wait_for_copies(barrier, phase)
+    """Returns when the barrier has completed this phase; meanwhile others run."""
+    waiting = next((worker for worker in Program.workers if worker.is_here()), None)
+    while not _has_passed(barrier, phase):
+        if waiting is not None:
+            waiting.yield_turn()
+            continue
+        before = Program.steps
+        _run_workers()
+        if before == Program.steps and not _has_passed(barrier, phase):
+            raise RuntimeError("a barrier is waited for that nothing arrives at")
+
+
+def _has_passed(barrier, phase):
+    state = _barrier(barrier)
+    if state["phases"] & 1 == int(phase):
+        _complete_copies(state)
+    return state["phases"] & 1 != int(phase)
 
 
 def _barrier(x: Shared) -> dict:
     address = x.data.__array_interface__["data"][0]
-    fresh = {"expected": 0, "copies": [], "phases": 0}
+    fresh = {"count": 1, "arrived": 0, "expected": 0, "copies": [], "phases": 0}
     return Program.barriers.setdefault(address, fresh)
+
+
+def _issued() -> list[Pending]:
+    """Returns the matmuls of the partition that runs, those that nobody has waited for."""
+    return Program.issued.setdefault(threading.get_ident(), [])
 
 
 def _multiply(a, b, acc, *, use_acc=True, precision=None, is_async=False):
     assert is_async
+    issued = _issued()
     if isinstance(acc, Pending):
         pending = Pending([*acc.steps, (a, b, use_acc)], acc.start)
-        Program.issued = [x for x in Program.issued if x is not acc]
+        issued[:] = [x for x in issued if x is not acc]
     else:
         pending = Pending([(a, b, use_acc)], acc)
-    Program.issued.append(pending)
+    issued.append(pending)
     return pending
 
 
 def _wait_for_matmuls(count, deps):
     """All but the last ``count`` are done; a matmul that others wait behind is done too."""
-    late = Program.issued[len(Program.issued) - count :] if count else []
+    issued = _issued()
+    late = issued[len(issued) - count :] if count else []
     if any(x is y for x in deps for y in late):
         raise RuntimeError("a matmul is used that may still run")
     values = tuple(x.values() for x in deps)
-    Program.issued = late
+    issued[:] = late
     return values[0] if len(values) == 1 else values
 
 
@@ -267,8 +303,8 @@ def _start_copy(source, coordinates, barrier, buffer, pred=True):
     _barrier(barrier)["copies"].append((source, [int(x) for x in coordinates], buffer))
 
 
-def _wait_for_copies(barrier, phase):
-    state = _barrier(barrier)
+def _complete_copies(state):
+    """Fills the tiles that a barrier expects."""
     if state["expected"]:
         size = sum(source.nbytes_per_cta for source, _, _ in state["copies"])
         if size != state["expected"]:
@@ -276,8 +312,7 @@ def _wait_for_copies(barrier, phase):
         for source, coordinates, buffer in state["copies"]:
             buffer.data[...] = source.read(coordinates)
         state.update(expected=0, copies=[], phases=state["phases"] + 1)
-    if state["phases"] & 1 == int(phase):
-        raise RuntimeError("a barrier is waited for that nothing arrives at")
+        Program.steps += 1
 
 
 def _load(pointer, mask=None, other=None, **_):
@@ -351,7 +386,7 @@ LANGUAGE = types.SimpleNamespace(
 )
 BARRIERS = types.SimpleNamespace(
     MBarrierLayout=lambda: None,
-    init=lambda barrier, count: _barrier(barrier),
+    init=lambda barrier, count: _barrier(barrier).update(count=count),
     expect=_expect,
     wait=_wait,
     arrive=_arrive,
@@ -414,15 +449,18 @@ def run_gluon(
     kernel = lifted(launch.kernel)
     with np.errstate(invalid="ignore", over="ignore"):
         for number in range(launch.grid[0]):
-            Program.number, Program.barriers, Program.issued = number, {}, []
+            Program.number, Program.barriers, Program.issued = number, {}, {}
             kernel(**values)
-            if Program.issued:
+            if any(Program.issued.values()):
                 raise RuntimeError("a program ends before its matmuls")
 
 
 @contextlib.contextmanager
-def interpreted_gluon(*kernels: Any) -> Generator[list[str]]:
-    """The interpreter runs these kernels here, not their stand-ins; gives the names of calls."""
+def interpreted_gluon(*kernels: Any, eager: bool = True) -> Generator[list[str]]:
+    """The interpreter runs these kernels here, not their stand-ins; gives the names of calls.
+
+    ``eager``: whether partitions run as soon as they may, see ``Program``.
+    """
     run, ran = interpret.run_launch, []
 
     def choose(
@@ -434,5 +472,8 @@ def interpreted_gluon(*kernels: Any) -> Generator[list[str]]:
         else:
             run(launch, inputs, outputs)
 
-    with mock.patch.object(interpret, "run_launch", choose):
+    with (
+        mock.patch.object(interpret, "run_launch", choose),
+        mock.patch.object(Program, "eager", eager),
+    ):
         yield ran

@@ -16,8 +16,8 @@ from ejktest.cases.delta import check_delta
 from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
 
-# the reverse scan in Gluon is for more programs than multiprocessors
-SMALL_HOPPER = cuda_target(90, 1)
+# of many multiprocessors, and of fewer than the programs of a call
+HOPPER = {"few": cuda_target(90), "many": cuda_target(90, 1)}
 
 pytestmark = pytest.mark.skipif(not compat.has_gluon(), reason="Gluon is older than the kernels")
 
@@ -28,6 +28,10 @@ CASES = {
     "reversed": ("head", dict(s=150, h=2, hk=2, dk=64, dv=128), None, {"reverse": True}),
     "packed": ("head", dict(s=200, h=2, hk=1, dk=64, dv=64), CU, {"normalize_qk": True}),
     "channels": ("channel", dict(s=150, h=2, hk=2, dk=64, dv=64), None, {}),
+    "wide channels": ("channel", dict(s=300, h=1, hk=1, dk=128, dv=64), None, {}),
+    "two slots": ("head", dict(s=300, h=1, hk=1, dk=64, dv=64), None, {"cfg": {"num_stages": 2}}),
+    "one slot": ("head", dict(s=300, h=1, hk=1, dk=64, dv=64), None, {"cfg": {"num_stages": 1}}),
+    "long": ("head", dict(s=640, h=2, hk=1, dk=64, dv=64), None, {"normalize_qk": True}),
 }
 
 
@@ -35,12 +39,16 @@ def kernels():
     from ejkernel.kernels.triton.gated_delta_rule.reverse_scan_sm90 import scan_gradients_sm90
     from ejkernel.kernels.triton.gated_delta_rule.row_gradients_sm90 import row_gradients_sm90
     from ejkernel.kernels.triton.gated_delta_rule.scan_sm90 import scan_chunks_sm90
+    from ejkernel.kernels.triton.gated_delta_rule.scan_with_writer_sm90 import scan_with_writer_sm90
 
-    return scan_chunks_sm90, scan_gradients_sm90, row_gradients_sm90
+    return scan_chunks_sm90, scan_with_writer_sm90, scan_gradients_sm90, row_gradients_sm90
 
 
+@pytest.mark.parametrize("programs", HOPPER)
+@pytest.mark.parametrize("eager", [True, False], ids=["early", "late"])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(name):
+def test_values_and_gradients(name, eager, programs):
+    """Whichever partition of a program runs ahead, and whichever scans have a writer."""
     from ejktest.gluon_interpreter import interpreted_gluon
 
     gate, dims, cu, options = CASES[name]
@@ -50,14 +58,19 @@ def test_values_and_gradients(name):
     def apply(args):
         return gated_delta_rule(**args, cu_seqlens=cu, return_state=True, **options)
 
-    with interpret_mode(), compile_for(SMALL_HOPPER), interpreted_gluon(*kernels()) as ran:
+    running = interpreted_gluon(*kernels(), eager=eager)
+    with interpret_mode(), compile_for(HOPPER[programs]), running as ran:
         out, back = jax.vjp(apply, args)
         gradients = back(cotangents(*out))[0]
-    expected = {kernel.__name__ for kernel in kernels()}
-    if gate == "channel":
-        expected.remove("row_gradients_sm90")
-    assert set(ran) == expected
+    scans = ["scan_with_writer_sm90", "scan_chunks_sm90"]
+    if programs == "many":
+        scans.reverse()
+    if gate == "channel" or "cfg" in options:
+        scans = ["scan_chunks_sm90"] * 2
+    of_rows = ["row_gradients_sm90"] if gate == "head" else []
+    assert ran == [scans[0], "scan_gradients_sm90", scans[1], *of_rows]
     state_dtype = args["query"].dtype
+    options = {name: x for name, x in options.items() if name != "cfg"}
     check_delta(args, (*out, gradients), cu_seqlens=cu, state_dtype=state_dtype, **options)
 
 
@@ -67,23 +80,9 @@ def test_given_tiles_are_taken():
 
     args = make("head", b=1, s=64, h=1, hk=1, dk=64, dv=64, dtype=jnp.bfloat16)
     for columns, count in ((32, 0), (64, 1)):
-        with interpret_mode(), compile_for(SMALL_HOPPER), interpreted_gluon(*kernels()) as ran:
+        with interpret_mode(), compile_for(HOPPER["few"]), interpreted_gluon(*kernels()) as ran:
             gated_delta_rule(**args, cfg={"dv_tile": columns})
         assert len(ran) == count
-
-
-def test_few_programs_of_a_reverse_scan():
-    """They are those of the kernel in Triton, with fewer columns."""
-    from ejktest.gluon_interpreter import interpreted_gluon
-
-    args = make("head", b=1, s=64, h=1, hk=1, dk=64, dv=64, dtype=jnp.bfloat16)
-
-    def total(args):
-        return gated_delta_rule(**args).astype(jnp.float32).sum()
-
-    with interpret_mode(), compile_for(cuda_target(90)), interpreted_gluon(*kernels()) as ran:
-        jax.grad(total)(args)
-    assert "row_gradients_sm90" in ran and "scan_gradients_sm90" not in ran
 
 
 def test_explain_says_which_kernels_run():

@@ -3,8 +3,13 @@
 A scan holds its state transposed, [columns, dk]: 64 columns are the rows of one asynchronous matmul
 of four warps, whose first operand may lie in registers. So what one matmul of the chain gives is
 the first operand of the next without a way through shared memory, and every second operand is a
-tile that the copy engine brought. A fifth warp starts the copies. ``scan_sm90`` and
-``reverse_scan_sm90`` are the two scans.
+tile that the copy engine brought. The last warp of a program starts the copies, which have two
+barriers a slot: ``full`` and ``empty``. ``scan_sm90``, ``scan_with_writer_sm90`` and
+``reverse_scan_sm90`` are the scans.
+
+In the last two, four more warps do what the chain need not wait for. The chain hands its tiles over
+with two barriers for every other chunk: ``handed`` when it has stored them, ``taken`` when it may
+store them again and the vectors of the chunk lie in shared memory.
 """
 
 from __future__ import annotations
@@ -19,12 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 RUNS = gl.constexpr(_RUNS)
 FULL = gl.constexpr(linear_tiles.FULL)
-# registers that a thread starts with, and what remains to the warp that loads
+# registers that a thread starts with; what remains to the warps that store, and to the one that
+# loads. The others go to the warps of the chain
 REGISTERS = 136
+WRITER_REGISTERS = gl.constexpr(144)
 LOADER_REGISTERS = gl.constexpr(24)
 COLUMNS = gl.constexpr(64)
 CHUNK = gl.constexpr(64)
 FACTORS = gl.constexpr(3)
+# vectors of a chunk: three factors of the tokens, and the decay of the chunk in every element
+SINCE_Q, SINCE_K, UNTIL, DECAY, PARTS = (gl.constexpr(i) for i in range(5))
 # accumulators [columns, tokens], and first operands in registers
 TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, TOKENS.value, 2))
@@ -139,6 +148,71 @@ def start_chunk(
 
 
 @gluon.jit
+def allocate_barriers(COUNT: gl.constexpr):
+    """Returns barriers of one arrival a phase."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(n), count=1)
+    return barriers
+
+
+@gluon.jit
+def allocate_tiles(query, entering, sizes, STAGES: gl.constexpr):
+    """Returns the tiles of ``start_chunk``, ``STAGES`` for each operand that is given."""
+    DIM: gl.constexpr = sizes.DIM
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, DIM], TILE)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, COLUMNS], TILE)
+    solved_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], TILE)
+    entering_tiles = k_tiles
+    if entering is not None:
+        entering_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, DIM], TILE)
+    q_tiles = k_tiles
+    weights_tiles = solved_tiles
+    if query is not None:
+        q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, DIM], TILE)
+        weights_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], TILE)
+    return q_tiles, k_tiles, v_tiles, entering_tiles, solved_tiles, weights_tiles
+
+
+@gluon.jit
+def allocate_vectors(factors, sizes):
+    """Returns the places of the vectors of two chunks, see ``store_vectors``."""
+    if factors is None:
+        return gl.allocate_shared_memory(gl.float32, [2, sizes.DIM], VECTORS)
+    else:
+        return gl.allocate_shared_memory(gl.float32, [2 * PARTS, CHUNK], VECTORS)
+
+
+@gluon.jit
+def find_state(states, sequence, head, column, sizes, STATE: gl.constexpr):
+    """Returns (elements, whether they are inside) of the state of a program, transposed."""
+    c = gl.arange(0, COLUMNS, gl.SliceLayout(1, STATE))[:, None]
+    d = gl.arange(0, sizes.DIM, gl.SliceLayout(0, STATE))[None, :]
+    state_size = sizes.dim * sizes.value_dim
+    state_offset = (sequence[1] * sizes.heads + head) * state_size + column
+    inside = (d < sizes.dim) & (c < sizes.value_dim - column) & sequence[2]
+    return states + state_offset + d * sizes.value_dim + c, inside
+
+
+@gluon.jit
+def load_state(source, sequence, head, column, sizes, STATE: gl.constexpr):
+    """Loads the state of a program before its first chunk; zeros where none is given."""
+    state = gl.zeros([COLUMNS, sizes.DIM], gl.float32, STATE)
+    if source is not None:
+        element, inside = find_state(source, sequence, head, column, sizes, STATE)
+        state = gl.load(element, mask=inside, other=0.0).to(gl.float32)
+    return state
+
+
+@gluon.jit
+def store_state(target, state, sequence, head, column, sizes, STATE: gl.constexpr):
+    """Stores the state of a program after its last chunk, where it is asked for."""
+    if target is not None:
+        element, inside = find_state(target, sequence, head, column, sizes, STATE)
+        gl.store(element, state, mask=inside)
+
+
+@gluon.jit
 def find_program(cu, sizes):
     """Returns (first column, head, sequence) of a program of a scan, see ``find_sequence``."""
     across = (sizes.value_dim + COLUMNS - 1) // COLUMNS
@@ -161,7 +235,7 @@ def load_chunks(
     query, key, value, entering, inverse, scores, cu, tiles, full, empty, sizes,
     BACKWARDS: gl.constexpr,
 ):  # fmt: skip
-    """Copies chunk after chunk: the part of the fifth warp of a program."""
+    """Copies chunk after chunk: the part of the last warp of a program."""
     column, head, sequence = find_program(cu, sizes)
     slot = 0
     phase = 1  # the slots of the first round are empty
@@ -178,13 +252,12 @@ def load_chunks(
 def load_vectors(factors, decays, number, pred, sizes):
     """Loads (three factors of the tokens, decay of the chunk); a decay per channel is a vector.
 
-    Factors that are not given are ones.
+    It has no factors.
     """
     if factors is None:
-        ones = gl.full([CHUNK], 1.0, gl.float32, VECTOR)
         d = gl.arange(0, sizes.DIM, VECTOR)
         decay = gl.load(decays + number * sizes.dim + d, mask=(d < sizes.dim) & pred, other=1.0)
-        return ones, ones, ones, decay
+        return decay, decay, decay, decay
     else:
         factor = factors + number * (FACTORS * CHUNK) + gl.arange(0, CHUNK, VECTOR)
         of_q = gl.load(factor, mask=pred, other=0.0)
@@ -199,18 +272,34 @@ def store_vectors(vectors, parity, of_q, of_k, until, decay, PER_CHANNEL: gl.con
     if PER_CHANNEL:
         vectors.index(parity).store(decay)
     else:
-        vectors.index(parity * FACTORS).store(of_q)
-        vectors.index(parity * FACTORS + 1).store(of_k)
-        vectors.index(parity * FACTORS + 2).store(until)
+        vectors.index(parity * PARTS + SINCE_Q).store(of_q)
+        vectors.index(parity * PARTS + SINCE_K).store(of_k)
+        vectors.index(parity * PARTS + UNTIL).store(until)
 
 
 @gluon.jit
-def store_tile(target, offset, staged, x, count, width, stride):
-    """Stores a transposed accumulator: ``count`` rows of ``width`` columns, through ``staged``."""
-    HEIGHT: gl.constexpr = staged.shape[0]
-    staged.permute((1, 0)).store(x)
-    gl.barrier()
+def store_all_vectors(vectors, parity, of_q, of_k, until, decay, PER_CHANNEL: gl.constexpr):
+    """Stores the vectors of ``load_vectors``, and the decay of all channels, for other warps."""
+    store_vectors(vectors, parity, of_q, of_k, until, decay, PER_CHANNEL)
+    if not PER_CHANNEL:
+        decay = gl.zeros([CHUNK], gl.float32, VECTOR) + decay
+        vectors.index(parity * PARTS + DECAY).store(decay)
+
+
+@gluon.jit
+def load_decay(vectors, parity, STATE: gl.constexpr, PER_CHANNEL: gl.constexpr):
+    """Loads the decay of a chunk as a factor of a transposed state."""
+    if PER_CHANNEL:
+        return vectors.index(parity).load(gl.SliceLayout(0, STATE))[None, :]
+    else:
+        return vectors.index(parity * PARTS + DECAY).load(gl.SliceLayout(1, STATE))[:, None]
+
+
+@gluon.jit
+def store_tile(target, offset, tile, count, width, stride):
+    """Stores ``count`` rows of ``width`` columns of a tile in shared memory."""
+    HEIGHT: gl.constexpr = tile.shape[0]
     r = gl.arange(0, HEIGHT, gl.SliceLayout(1, STORED))[:, None]
     c = gl.arange(0, COLUMNS, gl.SliceLayout(0, STORED))[None, :]
     inside = (r < count) & (c < width)
-    gl.store(target + offset + r * stride + c, staged.load(STORED), mask=inside)
+    gl.store(target + offset + r * stride + c, tile.load(STORED), mask=inside)

@@ -13,8 +13,10 @@ one.
 
 Bound: with 64 columns of a state of 128 channels a chunk is 1024 cycles of the tensor cores, and
 56 KB to read. 8192 tokens are 128 chunks: 0.07 ms on an H200. Measured with 64 programs: 0.203 ms
-for outputs and 0.149 for states (``scan`` 0.213 and 0.188), 3000 and 2200 cycles a chunk, which are
-not explained; with 2048 programs of 2048 tokens 0.87 and 0.75 (1.69 and 1.02 with 32 columns).
+for outputs and 0.148 for states (``scan`` 0.213 and 0.188), 3000 and 2200 cycles a chunk; with 2048
+programs of 2048 tokens 0.87 and 0.75 (1.69 and 1.02 with 32 columns). A warp issues in order, and
+with outputs about 300 of 680 instructions a chunk are not the chain's: ``scan_with_writer_sm90``
+has other warps for them, and ``scan.has_writer`` the figures of both.
 
 In Gluon, whose names changed until Triton 3.9 (``compat.has_gluon``). Tests run it by NumPy.
 """
@@ -28,18 +30,25 @@ from ejkernel.kernels.triton.gated_delta_rule.chunks import SCAN_OPERANDS
 from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
     CHUNK,
     COLUMNS,
-    FACTORS,
     LEFT,
     LOADER_REGISTERS,
+    PARTS,
     REGISTERS,
+    SINCE_K,
+    SINCE_Q,
     TILE,
     TOKENS,
-    VECTORS,
+    UNTIL,
     advance_slot,
+    allocate_barriers,
+    allocate_tiles,
+    allocate_vectors,
     find_position,
     find_program,
     load_chunks,
+    load_state,
     load_vectors,
+    store_state,
     store_tile,
     store_vectors,
 )
@@ -55,6 +64,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
+def stage_tile(target, offset, staged, x, count, width, stride):
+    """Stores a transposed accumulator: ``count`` rows of ``width`` columns, through ``staged``."""
+    staged.permute((1, 0)).store(x)
+    gl.barrier()
+    store_tile(target, offset, staged, count, width, stride)
+
+
+@gluon.jit
 def compute_chunks(
     factors, decays, initial, cu, out, final, states, updates, tiles, staged_rows, staged_state,
     vectors, full, empty, sizes,
@@ -66,18 +83,9 @@ def compute_chunks(
     COLUMN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     q_tiles, k_tiles, v_tiles, entering_tiles, solved_tiles, weights_tiles = tiles
     column, head, sequence = find_program(cu, sizes)
-    has_state = sequence[2]
     steps = sequence[6] - sequence[5]
     width = sizes.value_dim - column
-    c = gl.arange(0, COLUMNS, gl.SliceLayout(1, STATE))[:, None]
-    d = gl.arange(0, DIM, gl.SliceLayout(0, STATE))[None, :]
-    state_size = sizes.dim * sizes.value_dim
-    state_offset = (sequence[1] * sizes.heads + head) * state_size + column
-    in_state = (d < sizes.dim) & (c < width) & has_state
-    state = gl.zeros([COLUMNS, DIM], gl.float32, STATE)
-    if initial is not None:
-        element = initial + state_offset + d * sizes.value_dim + c
-        state = gl.load(element, mask=in_state, other=0.0).to(gl.float32)
+    state = load_state(initial, sequence, head, column, sizes, STATE)
     position = find_position(0, sequence, head, sizes, sizes.REVERSED)
     of_q, of_k, until, decay = load_vectors(factors, decays, position[3], steps > 0, sizes)
     store_vectors(vectors, 0, of_q, of_k, until, decay, PER_CHANNEL)
@@ -104,14 +112,14 @@ def compute_chunks(
         if out is not None:
             q = q_tiles.index(slot)
             o = warpgroup_mma(left, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            store_tile(out, stored_offset, staged_rows, stored, stored_rows, width, row_stride)
+            stage_tile(out, stored_offset, staged_rows, stored, stored_rows, width, row_stride)
         if states is not None:
-            offset = number * state_size + column
-            store_tile(states, offset, staged_state, before, sizes.dim, width, sizes.value_dim)
+            offset = number * (sizes.dim * sizes.value_dim) + column
+            stage_tile(states, offset, staged_state, before, sizes.dim, width, sizes.value_dim)
         # before the wait, which no load passes
         error = v_tiles.index(slot).permute((1, 0)).load(TOKENS).to(gl.float32)
         if not PER_CHANNEL:
-            since = vectors.index(parity * FACTORS + 1).load(COLUMN)[None, :]
+            since = vectors.index(parity * PARTS + SINCE_K).load(COLUMN)[None, :]
         if out is not None:
             read = warpgroup_mma_wait(1, deps=[read])
         else:
@@ -125,7 +133,7 @@ def compute_chunks(
             state = state * vectors.index(parity).load(gl.SliceLayout(0, STATE))[None, :]
         else:
             state = state * chunk_decay
-            of_end = vectors.index(parity * FACTORS + 2).load(COLUMN)[None, :]
+            of_end = vectors.index(parity * PARTS + UNTIL).load(COLUMN)[None, :]
         if out is not None:
             update, o = warpgroup_mma_wait(0, deps=[update, o])
         else:
@@ -138,12 +146,12 @@ def compute_chunks(
         state = warpgroup_mma(left, entering_tiles.index(slot), state, is_async=True)
         if out is not None:
             if not PER_CHANNEL:
-                o = o * vectors.index(parity * FACTORS).load(COLUMN)[None, :]
+                o = o * vectors.index(parity * PARTS + SINCE_Q).load(COLUMN)[None, :]
             left = gl.convert_layout(narrow, LEFT)
             weights = weights_tiles.index(slot)
             o = warpgroup_mma(left, weights.permute((1, 0)), o, is_async=True)
         if updates is not None:
-            store_tile(updates, row_offset, staged_rows, narrow, rows, width, row_stride)
+            stage_tile(updates, row_offset, staged_rows, narrow, rows, width, row_stride)
         store_vectors(vectors, 1 - parity, of_q, of_k, until, decay, PER_CHANNEL)
         if out is not None:
             state, o = warpgroup_mma_wait(0, deps=[state, o])
@@ -156,10 +164,8 @@ def compute_chunks(
         mbarrier.arrive(empty.index(slot))
         slot, phase = advance_slot(slot, phase, full.shape[0])
     if out is not None:
-        store_tile(out, stored_offset, staged_rows, stored, stored_rows, width, row_stride)
-    if final is not None:
-        element = final + state_offset + d * sizes.value_dim + c
-        gl.store(element, state, mask=in_state)
+        stage_tile(out, stored_offset, staged_rows, stored, stored_rows, width, row_stride)
+    store_state(final, state, sequence, head, column, sizes, STATE)
 
 
 @gluon.jit
@@ -168,31 +174,14 @@ def scan_chunks_sm90(
     updates, sizes, STAGES: gl.constexpr,
 ):  # fmt: skip
     DIM: gl.constexpr = sizes.DIM
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, DIM], TILE)
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, COLUMNS], TILE)
-    solved_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], TILE)
-    entering_tiles = k_tiles
-    if entering is not None:
-        entering_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, DIM], TILE)
-    q_tiles = k_tiles
-    weights_tiles = solved_tiles
-    if out is not None:
-        q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, DIM], TILE)
-        weights_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], TILE)
-    tiles = (q_tiles, k_tiles, v_tiles, entering_tiles, solved_tiles, weights_tiles)
     staged_rows = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, COLUMNS], TILE)
     staged_state = staged_rows
     if states is not None:
         staged_state = gl.allocate_shared_memory(gl.bfloat16, [DIM, COLUMNS], TILE)
-    if factors is None:
-        vectors = gl.allocate_shared_memory(gl.float32, [2, DIM], VECTORS)
-    else:
-        vectors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], VECTORS)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(STAGES):
-        mbarrier.init(full.index(n), count=1)
-        mbarrier.init(empty.index(n), count=1)
+    tiles = allocate_tiles(query, entering, sizes, STAGES)
+    vectors = allocate_vectors(factors, sizes)
+    full = allocate_barriers(STAGES)
+    empty = allocate_barriers(STAGES)
     fence_async_shared()
     gl.warp_specialize(
         [
