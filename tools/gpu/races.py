@@ -53,7 +53,6 @@ from ejkernel.kernels.pallas.gpu.serving.implementation import (  # noqa: E402
 from ejkernel.kernels.pallas.gpu.serving.prefill import prefill, prefill_kernel  # noqa: E402
 from ejkernel.kernels.pallas.gpu.serving.tiles import (  # noqa: E402
     MIN_ROWS,
-    MLADecodeTiles,
     long_prefill_of,
 )
 from ejkernel.types.serving.layout import KVLayout  # noqa: E402
@@ -86,9 +85,7 @@ LATENT = {
     "single, one step": ((1,), 64, 1, 64),
     # the first again, both in two splits
     "batch-invariant": ((2310, 0, 130, 2310), 64, 1, 64),
-    "early queries": ((700,), 128, 1, 64),
-    "early queries e4m3": ((130,), 128, 2, 64),
-    "early queries, no step": ((1,), 64, 1, 64),  # of all programs but one
+    "single e4m3": ((130,), 128, 2, 64),
 }
 EIGHT_BIT = {
     "full": (150, 300, 2, 1, 128, False),
@@ -264,7 +261,6 @@ def hopper_latent(name: str) -> Call:
         problem=p,
         target=Chip(min(2, rows // 64) * SMALL_CORES),
         batch_invariant=invariant,
-        tiles=MLADecodeTiles(early_queries=name.startswith("early queries")),
     )
 
     @jax.jit

@@ -20,7 +20,6 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
 from ejkernel.kernels.pallas.gpu.serving.implementation import mla_decode
 from ejkernel.kernels.pallas.gpu.serving.mla_decode import MAX_SORTED
 from ejkernel.kernels.pallas.gpu.serving.mla_split import find_split, find_unit
-from ejkernel.kernels.pallas.gpu.serving.tiles import MLADecodeTiles
 from ejkernel.ops import batch_invariant
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.serving.split import MAX_FIXED_SPLITS, split_order, split_schedule
@@ -230,25 +229,6 @@ def test_one_sequence_is_merged_as_in_a_batch(heads: int) -> None:
         assert at_size.relative(fixed[i], want[i]) < 1.2e-2
         for other in others:
             np.testing.assert_array_equal(other[i], fixed[i])
-
-
-@pytest.mark.parametrize("length", [0, 1, 1000, 100_001])
-def test_early_queries_give_the_same_bits(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = length // 64 + 1
-    q, cache = (
-        jax.random.normal(jax.random.key(n), shape, jnp.bfloat16)
-        for n, shape in enumerate([(1, 128, 576), (pages, 64, 576)])
-    )
-    arrays = q, cache, jnp.full(1, length, jnp.int32), jnp.arange(pages, dtype=jnp.int32)[None]
-
-    def run() -> np.ndarray:
-        call = lambda *x: mla_decode(*x, latent_dim=512)  # noqa: E731
-        return np.asarray(jax.jit(call)(*arrays), np.float32)
-
-    want = run()
-    tiles = MLADecodeTiles(early_queries=True)
-    monkeypatch.setattr(type(mla_decode), "choose", lambda *_: tiles)
-    np.testing.assert_array_equal(run(), want)
 
 
 SPLIT_LENGTHS = {

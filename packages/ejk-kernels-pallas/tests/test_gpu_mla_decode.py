@@ -24,7 +24,6 @@ from ejkernel.kernels.pallas.gpu.serving import implementation
 from ejkernel.kernels.pallas.gpu.serving import mla_decode as kernel
 from ejkernel.kernels.pallas.gpu.serving.implementation import mla_decode
 from ejkernel.kernels.pallas.gpu.serving.mla_merge import merge_fixed_lse, merge_lse
-from ejkernel.kernels.pallas.gpu.serving.tiles import MLADecodeTiles
 from ejkernel.ops import batch_invariant
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.serving.split import fixed_split, split_schedule
@@ -173,12 +172,6 @@ class TestCalls:
         with batch_invariant():
             text = self.decode(*self.shapes(batch=batch))
         assert text.count("custom_call @mosaic_gpu") == 2 and bool(found) == is_sorted
-
-    def test_lowers_queries_before_the_length(self, monkeypatch) -> None:
-        other = self.decode(*self.shapes(batch=1))
-        tiles = MLADecodeTiles(early_queries=True)
-        monkeypatch.setattr(type(mla_decode), "choose", lambda *_: tiles)
-        assert self.decode(*self.shapes(batch=1)) != other
 
     def test_lowers_a_scale_for_each_mapped_row(self) -> None:
         decode = partial(self.decode, mapped=struct(3, dtype=jnp.float32))

@@ -29,7 +29,6 @@ from ejkernel.kernels.pallas.gpu.serving.tiles import (
     DTYPES,
     MAX_COMPARED_PAGE,
     MIN_ROWS,
-    MLADecodeTiles,
     long_prefill_of,
 )
 from ejkernel.kernels.pallas.kernel import PallasKernel
@@ -163,12 +162,7 @@ def decode_stage(work: Work, arrays: Arrays) -> Arrays:
 
 
 def _latent_kernel(work: Work) -> MLADecodeKernel:
-    return MLADecodeKernel(
-        work.problem,
-        work.target.cores,
-        work.batch_invariant,
-        early_queries=work.tiles.early_queries,
-    )
+    return MLADecodeKernel(work.problem, work.target.cores, work.batch_invariant)
 
 
 def merge_stage(work: Work, arrays: Arrays) -> Arrays:
@@ -248,9 +242,6 @@ class MLADecode(XlaGradients, StagedKernel, PallasKernel):
         if p.page_size < 8 or p.page_size & (p.page_size - 1):
             return f"latent_cache: pages of {p.page_size} are no power of two from 8 on"
         return None
-
-    def choose(self, problem: LatentProblem, target: Chip) -> MLADecodeTiles:
-        return MLADecodeTiles()
 
     def variant_reason(self, problem: LatentProblem) -> str | None:
         return None  # splits that each sequence decides for itself, merged in their order

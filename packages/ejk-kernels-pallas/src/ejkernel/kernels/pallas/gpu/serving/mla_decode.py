@@ -166,13 +166,11 @@ class MLADecodeKernel:
         problem: sizes and dtypes. Each new token has ``heads`` query rows, a multiple of 64.
         cores: multiprocessors.
         batch_invariant: whether units are splits that each sequence decides for itself.
-        early_queries: whether the program of a single sequence loads queries before lengths.
     """
 
     problem: LatentProblem
     cores: int
     batch_invariant: bool = False
-    early_queries: bool = False
 
     @property
     def rows(self) -> int:
@@ -221,7 +219,7 @@ class MLADecodeKernel:
     @property
     def reads_early(self) -> bool:
         """Returns whether queries are read before the length of their only sequence."""
-        return self.early_queries and self.problem.batch == 1
+        return self.problem.batch == 1
 
     @property
     def is_single(self) -> bool:

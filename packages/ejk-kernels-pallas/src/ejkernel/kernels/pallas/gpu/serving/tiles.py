@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ROWS, ForwardTiles
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 from ejkernel.types.serving.schedule import LongPrefill
@@ -13,18 +11,6 @@ DIMS = (64, 128)  # head dims of long prefill
 MIN_ROWS = 128  # rows of a sequence that fill a tile of every head
 MIN_ROUNDS = 2  # tiles a program at which tiles of several lengths even out
 MAX_COMPARED_PAGE = 256  # tokens of the largest pages compared with the reference on a GPU
-
-
-@dataclass(frozen=True)
-class MLADecodeTiles:
-    """Forms of latent decoding.
-
-    Attributes:
-        early_queries: whether the programs of a single sequence start to load its queries before
-            they know its length.
-    """
-
-    early_queries: bool = False
 
 
 def forward_tiles(paged: PagedProblem) -> ForwardTiles:
