@@ -330,6 +330,25 @@ def test_large_logits_and_a_scale_of_zero():
         np.testing.assert_allclose(back(jnp.ones_like(o))[0], np.full(v.shape, 0.1), atol=1e-6)
 
 
+@pytest.mark.parametrize("blocks", ["given", "selected"])
+def test_nan_that_a_token_sees_is_in_its_output_and_gradients(blocks):
+    q, k, v = inputs(2, gates=0, hk=1)
+    k = k.at[0, 5].set(jnp.nan)
+    options = {"block_counts": 2}
+    if blocks == "given":
+        block = jnp.arange(S, dtype=jnp.int32) // SIZE
+        options = {"block_indices": jnp.stack([0 * block, block], -1)[None, :, None]}
+    attend = partial(native_sparse_attention, **options, block_size=SIZE)
+    with np.errstate(invalid="ignore"):  # the interpreter computes in numpy
+        o, pull = jax.vjp(attend, q, k, v)
+        *_, dv = pull(jnp.ones_like(o))
+    # a block with NaN among its keys is selected by every later token
+    saw = slice(5, 8 if blocks == "given" else S)
+    has_nan, dv_has_nan = (np.isnan(x[0]).any((1, 2)) for x in (o, dv))
+    assert has_nan[saw].all() and has_nan.sum() == len(has_nan[saw])
+    assert dv_has_nan[:8].all() and (blocks == "selected" or not dv_has_nan[8:].any())
+
+
 def test_gradients_pass_over_the_branches_once():
     """For do . o, which gates and all branches share; no row is cleared."""
     length, heads = 70, 6

@@ -169,7 +169,7 @@ def row_terms(m, l):  # noqa: E741
     These are two values, as one would round away the sum next to a large score. Rows without keys
     have an infinite second one, which makes every probability 0.
     """
-    alive = l > 0.0
+    alive = l != 0.0  # NaN is: its probabilities must not become 0
     low = tl.where(alive, tl.log2(tl.where(alive, l, 1.0)), float("inf"))
     return tl.where(alive, m, 0.0), low
 
@@ -226,7 +226,7 @@ def selected_fwd(
         top, low = row_terms(m, l)
         tl.store(base + at, top, mask=inside)
         tl.store(log_sum + at, low, mask=inside)
-    acc = acc / tl.where(l > 0.0, l, 1.0)[:, None]
+    acc = acc / tl.where(l != 0.0, l, 1.0)[:, None]
     column = tl.arange(0, sizes.VALUE_COLUMNS)
     stored = inside[:, None] & (column < sizes.DV)[None, :]
     element = at[:, None] * sizes.DV + column[None, :]

@@ -314,6 +314,7 @@ def score_blocks(q, terms, factors, firsts, completes, owns, chosen, scores, que
                     s, m, l, e, row_slope, power, large, True
                 )
             # p is exp2 of the same multiply-add, over l: rounding of a large m cancels
+            # next to a block whose score is NaN, which is chosen, the other blocks score 0
             m = tl.where(l > 0.0, m, 0.0)
             row_slope = tl.where(tl.abs(m) >= large, power, row_slope)
             shift = m * row_slope
