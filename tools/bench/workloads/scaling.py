@@ -43,6 +43,8 @@ BACKWARD = 3.5
 """Operations of both passes over those of the forward pass."""
 GRACE_S = 20.0
 """Seconds after the budget in which the row that runs may end."""
+CASES_AHEAD = 3
+"""Cases whose programs are compiled beside the one that is timed."""
 LEAST_S = 5.0
 """Seconds that a row needs at least: with fewer left it is not begun."""
 
@@ -270,7 +272,7 @@ class Clock:
 def rows_of(args: argparse.Namespace, sizes: Sizes, clock: Clock) -> Iterator[Row]:
     """Yields the rows of one case, pass and kind after the other.
 
-    Compilers work on the next case while one is timed; tracing, which would take the interpreter
+    Compilers work on the next cases while one is timed; tracing, which would take the interpreter
     from the calls, does not. A row that fails says why: sizes that devices do not divide, too
     little memory, no time.
     """
@@ -295,7 +297,8 @@ def rows_of(args: argparse.Namespace, sizes: Sizes, clock: Clock) -> Iterator[Ro
             begun.append([(m, attempt(m, compiler.programs, m)) for m in groups[len(begun)]])
 
     started = time.monotonic()
-    begin()
+    for _ in range(CASES_AHEAD):
+        begin()
     for at in range(len(groups)):
         begin()
         for m, programs in begun[at]:
