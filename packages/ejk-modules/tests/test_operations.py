@@ -40,6 +40,15 @@ def test_forward_is_the_xla_function(operation):
 
 
 @pytest.mark.parametrize("operation", ALL)
+def test_a_class_in_place_of_the_function_names_the_function(operation):
+    arguments = call(operation).arguments
+    kernel, function = operation_class(operation), rf"ejkernel\.modules\.{operation}\("
+    for args, named in ((tuple(arguments.values()), {}), ((), arguments)):
+        with pytest.raises(TypeError, match=function):
+            kernel(*args, **named)
+
+
+@pytest.mark.parametrize("operation", ALL)
 def test_transformations(operation):
     c = call(operation)
     function = getattr(modules, operation)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Never, Self, cast
 
 import jax
 import numpy as np
@@ -89,7 +89,14 @@ class Operation(RegisteredKernel[Cfg, Any]):
         cls.run = run  # type: ignore[method-assign]
         show_signature(cls.function)
 
-    def __init__(self, *, version: int = 1, registry: Any = None) -> None:
+    def __init__(
+        self, *call: Never, version: int = 1, registry: Any = None, **unknown: Never
+    ) -> None:
+        if call or unknown:  # ty: ignore[redundant-condition]
+            raise TypeError(
+                f"{type(self).__name__} is the class of an operation and takes only version and "
+                f"registry: a call is ejkernel.modules.{self.spec.name}(...)"
+            )
         super().__init__(version=version, registry=registry)
 
     @classmethod
