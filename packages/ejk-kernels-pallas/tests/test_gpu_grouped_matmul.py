@@ -67,7 +67,7 @@ def parts_in_the_language(monkeypatch) -> None:
         row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
         ref[...] = jnp.where((row >= first) & (row < last), x, jnp.zeros_like(x))
 
-    monkeypatch.setattr(weights, "taken_by_warpgroup", taken)
+    monkeypatch.setattr(weights, "fetch_index_in_warpgroup", taken)
     monkeypatch.setattr(weights, "clear_rows", clear)
 
 

@@ -182,13 +182,13 @@ def convert_rows(k: Any, names: Any, source: Any, target: Any) -> None:
 # ---- tile counters ------------------------------------------------------------------------------
 
 
-@standin("tickets.taken_by_warp")
-def taken_by_warp(k: Any, names: Any, counter: Any) -> Any:
+@standin("work_counter.fetch_index_in_warp")
+def fetch_index_in_warp(k: Any, names: Any, counter: Any) -> Any:
     return k.on_host(lambda host, counter: (host.take(counter),), (INT,), counter)
 
 
-@standin("tickets.ask_ahead")
-def ask_ahead(k: Any, names: Any, counter: Any, words: Any, position: Any) -> None:
+@standin("work_counter.prefetch_index")
+def prefetch_index(k: Any, names: Any, counter: Any, words: Any, position: Any) -> None:
     def ask(host: Any, counter: Any, words: Any, position: Any) -> None:
         last = host.shape(words)[1] - 1
         host.put(words, np.int32(host.take(counter)), (int(position), last))
@@ -196,8 +196,8 @@ def ask_ahead(k: Any, names: Any, counter: Any, words: Any, position: Any) -> No
     k.on_host(ask, (), counter, words, position)
 
 
-@standin("tickets.taken_by_warpgroup")
-def taken_by_warpgroup(
+@standin("work_counter.fetch_index_in_warpgroup")
+def fetch_index_in_warpgroup(
     k: Any, names: Any, counter: Any, words: Any, position: Any, asks: Any
 ) -> Any:
     def take(host: Any, counter: Any, words: Any, position: Any, asks: Any) -> Any:
@@ -209,8 +209,8 @@ def taken_by_warpgroup(
     return k.on_host(take, (INT,), counter, words, position, asks)
 
 
-@standin("tickets.word")
-def word(k: Any, names: Any, words: Any, *position: Any) -> Any:
+@standin("work_counter.load_word")
+def load_word(k: Any, names: Any, words: Any, *position: Any) -> Any:
     def read(host: Any, words: Any, *position: Any) -> Any:
         return (host.get(words, tuple(map(int, position))),)
 

@@ -22,7 +22,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     row_of,
 )
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
-from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warp
+from ejkernel.kernels.pallas.gpu.common.work_counter import fetch_index_in_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import LIMIT
 from ejkernel.types.attention.problem import LOG2E, Problem
@@ -53,7 +53,7 @@ def for_each_visit(table: Any, at: tuple, step: Callable[..., None]) -> Any:
 
 def next_unit(counter: Any, count: int, unit_of: Callable[[Any], Any]) -> Any:
     """Returns ``unit_of(n)`` for the next of ``count`` work indices, then -1; for a single warp."""
-    index = taken_by_warp(counter)
+    index = fetch_index_in_warp(counter)
     return lax.select(index < count, unit_of(lax.min(index, count - 1)), -1)
 
 

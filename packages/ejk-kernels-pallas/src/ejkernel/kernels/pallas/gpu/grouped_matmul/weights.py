@@ -56,9 +56,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT
 from ejkernel.kernels.pallas.gpu.common.rows import clear_rows
-from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warpgroup
 from ejkernel.kernels.pallas.gpu.common.tma import GROUP, tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
+from ejkernel.kernels.pallas.gpu.common.work_counter import fetch_index_in_warpgroup
 
 F32 = jnp.float32
 ROWS = 64  # of a step, and of the accumulator of one warpgroup
@@ -194,7 +194,9 @@ class Weights:
             i, n, tile, cursor, carry = state
             carry = body(tile, n, carry)
             # while the copies that the body started are in flight
-            taken = taken_by_warpgroup(r.counter, r.next_tiles, lax.rem(i + 1, TILES_AHEAD), True)
+            taken = fetch_index_in_warpgroup(
+                r.counter, r.next_tiles, lax.rem(i + 1, TILES_AHEAD), True
+            )
             following, cursor = self.tile(r, self.programs + taken, cursor)
             publish(i + 1, following)
             return i + 1, n + tile.steps, following, cursor, carry

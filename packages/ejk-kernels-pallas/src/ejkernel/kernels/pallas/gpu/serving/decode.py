@@ -26,8 +26,8 @@ from ejkernel.kernels.pallas.gpu.common.rows import (
     scale_rows,
     store_row_range,
 )
-from ejkernel.kernels.pallas.gpu.common.tickets import word
 from ejkernel.kernels.pallas.gpu.common.warps import in_warps
+from ejkernel.kernels.pallas.gpu.common.work_counter import load_word
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
     F32,
     ROWS,
@@ -59,7 +59,7 @@ class DecodeTile:
 
 def decode_programs(r: Any) -> jax.Array:
     """Returns how many programs decode."""
-    return word(r.decode_rows, 0, COLUMNS.programs)
+    return load_word(r.decode_rows, 0, COLUMNS.programs)
 
 
 def _item_count(kernel: Any, r: Any) -> jax.Array:
@@ -82,7 +82,7 @@ def _for_each_item(kernel: Any, r: Any, count: Any, body: Callable[..., Any], ca
         number = r.program + i * programs
         sequence, pair = lax.div(number, pairs), lax.rem(number, pairs)
         columns = (COLUMNS.row, COLUMNS.kv_len)
-        row, kv_len = (word(r.decode_rows, sequence, column) for column in columns)
+        row, kv_len = (load_word(r.decode_rows, sequence, column) for column in columns)
         head = pair * HEADS * group
         tile = DecodeTile(head, sequence, row, kv_len)
         return lax.cond(kv_len > 0, lambda: body(carry, row, head, tile), lambda: carry)

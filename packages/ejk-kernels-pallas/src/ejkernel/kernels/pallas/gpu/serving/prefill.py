@@ -30,8 +30,12 @@ from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.kernels.pallas.gpu.common.masks import hide_outside
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rows import store_row_range
-from ejkernel.kernels.pallas.gpu.common.tickets import ask_ahead, taken_by_warpgroup, word
 from ejkernel.kernels.pallas.gpu.common.warps import in_warps
+from ejkernel.kernels.pallas.gpu.common.work_counter import (
+    fetch_index_in_warpgroup,
+    load_word,
+    prefetch_index,
+)
 from ejkernel.kernels.pallas.gpu.flash_attention.epilogue import Epilogue
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import ForwardKernel
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
@@ -76,7 +80,7 @@ class TakenTiles:
         self.words = words
 
     def __getitem__(self, at: tuple[Any, int]) -> jax.Array:
-        return word(self.words, *at)
+        return load_word(self.words, *at)
 
 
 @partial(
@@ -176,13 +180,13 @@ class QueueScheduler:
         decoding = decode_programs(r) if self.decodes else 0
         prefill_index = r.program - decoding
         is_first = i == 0
-        number = taken_by_warpgroup(r.counter, r.queue, line, is_first & (prefill_index < 0))
+        number = fetch_index_in_warpgroup(r.counter, r.queue, line, is_first & (prefill_index < 0))
         is_own = is_first & (prefill_index >= 0)
         number = jnp.where(is_own, prefill_index, self.grid - decoding + number)
         values = tile_of(number, lambda m, c: r.work_tiles[m, c], last, heads)
         for column, value in enumerate(values):
             r.queue[line, column] = value
-        ask_ahead(r.counter, r.queue, lax.rem(i + 1, TAKEN))
+        prefetch_index(r.counter, r.queue, lax.rem(i + 1, TAKEN))
         plgpu.barrier_arrive(r.taken.at[line])
 
     def tile(self, r: Any, number: Any) -> PageTile:
@@ -268,7 +272,7 @@ class PagedLoader:
         pages, columns = r.cache.shape[0], r.tables.shape[1]
 
         def page_of(column):
-            n = word(r.tables, tile.sequence, lax.min(column, columns - 1))
+            n = load_word(r.tables, tile.sequence, lax.min(column, columns - 1))
             return lax.min(lax.max(n, 0), pages - 1)
 
         block = keys or self.form.tiles.block_kv

@@ -1,7 +1,7 @@
-"""Dynamic tile scheduling: programs take work indices from one counter in device memory.
+"""Dynamic tile scheduling: programs fetch work indices from one counter in device memory.
 
 The counter is ``pl.get_global(plgpu.SemaphoreType.REGULAR)``: 0 when the launch begins.
-One thread takes an index and passes it to the others. A warpgroup prefetches its next index: the
+One thread fetches an index and passes it to the others. A warpgroup prefetches its next index: the
 round trip takes about a microsecond.
 """
 
@@ -31,10 +31,10 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
 
 FETCHING_THREAD = 96  # fetches for a warpgroup: its warp is not the one that starts copies
 
-_TAKE = "atom.global.add.u32 {}, [$1], 1;"
-_TAKE_FOR_WARP = (
+_ATOMIC_ADD = "atom.global.add.u32 {}, [$1], 1;"
+_ATOMIC_ADD_OF_WARP = (
     "{ .reg .pred p; .reg .b32 n, v; mov.u32 n, %laneid; setp.eq.u32 p, n, 0; mov.b32 v, 0; @p "
-    + _TAKE.format("v")
+    + _ATOMIC_ADD.format("v")
     + " shfl.sync.idx.b32 $0, v, 0, 31, 0xffffffff; }"
 )
 
@@ -44,51 +44,51 @@ def _fetch_add(counter: Any, instructions: str, clobbers: str = "") -> Any:
     return asm(instructions, "=r,l" + clobbers, i32(), address)
 
 
-def taken_by_warp(counter: Any) -> jax.Array:
-    """Takes the next index from ``counter``, int32; for a single warp."""
+def fetch_index_in_warp(counter: Any) -> jax.Array:
+    """Fetches the next index from ``counter``, int32; for a single warp."""
     kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)
-    def take(_: Any, counter: Any) -> Any:
-        return splat(_fetch_add(counter, _TAKE_FOR_WARP, ",~{memory}"))
+    def fetch(_: Any, counter: Any) -> Any:
+        return splat(_fetch_add(counter, _ATOMIC_ADD_OF_WARP, ",~{memory}"))
 
-    return take(counter)
+    return fetch(counter)
 
 
-def ask_ahead(counter: Any, words: Any, slot: Any) -> None:
-    """Prefetches the index that ``taken_by_warpgroup`` of this slot returns.
+def prefetch_index(counter: Any, words: Any, slot: Any) -> None:
+    """Prefetches the index that ``fetch_index_in_warpgroup`` of this slot returns.
 
     For a warpgroup: all its threads see earlier writes of the warpgroup to shared memory. No thread
     waits for the index, which goes to ``words[slot, -1]``, int32 in shared memory.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
-    def ask(_: Any, counter: Any, words: Any, slot: Any) -> None:
+    def prefetch(_: Any, counter: Any, words: Any, slot: Any) -> None:
         mgpu.utils.warpgroup_barrier()
-        _ask(counter, words, slot)
+        _fetch_to_words(counter, words, slot)
 
-    ask(counter, words, jnp.int32(slot))
+    prefetch(counter, words, jnp.int32(slot))
 
 
-def taken_by_warpgroup(counter: Any, words: Any, slot: Any, fetches: Any) -> jax.Array:
-    """Takes the next index for a warpgroup; unless ``fetches``, the one ``ask_ahead`` prefetched.
+def fetch_index_in_warpgroup(counter: Any, words: Any, slot: Any, fetches: Any) -> jax.Array:
+    """Fetches the next index for a warpgroup, or returns the one that was prefetched.
 
-    Its threads share the index through ``words[slot, -1]``, int32 in shared memory.
+    ``fetches``: whether ``prefetch_index`` was not called for this slot. The warpgroup's threads share the index through ``words[slot, -1]``, int32 in shared memory.
     """
     kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
     kinds = (plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR)
 
     @plgpu.inline_mgpu(arg_types=kinds, return_type=kind)
-    def take(_: Any, counter: Any, words: Any, slot: Any, fetches: Any) -> Any:
+    def fetch(_: Any, counter: Any, words: Any, slot: Any, fetches: Any) -> Any:
         with when(compare("ne", fetches.registers.item(), constant(0))):
-            _ask(counter, words, slot)
+            _fetch_to_words(counter, words, slot)
         mgpu.utils.warpgroup_barrier()
         return splat(memref.load(words, _at(words, slot)))
 
-    return take(counter, words, jnp.int32(slot), jnp.int32(fetches))
+    return fetch(counter, words, jnp.int32(slot), jnp.int32(fetches))
 
 
-def word(words: Any, *index: Any) -> jax.Array:
+def load_word(words: Any, *index: Any) -> jax.Array:
     """Reads ``words[index]``, int32, also in a single warp, where no plain read is allowed."""
     kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
@@ -105,7 +105,7 @@ def _at(words: Any, slot: Any) -> list[Any]:
     return [arith.index_cast(index, slot.registers.item()), arith.constant(index, last)]
 
 
-def _ask(counter: Any, words: Any, slot: Any) -> None:
+def _fetch_to_words(counter: Any, words: Any, slot: Any) -> None:
     number = arith.andi(thread(), constant(127))
     with when(compare("eq", number, constant(FETCHING_THREAD))):
-        memref.store(_fetch_add(counter, _TAKE.format("$0")), words, _at(words, slot))
+        memref.store(_fetch_add(counter, _ATOMIC_ADD.format("$0")), words, _at(words, slot))
