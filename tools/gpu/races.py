@@ -108,7 +108,7 @@ UNSHIFTED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {
     "segments q>k": (SMALL["segments q>k"], {}),
     "segments d64": (replace(SMALL["segments q>k"], d=64), {"stages": 3}),
     "unseen": PIPELINED["unseen"],
-    "falling": (SMALL["odd causal"], {"falling": True}),
+    "guided": (SMALL["odd causal"], {"guided": True}),
 }
 GROUPED = ("around a tile", "some of eight")
 

@@ -519,10 +519,10 @@ def test_calls_during_a_transfer_leave_multiprocessors_to_it(layout, monkeypatch
     problem, tiles = found[0]
     first = {piece for pieces in problem.plan.pieces[0] for piece in pieces}
     calls = list(zip(problem.calls, tiles.calls, strict=True))
-    falling = {piece: of_piece.fwd.falling for (piece, _), of_piece in calls}
-    assert falling == {piece: piece in first for piece in falling}
-    assert set(falling.values()) == {True, False}
-    assert problem.head_groups > 1 and tiles.exchanged.fwd.falling
+    guided = {piece: of_piece.fwd.guided for (piece, _), of_piece in calls}
+    assert guided == {piece: piece in first for piece in guided}
+    assert set(guided.values()) == {True, False}
+    assert problem.head_groups > 1 and tiles.exchanged.fwd.guided
     for (piece, of_piece), call_tiles in calls:
         scheduler = flash_kernel(of_piece, call_tiles.fwd, (), 132).scheduler
         assert scheduler.grid > 1000 if piece in first else scheduler.grid == 132

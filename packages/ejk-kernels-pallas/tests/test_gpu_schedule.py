@@ -21,7 +21,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import parts
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
-    falling_heads,
+    descending_heads,
     visit_tables,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import flash_kernel
@@ -61,11 +61,11 @@ def end_of(loads, held, until):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_multiprocessors_that_are_held_delay_falling_programs_little(causal):
+def test_multiprocessors_that_are_held_delay_guided_programs_little(causal):
     """As by a kernel that sends keys, for 40% of the time of the call."""
     rows, blocks = 16, 256
     costs = np.arange(1, blocks + 1) if causal else np.full(blocks, blocks)
-    assign = {"falling": schedule.assign_falling, "one": schedule.assign}
+    assign = {"guided": schedule.assign_guided, "one": schedule.assign}
     loads = {}
     for name, function in assign.items():
         table = function(rows, costs, 1, 132)
@@ -74,17 +74,17 @@ def test_multiprocessors_that_are_held_delay_falling_programs_little(causal):
         padded = np.append(np.tile(costs, rows) + schedule.TILE_COST, 0.0)
         loads[name] = padded[table].sum(axis=1)
     alone = end_of(loads["one"], 0, 0.0)
-    assert end_of(loads["falling"], 0, 0.0) <= 1.01 * alone
+    assert end_of(loads["guided"], 0, 0.0) <= 1.01 * alone
     held = {name: end_of(x, 8, 0.4 * alone) / alone for name, x in loads.items()}
-    assert held["one"] >= 1.39 and held["falling"] <= 1.06
+    assert held["one"] >= 1.39 and held["guided"] <= 1.06
     # the first programs of all multiprocessors have a third of the work, the last have one tile
-    assert loads["falling"][:132].min() >= 0.25 * alone
-    assert loads["falling"][-132:].max() <= costs.max() + schedule.TILE_COST
+    assert loads["guided"][:132].min() >= 0.25 * alone
+    assert loads["guided"][-132:].max() <= costs.max() + schedule.TILE_COST
 
 
-def test_falling_programs_of_very_many_tiles_have_one_each():
+def test_guided_programs_of_very_many_tiles_have_one_each():
     costs = np.arange(1, 1025)
-    table = schedule.assign_falling(128, costs, 1, 132)
+    table = schedule.assign_guided(128, costs, 1, 132)
     assert table.shape == (128 * 1024, 2) and (table[:, 1] == -1).all()
     assert table[:2, 0].tolist() == [1023, 1022]
 
@@ -192,8 +192,8 @@ def backward_plan(q_len, kv_len, batch, heads, band, cores=8):
     ranges = structural_ranges([band], q_len, kv_len, tiles.block_q, tiles.block_kv)[1]
     ranges = ranges.table(np)[None, None]
     walked, visitors, _ = visit_tables(ranges, -(-q_len // tiles.block_q))
-    falling = 0 if circular else falling_heads(walked, batch * heads, cores)
-    plan = Plan(p, tiles, circular, cores, falling)
+    descending = 0 if circular else descending_heads(walked, batch * heads, cores)
+    plan = Plan(p, tiles, circular, cores, descending)
     return plan, walked[0, 0], visitors[0, 0]
 
 
@@ -240,9 +240,9 @@ def test_causal_programs_end_together(length, heads):
     plan, walked, visitors = backward_plan(length, length, 1, heads, band, cores)
     visits = heads * (walked[:, 3] - walked[:, 0]).sum()
     even = visits / cores
-    rising = makespan(replace(plan, falling=0), walked, visitors, cores)
-    assert plan.falling > 0
-    assert makespan(plan, walked, visitors, cores) < min(1.12 * even, 0.95 * rising)
+    ascending = makespan(replace(plan, descending=0), walked, visitors, cores)
+    assert plan.descending > 0
+    assert makespan(plan, walked, visitors, cores) < min(1.12 * even, 0.95 * ascending)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 8), (3, 8)])

@@ -28,8 +28,8 @@ Scalar = jax.Array | int
 QUEUED = 2**16  # tiles up to which the queue is simulated
 PLACED = 2**12  # places that are assigned together
 TILE_COST = 0.5  # of starting and ending a tile, in key blocks
-FALL = 0.3
-"""Of the work that is left, what the next programs of all multiprocessors share out.
+GUIDED_SHARE = 0.3
+"""Share of the remaining work in the next batch of programs of a guided schedule.
 
 Simulated, a causal call of 6.9 ms during which 4 multiprocessors are held for 2.7 ms ends after
 7.1 ms, and after 9.6 with one program each; undisturbed, programs that take 3 us to begin cost 1%.
@@ -129,7 +129,7 @@ def assign(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarra
 
 
 @functools.lru_cache(maxsize=64)
-def _falling(rows: int, costs: tuple[float, ...], group: int, programs: int) -> np.ndarray:
+def _guided(rows: int, costs: tuple[float, ...], group: int, programs: int) -> np.ndarray:
     numbers, of_row = queue(rows, np.asarray(costs), group), np.tile(costs, rows)
     if len(numbers) > QUEUED:
         return np.pad(numbers[:, None], [(0, 0), (0, 1)], constant_values=-1).astype(np.int32)
@@ -138,7 +138,7 @@ def _falling(rows: int, costs: tuple[float, ...], group: int, programs: int) -> 
     first = 0
     while first < len(numbers):
         before = done[first - 1] if first else 0.0
-        end = np.searchsorted(done, before + FALL * (done[-1] - before), side="right")
+        end = np.searchsorted(done, before + GUIDED_SHARE * (done[-1] - before), side="right")
         last = min(max(int(end), first + programs), len(numbers))
         wave = _played(numbers[first:last], of_row, min(programs, last - first))
         taken += [row[row >= 0].tolist() for row in wave]
@@ -146,12 +146,15 @@ def _falling(rows: int, costs: tuple[float, ...], group: int, programs: int) -> 
     return _padded(taken)
 
 
-def assign_falling(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarray:
+def assign_guided(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarray:
     """Assigns tiles like ``assign``, to more programs than run at once, of less and less work.
+
+    This is guided self-scheduling (Polychronopoulos and Kuck 1987), in batches of ``programs`` of
+    equal work as in factoring (Hummel, Schonberg and Flynn 1992).
 
     ``programs``: that run at once. The others begin where one of these has ended, in order.
     """
-    return _falling(rows, tuple(float(c) for c in costs), group, programs)
+    return _guided(rows, tuple(float(c) for c in costs), group, programs)
 
 
 def assign_places(groups: int, places: int, programs: int) -> np.ndarray:

@@ -73,7 +73,8 @@ def prefetch_index(counter: Any, words: Any, slot: Any) -> None:
 def fetch_index_in_warpgroup(counter: Any, words: Any, slot: Any, fetches: Any) -> jax.Array:
     """Fetches the next index for a warpgroup, or returns the one that was prefetched.
 
-    ``fetches``: whether ``prefetch_index`` was not called for this slot. The warpgroup's threads share the index through ``words[slot, -1]``, int32 in shared memory.
+    ``fetches``: whether ``prefetch_index`` was not called for this slot. The threads share the
+    index through ``words[slot, -1]``, int32 in shared memory.
     """
     kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
     kinds = (plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR)

@@ -20,7 +20,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     OF_QUERIES,
     BackwardTiles,
     Plan,
-    falling_heads,
+    descending_heads,
     is_wide,
     ranges_by_query,
     visit_tables,
@@ -128,7 +128,7 @@ def _fused_plan(plan: Plan, operands: dict[str, Any]) -> tuple[Plan, dict[str, A
     visits, visitors, visited = visit_tables(ranges, plan.n_q)
     if isinstance(ranges, np.ndarray) and not plan.tiles.one_way:
         rows = plan.problem.batch * plan.problem.heads
-        plan = replace(plan, falling=falling_heads(visits, rows, plan.cores))
+        plan = replace(plan, descending=descending_heads(visits, rows, plan.cores))
     return plan, {"ranges": visits, "visitors": visitors}, visited
 
 

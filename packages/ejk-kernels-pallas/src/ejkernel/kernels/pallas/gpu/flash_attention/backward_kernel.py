@@ -44,7 +44,7 @@ class Program:
         n_turns = plan.n_q + (plan.n_kv if plan.shares_keys else 0)
         turns = plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns))
         self.turns = pl.get_global(turns)
-        row, self.block, self.falling = plan.locate(lax.axis_index("item"))
+        row, self.block, self.descending = plan.locate(lax.axis_index("item"))
         self.head, self.batch = lax.rem(row, problem.heads), lax.div(row, problem.heads)
         self.kv_head = lax.div(self.head, problem.group)
         self.sharer = lax.rem(self.head, problem.group)  # of the heads that share k and v
@@ -69,8 +69,8 @@ class Program:
 
         def block_at(t: Any) -> tuple[Any, Any]:
             i = start + t
-            if plan.falling:
-                i = lax.select(self.falling, stop - 1 - t, i)
+            if plan.descending:
+                i = lax.select(self.descending, stop - 1 - t, i)
             return i, (i < full_start) | (i >= full_stop)
 
         return length, block_at
@@ -96,10 +96,10 @@ class Program:
         plan = self.plan
         if not plan.circular:
             row = row_of(self.r.visitors, self.batch, self.head)
-            if not plan.falling:
+            if not plan.descending:
                 return self.r.visitors[*row, 0, i] - self.block
-            visitor = self.r.visitors[*row, self.falling.astype(jnp.int32), i]
-            return lax.select(self.falling, self.block - visitor, visitor - self.block)
+            visitor = self.r.visitors[*row, self.descending.astype(jnp.int32), i]
+            return lax.select(self.descending, self.block - visitor, visitor - self.block)
         size = lax.min(plan.n_kv - self.team * plan.team, plan.team)
         # the last of the team that begins at this block or before
         last = lax.div(i, plan.stride)

@@ -24,7 +24,7 @@ class BackwardTiles:
         block_kv: key rows of a program: 64 for each consumer warpgroup.
         stages: query tiles in flight.
         one_way: whether all heads add their parts of dq in one order, whatever their number (see
-            ``Plan.falling``).
+            ``Plan.descending``).
         pipelined: whether the fused kernel computes the probabilities of a step under the matmuls
             of the step before (see ``backward_pipelined``); the two fields below are its own.
         q_stages: query tiles of q in flight, of do ``stages``; 0: as many.
@@ -145,7 +145,7 @@ class Plan:
     * otherwise key blocks run from the last to the first, query blocks upwards. Causal programs
       start at their own diagonal, again all at different query blocks.
 
-    Of causal programs the longest then start last and end alone. So the last heads (``falling``)
+    Of causal programs the longest then start last and end alone. So the last ``descending`` heads
     run the other way, key blocks from the first and query blocks downwards: a program may start
     a visit after the one before it, just when shorter and shorter programs of the heads before
     leave their multiprocessors, and all end together.
@@ -160,7 +160,7 @@ class Plan:
     tiles: BackwardTiles
     circular: bool = False
     cores: int = 132
-    falling: int = 0
+    descending: int = 0
 
     @property
     def band(self) -> Band:
@@ -226,15 +226,15 @@ class Plan:
         rows = self.problem.batch * self.problem.heads
         if self.circular:
             return *self._locate_in_team(item, rows), False
-        before = (rows - self.falling) * self.n_kv
-        row, rising = lax.div(item, self.n_kv), lax.rem(item, self.n_kv)
-        block = self.n_kv - 1 - rising
-        if not self.falling:
+        before = (rows - self.descending) * self.n_kv
+        row, launched = lax.div(item, self.n_kv), lax.rem(item, self.n_kv)
+        block = self.n_kv - 1 - launched
+        if not self.descending:
             return row, block, False
         late = item >= before
         over = lax.max(item - before, 0)
-        row = lax.select(late, rows - self.falling + lax.rem(over, self.falling), row)
-        return row, lax.select(late, lax.div(over, self.falling), block), late
+        row = lax.select(late, rows - self.descending + lax.rem(over, self.descending), row)
+        return row, lax.select(late, lax.div(over, self.descending), block), late
 
     def _locate_in_team(self, item: Any, rows: int) -> tuple[Any, Any]:
         """Row of (batch, head) and key block of a program that wraps around.
@@ -255,7 +255,7 @@ class Plan:
         return row, number * team + lax.rem(within, size)
 
 
-def falling_heads(visited: np.ndarray, rows: int, cores: int) -> int:
+def descending_heads(visited: np.ndarray, rows: int, cores: int) -> int:
     """Returns how many of ``rows`` heads run the other way: as many as run at once.
 
     0 if lengths are equal. ``visited`` are the ranges of query blocks that are visited, ``[#b, #h,

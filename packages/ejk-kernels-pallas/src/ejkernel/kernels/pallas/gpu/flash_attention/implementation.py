@@ -247,21 +247,21 @@ class RingAttention(ContextParallel, PallasKernel):
     priority_for = FlashAttention.priority_for
 
     def choose(self, problem: ContextProblem, target: Chip) -> ContextTiles:
-        """Returns tiles, falling in forward calls that run while keys or heads travel."""
+        """Returns tiles, ``guided`` in forward calls that run while keys or heads travel."""
         chosen = super().choose(problem, target)
         sending = {p for step in problem.plan.pieces[:-1] for pieces in step for p in pieces}
         calls = tuple(
-            _falling(tiles) if piece in sending else tiles
+            _guided(tiles) if piece in sending else tiles
             for (piece, _), tiles in zip(problem.calls, chosen.calls, strict=True)
         )
         exchanged = chosen.exchanged
         if exchanged is not None and problem.head_groups > 1:
-            exchanged = _falling(exchanged)
+            exchanged = _guided(exchanged)
         return replace(chosen, calls=calls, exchanged=exchanged)
 
 
-def _falling(tiles: FlashTiles) -> FlashTiles:
-    return replace(tiles, fwd=replace(tiles.fwd, falling=True))
+def _guided(tiles: FlashTiles) -> FlashTiles:
+    return replace(tiles, fwd=replace(tiles.fwd, guided=True))
 
 
 ring_attention = RingAttention()

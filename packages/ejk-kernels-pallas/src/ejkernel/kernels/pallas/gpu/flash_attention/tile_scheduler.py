@@ -148,20 +148,20 @@ class StaticScheduler:
 
     @property
     def grid(self) -> int:
-        return len(self._falling()) if self._is_falling else self.at_once
+        return len(self._guided()) if self._is_guided else self.at_once
 
     @property
-    def _is_falling(self) -> bool:
-        return self.form.tiles.falling and not self.form.read
+    def _is_guided(self) -> bool:
+        return self.form.tiles.guided and not self.form.read
 
     def _costs(self) -> np.ndarray:
         p, t = self.form.problem, self.form.tiles
         strip = t.cluster * t.block_q
         return schedule.band_costs(p.q_len, p.kv_len, self.form.rules.band, strip, t.block_kv)
 
-    def _falling(self) -> np.ndarray:
+    def _guided(self) -> np.ndarray:
         p, group = self.form.problem, self.form.tiles.head_group
-        return schedule.assign_falling(p.batch * p.heads, self._costs(), group, self.at_once)
+        return schedule.assign_guided(p.batch * p.heads, self._costs(), group, self.at_once)
 
     # ---- before the launch ------------------------------------------------------------------
 
@@ -174,8 +174,8 @@ class StaticScheduler:
         if "ranges" in operands:
             ranges = operands["ranges"]
             return self._order_by_length(ranges[..., 3] - ranges[..., 0], rows, n)
-        if self._is_falling:
-            return jnp.asarray(_read_ahead(self._falling()))
+        if self._is_guided:
+            return jnp.asarray(_read_ahead(self._guided()))
         order = _even_order(rows, self._costs(), t.head_group, self.at_once)
         return jnp.asarray(_read_ahead(order))
 

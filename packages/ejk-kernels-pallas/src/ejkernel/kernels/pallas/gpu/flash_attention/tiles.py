@@ -44,9 +44,10 @@ class ForwardTiles:
             its own, behind a branch that is never taken (see ``softmax``).
         marks_alone: whether every tile has a mark of its own that it is to be computed again,
             however many there are: then its bits depend on no other tile.
-        falling: whether a multiprocessor runs several programs one after the other, with less and
-            less work: then a kernel that holds some multiprocessors, or waits for them, delays the
-            others little. Only where lengths are known before the launch.
+        guided: whether a multiprocessor runs several programs one after the other, with less and
+            less work (guided self-scheduling): then a kernel that holds some multiprocessors, or
+            waits for them, delays the others little. Only where lengths are known before the
+            launch.
         registers: of a consumer thread, a multiple of 8; 0: as many as leave the producer the
             least.
     """
@@ -64,7 +65,7 @@ class ForwardTiles:
     unshifted_first: bool = False
     isolates_steps: bool = False
     marks_alone: bool = False
-    falling: bool = False
+    guided: bool = False
     registers: int = 0
 
     @property

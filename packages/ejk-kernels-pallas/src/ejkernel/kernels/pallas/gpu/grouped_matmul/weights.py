@@ -194,10 +194,9 @@ class Weights:
             i, n, tile, cursor, carry = state
             carry = body(tile, n, carry)
             # while the copies that the body started are in flight
-            taken = fetch_index_in_warpgroup(
-                r.counter, r.next_tiles, lax.rem(i + 1, TILES_AHEAD), True
-            )
-            following, cursor = self.tile(r, self.programs + taken, cursor)
+            slot = lax.rem(i + 1, TILES_AHEAD)
+            index = fetch_index_in_warpgroup(r.counter, r.next_tiles, slot, True)
+            following, cursor = self.tile(r, self.programs + index, cursor)
             publish(i + 1, following)
             return i + 1, n + tile.steps, following, cursor, carry
 
