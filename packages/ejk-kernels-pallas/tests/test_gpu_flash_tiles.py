@@ -239,23 +239,23 @@ def test_calls_that_loop_ahead(changes, ahead):
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_tiles_to_compute_again(monkeypatch, alone):
-    """With marks alone those that a consumer marked; else those too that share a word's bit."""
+    """With a flag per tile those that a consumer flagged; else those too that share the flag."""
     monkeypatch.setattr(tile_scheduler.lax, "axis_index", lambda _: 0)
     problem = Problem(1, 128, 128, 300, 300, 64, 64, "bfloat16", 1.0)
-    form = Form(problem, tiles.ForwardTiles(unshifted_first=True, marks_alone=alone), ())
+    form = Form(problem, tiles.ForwardTiles(unshifted_first=True, flag_per_tile=alone), ())
     order = jnp.asarray(np.append(np.arange(300)[::-1], -1).astype(np.int32)[None])
-    scheduler = tile_scheduler.StaticScheduler(form, 1).with_marks(order)
-    shared = scheduler.tiles_a_mark(SimpleNamespace(order=order))
+    scheduler = tile_scheduler.StaticScheduler(form, 1).with_flags(order)
+    shared = scheduler.tiles_per_flag(SimpleNamespace(order=order))
     assert shared == (1 if alone else 3)
-    marks = np.zeros((2, scheduler.mark_words), np.uint32)
+    flags = np.zeros((2, scheduler.flag_words), np.uint32)
     wrong = {0: (0, 131), 1: (131, 132, 299)}
     for consumer, indices in wrong.items():
         for i in indices:
             bit = i // shared
-            marks[consumer, bit // 32] |= np.uint32(1) << (bit % 32)
-    r = SimpleNamespace(order=order, marks=jnp.asarray(marks.view(np.int32)))
-    again = scheduler.of_marked
-    assert again.is_any_marked(r)
+            flags[consumer, bit // 32] |= np.uint32(1) << (bit % 32)
+    r = SimpleNamespace(order=order, needs_maxima=jnp.asarray(flags.view(np.int32)))
+    again = scheduler.of_flagged
+    assert again.is_any_flagged(r)
     found = []
     while (number := int(again.number(r, jnp.int32(len(found))))) >= 0:
         found.append(299 - number)

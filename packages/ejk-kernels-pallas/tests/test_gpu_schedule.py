@@ -25,7 +25,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     visit_tables,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import flash_kernel
-from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import MARK_WORDS, known_order
+from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import FLAG_WORDS, known_order
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import forward_tiles
 from ejkernel.types import combine_masks
 from ejkernel.types.attention.problem import Problem
@@ -90,30 +90,30 @@ def test_guided_programs_of_very_many_tiles_have_one_each():
 
 
 @pytest.mark.parametrize("columns", [2, 17, 129, 300])
-def test_marked_tiles_are_computed_again_and_no_others(columns):
-    """Marks of two consumers; with more tiles than bits those of a mark are taken together."""
+def test_flagged_tiles_are_computed_again_and_no_others(columns):
+    """Flags of two consumers; with more tiles than bits some share a flag."""
     rng = np.random.default_rng(columns)
     problem = Problem(1, 256, 256, 1, 1, 128, 128, "bfloat16", 1.0)
     kernel = flash_kernel(problem, forward_tiles(problem, Rules(), Chip()), (), 132)
-    num_words = -(-columns // (MARK_WORDS * 32))
+    num_words = -(-columns // (FLAG_WORDS * 32))
     order = np.full((1, columns), -1, np.int32)
     order[0, :-1] = rng.permutation(columns - 1)
     wrong = rng.random((2, columns - 1)) < 0.2
     wrong[0, -1] = True
-    marks = np.zeros((2, MARK_WORDS * 32), bool)
+    flags = np.zeros((2, FLAG_WORDS * 32), bool)
     for consumer, tile in np.argwhere(wrong):
-        marks[consumer, tile // num_words] = True
-    words = np.packbits(marks, axis=1, bitorder="little").view(np.int32)
-    r = SimpleNamespace(order=jnp.asarray(order), marks=jnp.asarray(words))
-    number = lambda i: kernel.scheduler.of_marked.number(r, i)  # noqa: E731
+        flags[consumer, tile // num_words] = True
+    words = np.packbits(flags, axis=1, bitorder="little").view(np.int32)
+    r = SimpleNamespace(order=jnp.asarray(order), needs_maxima=jnp.asarray(words))
+    number = lambda i: kernel.scheduler.of_flagged.number(r, i)  # noqa: E731
     program = jax.vmap(lambda _: lax.map(number, jnp.arange(columns)), axis_name="program")
     found = np.asarray(program(jnp.zeros(1)))[0]
-    taken = np.repeat(marks.any(0), num_words)[: columns - 1]
+    taken = np.repeat(flags.any(0), num_words)[: columns - 1]
     np.testing.assert_array_equal(found[: taken.sum()], order[0, :-1][taken])
     assert (found[taken.sum() :] == -1).all()
-    assert kernel.scheduler.of_marked.is_any_marked(r)
-    nothing = SimpleNamespace(order=r.order, marks=jnp.zeros_like(r.marks))
-    assert not kernel.scheduler.of_marked.is_any_marked(nothing)
+    assert kernel.scheduler.of_flagged.is_any_flagged(r)
+    nothing = SimpleNamespace(order=r.order, needs_maxima=jnp.zeros_like(r.needs_maxima))
+    assert not kernel.scheduler.of_flagged.is_any_flagged(nothing)
 
 
 def test_few_heads_of_long_tiles_are_worked_on_together():

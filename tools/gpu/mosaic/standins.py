@@ -109,15 +109,15 @@ def to_8_bit(k: Any, names: Any, x: Any) -> Any:
     return in_operand_order(jnp.clip(x, -largest, largest)).astype(kind)
 
 
-@standin("lane_softmax.mark_if_any")
-def mark_if_any(k: Any, names: Any, marks: Any, line: Any, bit: Any, rows: Any) -> None:
-    def mark(host: Any, marks: Any, line: Any, bit: Any, rows: Any) -> None:
+@standin("lane_softmax.set_flag_if_any")
+def set_flag_if_any(k: Any, names: Any, flags: Any, line: Any, bit: Any, rows: Any) -> None:
+    def flag(host: Any, flags: Any, line: Any, bit: Any, rows: Any) -> None:
         if np.any(np.asarray(rows) != 0):
             at = int(line), int(bit) // 32
             mask = np.uint32(1 << int(bit) % 32).view(np.int32)
-            host.put(marks, host.get(marks, at) | mask, at)
+            host.put(flags, host.get(flags, at) | mask, at)
 
-    k.on_host(mark, (), marks, line, bit, rows)
+    k.on_host(flag, (), flags, line, bit, rows)
 
 
 # ---- memory ------------------------------------------------------------------------------------

@@ -139,23 +139,23 @@ def to_16_bit(x: jax.Array, dtype: Any) -> jax.Array:
     return apply(x)
 
 
-def mark_if_any(marks: Any, line: jax.Array, bit: jax.Array, rows: jax.Array) -> None:
-    """Sets a bit of a line of ``marks``, int32 words in shared memory, if a row of this warp is
+def set_flag_if_any(flags: Any, line: jax.Array, bit: jax.Array, rows: jax.Array) -> None:
+    """Sets a bit of a line of ``flags``, int32 words in shared memory, if a row of this warp is
     not 0.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, ROW))
-    def apply(_: Any, marks: Any, line: Any, bit: Any, rows: Any) -> None:
+    def apply(_: Any, flags: Any, line: Any, bit: Any, rows: Any) -> None:
         values = [element(r, 0) for r in rows.registers.flat]
         tests = [arith.cmpf(arith.CmpFPredicate.UNE, x, constant(0.0)) for x in values]
         is_any = arith.extui(i32(), any_in_warp(tests))
         line, bit = line.registers.item(), bit.registers.item()
-        (_, words) = ir.MemRefType(marks.type).shape
+        (_, words) = ir.MemRefType(flags.type).shape
         word = arith.addi(arith.muli(line, constant(words)), arith.shrui(bit, constant(5)))
-        start = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(marks))
+        start = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(flags))
         address = arith.addi(start, arith.shli(word, constant(2)))
         mask = arith.shli(constant(1), arith.andi(bit, constant(31)))
         text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p red.shared.or.b32 [$0], $2; }"
         asm(text, "r,r,r", None, address, is_any, mask)
 
-    apply(marks, line, bit, rows)
+    apply(flags, line, bit, rows)

@@ -151,10 +151,10 @@ class ForwardKernel:
             return to_8_bit(p_now) if form.eight_bit else p_now.astype(p.dtype)
 
         def finish_tile(tile, i, o, state):
-            """Stores tile i; marks it where it has to be computed again."""
+            """Stores tile i; flags it where it has to be computed again."""
             wrong_rows = self.epilogue.finish(r, tile, o, state)
             if wrong_rows is not None:
-                scheduler.mark(r, i, wrong_rows)
+                scheduler.flag(r, i, wrong_rows)
 
         def mainloop_step(carry, o_acc):
             i, ahead, tile, j, n, q_regs, p_now, state = carry
@@ -271,28 +271,28 @@ class ForwardKernel:
 
     def run_tiles_twice(self, r: Any) -> None:
         """Computes the tiles of this program without maxima, then some with them where need be."""
-        self.scheduler.clear_marks(r)
+        self.scheduler.clear_flags(r)
         counts = self.unshifted.run_tiles(r)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(r.judged.at[0])
-        plgpu.barrier_wait(r.judged.at[0])
-        again = self.of_marked
-        pl.when(again.scheduler.is_any_marked(r))(lambda: _discard(again.run_tiles(r, counts)))
+        plgpu.barrier_arrive(r.first_pass_done.at[0])
+        plgpu.barrier_wait(r.first_pass_done.at[0])
+        again = self.of_flagged
+        pl.when(again.scheduler.is_any_flagged(r))(lambda: _discard(again.run_tiles(r, counts)))
 
     def load_tiles_twice(self, r: Any) -> None:
         """Copies the operands of ``run_tiles_twice``."""
         counts = self.loader.produce(self, r)
-        plgpu.barrier_wait(r.judged.at[0])
-        again = self.of_marked
+        plgpu.barrier_wait(r.first_pass_done.at[0])
+        again = self.of_flagged
 
-        @pl.when(again.scheduler.is_any_marked(r))
-        def load_marked():
+        @pl.when(again.scheduler.is_any_flagged(r))
+        def load_flagged():
             self.loader.produce(again, r, counts)
 
     @property
-    def of_marked(self) -> ForwardKernel:
+    def of_flagged(self) -> ForwardKernel:
         """The kernel of the tiles that consumers of this program found wrong."""
-        return replace(self, scheduler=self.scheduler.of_marked)
+        return replace(self, scheduler=self.scheduler.of_flagged)
 
     @property
     def unshifted(self) -> ForwardKernel:
@@ -347,7 +347,7 @@ class ForwardKernel:
             "v_free": free_everywhere(t.stages),
         } | self.epilogue.scratch()
         if self.form.tiles.unshifted_first:
-            scratch["judged"] = free(1)
+            scratch["first_pass_done"] = free(1)
         if t.cluster > 1:
             scratch["done"] = free_everywhere(1)
         scratch |= self.scheduler.scratch()
@@ -444,7 +444,7 @@ def flash_forward(
         inputs["v"] = values_of_8_bits(tensors["v"])
         tensors = with_factors(kernel.form, tensors)
     inputs |= {"order": kernel.scheduler.order(tensors)}
-    kernel = replace(kernel, scheduler=kernel.scheduler.with_marks(inputs["order"]))
+    kernel = replace(kernel, scheduler=kernel.scheduler.with_flags(inputs["order"]))
     inputs |= {name: x for name, x in tensors.items() if name not in inputs}
     if has_one_id(kernel.form):
         inputs["q_one_id"] = only_ids(inputs["q_ids"], ROWS, -1)

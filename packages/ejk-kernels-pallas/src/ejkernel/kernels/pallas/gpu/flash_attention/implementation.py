@@ -98,9 +98,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         return replace(problem, batch=1)
 
     def fix_order(self, tiles: FlashTiles) -> FlashTiles:
-        # where a mark is of several tiles, one is computed again with maxima because another needs
+        # where several tiles share a flag, one is computed again with maxima because another needs
         # it, of another row maybe
-        fwd = replace(tiles.fwd, marks_alone=True)
+        fwd = replace(tiles.fwd, flag_per_tile=True)
         return replace(tiles, fwd=fwd, bwd=replace(tiles.bwd, one_way=True))
 
     def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:

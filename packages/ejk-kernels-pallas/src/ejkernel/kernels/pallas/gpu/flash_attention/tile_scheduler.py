@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common import schedule
-from ejkernel.kernels.pallas.gpu.common.lane_softmax import mark_if_any
+from ejkernel.kernels.pallas.gpu.common.lane_softmax import set_flag_if_any
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, Form
@@ -32,7 +32,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.list_kernel import (
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.blocks import cdiv
 
-MARK_WORDS = 4  # of marks, at least: with more tiles than bits a mark is of several
+FLAG_WORDS = 4  # at least: with more tiles than bits several tiles share a flag
 WORD = 32  # bits
 SORTED = 256  # tiles ordered together by length: two a program, their keys and values fit L2
 
@@ -120,12 +120,12 @@ class StaticScheduler:
     Attributes:
         form: the compiled form of the kernel.
         programs: the most programs that run at once: the multiprocessors.
-        mark_words: words of the marks of tiles to compute again (see ``with_marks``).
+        flag_words: words of the flags of tiles that need maxima (see ``with_flags``).
     """
 
     form: Form
     programs: int
-    mark_words: int = MARK_WORDS
+    flag_words: int = FLAG_WORDS
 
     prefetches_late: ClassVar[bool] = False
     """Whether the next tile is asked for in the last step of a tile, since asking takes a while."""
@@ -260,52 +260,54 @@ class StaticScheduler:
         t = self.form.tiles
         if not t.unshifted_first:
             return {}
-        return {"marks": plgpu.SMEM((t.consumers, self.mark_words), jnp.int32)}
+        return {"needs_maxima": plgpu.SMEM((t.consumers, self.flag_words), jnp.int32)}
 
     # ---- tiles to compute again ---------------------------------------------------------------
 
-    def with_marks(self, order: jax.Array) -> StaticScheduler:
-        """Returns the scheduler with as many marks as the tiles in ``order`` need."""
-        if not self.form.tiles.marks_alone:
+    def with_flags(self, order: jax.Array) -> StaticScheduler:
+        """Returns the scheduler with as many flags as the tiles in ``order`` need."""
+        if not self.form.tiles.flag_per_tile:
             return self
-        return replace(self, mark_words=max(MARK_WORDS, cdiv(order.shape[1], WORD)))
+        return replace(self, flag_words=max(FLAG_WORDS, cdiv(order.shape[1], WORD)))
 
-    def clear_marks(self, r: Any) -> None:
-        """Clears the marks of this consumer."""
-        for word in range(self.mark_words):
-            r.marks[lax.axis_index("wg"), word] = 0
+    def clear_flags(self, r: Any) -> None:
+        """Clears the flags of this consumer."""
+        for word in range(self.flag_words):
+            r.needs_maxima[lax.axis_index("wg"), word] = 0
 
-    def mark(self, r: Any, i: Any, rows: jax.Array) -> None:
-        """Marks this program's i-th tile where one of ``rows`` is not 0."""
-        mark_if_any(r.marks, lax.axis_index("wg"), lax.div(i, self.tiles_a_mark(r)), rows)
+    def flag(self, r: Any, i: Any, rows: jax.Array) -> None:
+        """Flags this program's i-th tile where one of ``rows`` is not 0."""
+        set_flag_if_any(
+            r.needs_maxima, lax.axis_index("wg"), lax.div(i, self.tiles_per_flag(r)), rows
+        )
 
-    def tiles_a_mark(self, r: Any) -> int:
-        """Returns the number of tiles that share a mark."""
-        return cdiv(r.order.shape[1], self.mark_words * WORD)
+    def tiles_per_flag(self, r: Any) -> int:
+        """Returns the number of tiles that share a flag."""
+        return cdiv(r.order.shape[1], self.flag_words * WORD)
 
     @property
-    def of_marked(self) -> MarkedScheduler:
-        """The scheduler of the marked tiles."""
-        return MarkedScheduler(self.form, self.programs, self.mark_words)
+    def of_flagged(self) -> FlaggedScheduler:
+        """The scheduler of the flagged tiles."""
+        return FlaggedScheduler(self.form, self.programs, self.flag_words)
 
 
 @dataclass(frozen=True)
-class MarkedScheduler(StaticScheduler):
-    """The tiles of a table that consumers of a program have marked, in the order of the table."""
+class FlaggedScheduler(StaticScheduler):
+    """The tiles of a table that consumers of a program have flagged, in the order of the table."""
 
     def _word(self, r: Any, n: Any) -> jax.Array:
-        """Returns the n-th word of marks, of any consumer."""
-        words = [r.marks[consumer, n] for consumer in range(self.form.tiles.consumers)]
+        """Returns the n-th word of flags, of any consumer."""
+        words = [r.needs_maxima[consumer, n] for consumer in range(self.form.tiles.consumers)]
         return functools.reduce(lax.bitwise_or, words)
 
-    def is_any_marked(self, r: Any) -> jax.Array:
-        """Returns whether a consumer of this program marked a tile."""
-        words = [self._word(r, n) for n in range(self.mark_words)]
+    def is_any_flagged(self, r: Any) -> jax.Array:
+        """Returns whether a consumer of this program flagged a tile."""
+        words = [self._word(r, n) for n in range(self.flag_words)]
         return functools.reduce(lax.bitwise_or, words) != 0
 
     def number(self, r: Any, i: Any) -> jax.Array:
-        tiles_a_mark, columns = self.tiles_a_mark(r), r.order.shape[1]
-        bits = self.mark_words * WORD
+        tiles_per_flag, columns = self.tiles_per_flag(r), r.order.shape[1]
+        bits = self.flag_words * WORD
 
         def is_missing(carry: Any) -> jax.Array:
             at, left = carry
@@ -317,8 +319,10 @@ class MarkedScheduler(StaticScheduler):
             bit = lax.shift_right_logical(word, lax.rem(at, WORD)) & 1
             return at + 1, left - bit
 
-        after, left = lax.while_loop(is_missing, look_on, (jnp.int32(0), lax.div(i, tiles_a_mark)))
-        column = (after - 1) * tiles_a_mark + lax.rem(i, tiles_a_mark)
+        after, left = lax.while_loop(
+            is_missing, look_on, (jnp.int32(0), lax.div(i, tiles_per_flag))
+        )
+        column = (after - 1) * tiles_per_flag + lax.rem(i, tiles_per_flag)
         # the last column tells that there is no tile
         column = jnp.where(left >= 0, columns - 1, jnp.minimum(column, columns - 1))
         return r.order[lax.axis_index("program"), column]

@@ -42,7 +42,7 @@ class ForwardTiles:
             where that was not exact (see ``computes_unshifted``).
         isolates_steps: whether the softmax of a step without maxima and masks is a basic block of
             its own, behind a branch that is never taken (see ``softmax``).
-        marks_alone: whether every tile has a mark of its own that it is to be computed again,
+        flag_per_tile: whether no tiles share the flag that they are to be computed again,
             however many there are: then its bits depend on no other tile.
         guided: whether a multiprocessor runs several programs one after the other, with less and
             less work (guided self-scheduling): then a kernel that holds some multiprocessors, or
@@ -64,7 +64,7 @@ class ForwardTiles:
     lane_maxima: bool = False
     unshifted_first: bool = False
     isolates_steps: bool = False
-    marks_alone: bool = False
+    flag_per_tile: bool = False
     guided: bool = False
     registers: int = 0
 
@@ -95,8 +95,8 @@ class ForwardTiles:
         q = self.q_stages * self.block_q * d * size
         kv = self.stages * self.block_kv * (d + dv) * size
         o = self.block_q * self.o_columns * max(size, 2)
-        rows, marks = self.block_q * 2 * 4, ARRAY  # lse and base; tiles to compute again
-        return sum(-(-x // ARRAY) * ARRAY for x in (q, kv, o, rows, marks)) + BARRIERS
+        rows, flags = self.block_q * 2 * 4, ARRAY  # lse and base; tiles to compute again
+        return sum(-(-x // ARRAY) * ARRAY for x in (q, kv, o, rows, flags)) + BARRIERS
 
 
 @dataclass(frozen=True)
