@@ -19,7 +19,7 @@ from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, Key, invalid
 from ejkernel.types.masks.fields import is_placed
 from ejkernel.types.masks.mask_info import MaskInfo
-from ejkernel.types.masks.rows import rows_of
+from ejkernel.types.masks.query_slice import slice_queries
 
 
 class BlockSparseAttention(SoftmaxCall):
@@ -137,7 +137,7 @@ class BlockSparseAttention(SoftmaxCall):
             if a[name] is not None:
                 a[name] = jnp.concatenate([a[name], jnp.stack([first, jnp.int32(0)])])
         if a["mask_info"] is not None:
-            a["mask_info"] = rows_of(a["mask_info"], first, length, a["key"].shape[1])
+            a["mask_info"] = slice_queries(a["mask_info"], first, length, a["key"].shape[1])
         pattern, size = a["block_mask"], a["q_block_size"]
         if pattern is None:
             return

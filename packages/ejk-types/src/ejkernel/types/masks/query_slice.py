@@ -11,7 +11,7 @@ from ejkernel.types.masks.fields import is_placed, with_private
 from ejkernel.types.masks.mask_info import MaskInfo
 
 
-def rows_of(mask: MaskInfo, first: Any, q_len: int, kv_len: int) -> MaskInfo:
+def slice_queries(mask: MaskInfo, first: Any, q_len: int, kv_len: int) -> MaskInfo:
     """Returns the mask of ``q_len`` rows that begin at row ``first``, which may be traced.
 
     Arrays of ``mask`` have these rows already. Rules between indices become rules between
