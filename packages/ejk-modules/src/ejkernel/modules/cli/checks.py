@@ -32,7 +32,7 @@ class Check:
     fix: str = ""
 
 
-def judged(group: str, what: str, bad: str, found: str, fix: str) -> Check:
+def make_check(group: str, what: str, bad: str, found: str, fix: str) -> Check:
     """Returns a finding that is "ok" unless it is ``bad``: only then has it a fix."""
     return Check(group, what, bad or "ok", found, fix if bad else "")
 
@@ -52,7 +52,7 @@ def python() -> Iterator[Check]:
     low, high = installed.PYTHON_RANGE
     bad = "" if low <= sys.version_info[:2] < high else "fail"
     fix = "use Python 3.11, 3.12 or 3.13: uv venv --python 3.12"
-    yield judged("installation", "Python", bad, platform.python_version(), fix)
+    yield make_check("installation", "Python", bad, platform.python_version(), fix)
 
 
 def namespace() -> Iterator[Check]:
@@ -81,7 +81,7 @@ def packages() -> Iterator[Check]:
     text = ", ".join(f"{name} {v}" for name, v in versions.items() if v)
     mixed = "warn" if len({installed.numbers(v)[:2] for v in versions.values() if v}) > 1 else ""
     fix = "python -m pip install --upgrade ejk-modules"
-    yield judged("installation", "ejkernel", mixed, text, fix)
+    yield make_check("installation", "ejkernel", mixed, text, fix)
 
 
 def jax_versions() -> Iterator[Check]:
@@ -92,7 +92,7 @@ def jax_versions() -> Iterator[Check]:
         yield Check("installation", "JAX", "fail", "not installed", upgrade)
         return
     bad = "" if low <= installed.numbers(jax)[:2] < high else "warn"
-    yield judged("installation", "JAX", bad, f"jax {jax}, jaxlib {jaxlib}", upgrade)
+    yield make_check("installation", "JAX", bad, f"jax {jax}, jaxlib {jaxlib}", upgrade)
     if installed.numbers(jaxlib)[:2] != installed.numbers(jax)[:2]:
         yield Check(
             "installation", "jaxlib", "fail", f"jaxlib {jaxlib} does not belong to jax {jax}",
@@ -108,7 +108,9 @@ def plugins() -> Iterator[Check]:
             continue
         same = name == "libtpu" or installed.numbers(version)[:3] == installed.numbers(jax)[:3]
         fix = f'python -m pip install "{name}=={jax}" (to match jax {jax})'
-        yield judged("installation", "JAX plugin", "" if same else "fail", f"{name} {version}", fix)
+        yield make_check(
+            "installation", "JAX plugin", "" if same else "fail", f"{name} {version}", fix
+        )
     served = {installed.PLUGINS[d] for d, v in versions.items() if v}
     seen = installed.hardware()
     extras = {"nvidia": ("gpu", "cuda13"), "amd": ("gpu", "rocm"), "tpu": ("tpu", "tpu")}
@@ -130,7 +132,9 @@ def triton() -> Iterator[Check]:
     if all(versions.values()):
         miscompiles = (3, 4) <= installed.numbers(versions["triton"]) < (3, 7, 1)
         fix = "python -m pip install 'triton>=3.7.1' (3.4.0 to 3.7.0 miscompile on Hopper)"
-        yield judged("installation", "Triton", "warn" if miscompiles and has_gpu else "", text, fix)
+        yield make_check(
+            "installation", "Triton", "warn" if miscompiles and has_gpu else "", text, fix
+        )
         return
     missing = has_gpu and sys.platform == "linux"
     yield Check(

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from ejkernel.modules.cli.checks import Check, judged
+from ejkernel.modules.cli.checks import Check, make_check
 
 PLATFORMS = ("triton", "pallas", "cuda", "xla")
 
@@ -100,7 +100,7 @@ def small_call() -> Iterator[Check]:
     expected = np.einsum("bhqk,bkhd->bqhd", p / p.sum(-1, keepdims=True), v)
     error = float(np.abs(out - expected).max())
     valid = error < 5e-3 and bool(np.isfinite(gradient).all())
-    yield judged(
+    yield make_check(
         "kernels", "a small call", "" if valid else "fail",
         f"flash_attention and its gradient, largest error {error:.1e}, "
         f"{time.perf_counter() - start:.1f} s with compilation",
@@ -149,7 +149,7 @@ def gated_gradients(platform: str) -> Iterator[Check]:
     matched = zip(gradients, expected, strict=True)
     errors = [float(np.abs(x - y).max() / np.abs(y).max()) for x, y in matched]
     valid = bool(np.max(errors) < 2e-2)  # NaN is not
-    yield judged(
+    yield make_check(
         "kernels", subject, "" if valid else "fail",
         "recurrent_attention: largest errors of dq, dk, dv, dg are "
         + ", ".join(f"{e:.1e}" for e in errors) + " of the largest value",
