@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.causal_conv1d.implementation import causal_conv1d
 from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import Tiles, choose
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import get_chip, interpreter, on_chip
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.problems.convolution import ConvolutionProblem
@@ -95,7 +95,7 @@ def test_lowers(kind):
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 def test_tiles_fit(kind):
-    chip = facts_of(kind)
+    chip = get_chip(kind)
     for channels in (96, 512, 8192):
         p = ConvolutionProblem(2, 8192, channels, 4, 0, True, False, "float32")
         assert choose(p, chip).vmem() <= chip.vmem // 2

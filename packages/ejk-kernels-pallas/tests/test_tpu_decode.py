@@ -12,7 +12,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import get_chip, on_chip
 from ejkernel.kernels.pallas.tpu.mla_decode.implementation import mla_decode
 from ejkernel.kernels.pallas.tpu.page_attention import tiles
 from ejkernel.kernels.pallas.tpu.page_attention.implementation import page_attention
@@ -189,7 +189,7 @@ def test_latent_trees(name):
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 def test_tiles_fit(kind):
-    chip = facts_of(kind)
+    chip = get_chip(kind)
     for h, hk, d, ps in ((32, 8, 128, 16), (64, 8, 128, 256), (128, 1, 256, 64), (8, 8, 128, 256)):
         for cache in ("bfloat16", "int8", "float32"):
             arrays = [

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter
+from ejkernel.kernels.pallas.tpu.common.chip import get_chip, interpreter
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.implementation import (
     flash_attention,
@@ -144,10 +144,10 @@ def test_query_gradient_of_its_own_kernel():
     check(call, x, *run(run_two, call, x))
     problem = Problem(1, 2**20, 2**20, 1, 1, 64, 64, "bfloat16", 1.0)
     for kind in ("TPU v4", "TPU v6 lite"):
-        assert tiles.choose(problem, facts_of(kind)).fused is None
+        assert tiles.choose(problem, get_chip(kind)).fused is None
     one_head = replace(problem, q_len=512, kv_len=512)
-    assert tiles.choose(one_head, facts_of("TPU v4")).fused is None
-    assert tiles.choose(one_head, facts_of("TPU v6 lite")).fused is not None
+    assert tiles.choose(one_head, get_chip("TPU v4")).fused is None
+    assert tiles.choose(one_head, get_chip("TPU v6 lite")).fused is not None
     q = jnp.ones((1, 8, 1, 64))
     with pytest.raises(ConfigError, match="fuses_gradients"):
         flash_attention(q, q, q, cfg={"fuses_gradients": True})

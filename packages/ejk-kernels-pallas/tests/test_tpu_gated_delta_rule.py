@@ -12,7 +12,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import get_chip, on_chip
 from ejkernel.kernels.pallas.tpu.gated_delta_rule import problem
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import invert
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.implementation import gated_delta_rule
@@ -133,7 +133,7 @@ def test_lowers(kind, channels):
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 def test_tiles_fit(kind):
-    chip = facts_of(kind)
+    chip = get_chip(kind)
     for dim in (64, 128, 256):
         for dtype in ("bfloat16", "float32"):
             sizes = (1, 4096, 8, 8, dim, dim, 0, 1.0, False, dtype, dtype, dtype)

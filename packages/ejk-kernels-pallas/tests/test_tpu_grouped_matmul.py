@@ -15,7 +15,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import get_chip, on_chip
 from ejkernel.kernels.pallas.tpu.common.segments import visits
 from ejkernel.kernels.pallas.tpu.grouped_matmul import tiles
 from ejkernel.kernels.pallas.tpu.grouped_matmul.groups import segment_bounds
@@ -147,7 +147,7 @@ MODELS = {  # rows, inner, columns, groups
 @pytest.mark.parametrize("model", MODELS)
 def test_tiles_fit(kind, model):
     """Tiles leave a quarter of vector memory, and waste at most an eighth of the columns."""
-    chip = facts_of(kind)
+    chip = get_chip(kind)
     rows, inner, columns, groups = MODELS[model]
     for dtype, stored in (("bfloat16", ""), ("float32", ""), ("bfloat16", "int8")):
         p = GroupedProblem(
@@ -195,7 +195,7 @@ def test_many_groups_need_no_loop(chip):
 
 def test_a_config_names_tiles_in_full_registers():
     p = GroupedProblem(100, 300, 200, 4, 4, False, "bfloat16", "bfloat16", "default")
-    chip = facts_of("TPU v4")
+    chip = get_chip("TPU v4")
     chosen = tiles.choose(p, chip)
 
     def sizes(**cfg: int) -> tuple[int, ...]:
@@ -223,8 +223,8 @@ def test_refuses_what_it_cannot_do():
 def test_tiles_are_legal_in_a_config(sizes, dtype):
     """Sizes that no config holds are left out, and follow from the shapes again."""
     p = GroupedProblem(*sizes, 4, 4, False, dtype, dtype, "default")
-    chosen = tiles.choose(p, facts_of("TPU v5 lite"))
+    chosen = tiles.choose(p, get_chip("TPU v5 lite"))
     for n in chosen.fields.values():
         assert 16 <= n <= 1024 and n.bit_count() == 1
-    again = chosen.apply_config(chosen.fields, p, facts_of("TPU v5 lite"))
+    again = chosen.apply_config(chosen.fields, p, get_chip("TPU v5 lite"))
     assert again == chosen

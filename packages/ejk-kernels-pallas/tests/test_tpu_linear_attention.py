@@ -11,7 +11,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import get_chip, on_chip
 from ejkernel.kernels.pallas.tpu.linear_attention import problem
 from ejkernel.kernels.pallas.tpu.linear_attention.implementation import (
     gla_attention,
@@ -102,7 +102,7 @@ def test_lowers(kind):
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 def test_tiles_fit(kind):
-    chip = facts_of(kind)
+    chip = get_chip(kind)
     for dim in (64, 128, 256):
         for dtype in ("bfloat16", "float32"):
             p = problem.Problem(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax import export
 
-from ejkernel.kernels.pallas.tpu.common.chip import current_chip, facts_of, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import current_chip, get_chip, on_chip
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.implementation import flash_attention
 from ejkernel.types import MaskInfo
@@ -78,7 +78,7 @@ def test_named_residuals_keep_the_forward_kernel_from_running_twice(policy, kern
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_tiles_fit(chip, dtype, dim):
     """Tiles fit into vector memory, and blocks waste at most an eighth of it."""
-    params = facts_of(CHIPS[chip])
+    params = get_chip(CHIPS[chip])
     for length in (1, 129, 640, 1000, 4096, 5000):
         p = Problem(1, length, length, 4, 4, dim, dim, dtype, 1.0)
         for choose, accumulators in (

@@ -11,7 +11,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import get_chip, on_chip
 from ejkernel.kernels.pallas.tpu.mean_pooling import tiles
 from ejkernel.kernels.pallas.tpu.mean_pooling.implementation import mean_pooling
 from ejkernel.ops import interpret_mode
@@ -95,7 +95,7 @@ def test_rows_that_do_not_count_may_be_nan():
     ids=str,
 )
 def test_tiles_fit(kind, p):
-    chip = facts_of(kind)
+    chip = get_chip(kind)
     t = tiles.choose(p, chip)
     assert t.vmem(p) <= chip.vmem // 4 * 3
     assert t.groups == 0 or t.rows == t.groups * p.chunk

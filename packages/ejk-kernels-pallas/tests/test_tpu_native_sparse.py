@@ -11,7 +11,7 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import get_chip, interpreter, on_chip
 from ejkernel.kernels.pallas.tpu.native_sparse_attention import problem
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.implementation import (
     native_sparse_attention,
@@ -194,7 +194,7 @@ def test_lowers(kind, flash):
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 def test_keys_fit_into_vector_memory(kind):
-    chip = facts_of(kind)
+    chip = get_chip(kind)
     p = problem.Problem(1, 32768, 64, 4, 128, 128, 64, 512, 16, 0.1, "bfloat16", False)
     if kind != "TPU v4":  # 16 MiB
         assert problem.choose(p, chip).span_backward == p.blocks

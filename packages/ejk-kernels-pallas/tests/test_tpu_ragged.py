@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter
+from ejkernel.kernels.pallas.tpu.common.chip import get_chip, interpreter
 from ejkernel.kernels.pallas.tpu.ragged_page_attention import tiles
 from ejkernel.kernels.pallas.tpu.ragged_page_attention.implementation import (
     ragged_page_attention,
@@ -222,7 +222,7 @@ def test_writes_pages(name):
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 def test_tiles_fit(kind):
-    chip = facts_of(kind)
+    chip = get_chip(kind)
     # blocks of 144 queries: strips of 512 rows would not divide them
     sizes = (
         (32, 8, 16, 512),

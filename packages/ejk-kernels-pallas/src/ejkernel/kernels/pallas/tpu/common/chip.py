@@ -42,7 +42,7 @@ class Chip:
 
 
 @functools.cache
-def facts_of(kind: str, cores: int | None = 1) -> Chip:
+def get_chip(kind: str, cores: int | None = 1) -> Chip:
     """Properties of a chip by JAX's ``device_kind``.
 
     Raises:
@@ -83,11 +83,11 @@ def current_chip() -> Chip:
     if target.kind is Backend.TPU:
         if jax.config.jax_enable_x64:  # ty: ignore[missing-attribute]
             raise Unsupported("jax_enable_x64 is on: TPU kernels cannot hold 64-bit numbers")
-        return facts_of(target.name, target.cores)
+        return get_chip(target.name, target.cores)
     if not interpreting():
         raise Unsupported(
             f"these kernels need a TPU, the target device is {target.name!r}; "
             "EJKERNEL_INTERPRET=1 runs them in an interpreter"
         )
     params, kind = _interpreter.get()
-    return replace(facts_of(kind), interpret=params)
+    return replace(get_chip(kind), interpret=params)
