@@ -115,6 +115,14 @@ def test_matches_the_oracle(name):
     check(NAMED[name], x, *results)
 
 
+def test_nan_that_a_row_sees_is_in_its_output_and_lse():
+    q, k, v = (jnp.ones((1, 40, 2, 16)) for _ in range(3))
+    run = jax.jit(functools.partial(flash_attention, causal=True, return_lse=True))
+    for x in run(q, k.at[0, 20].set(jnp.nan), v):
+        rows = np.isnan(x).reshape(40, -1)
+        assert rows[20:].all() and not rows[:20].any()
+
+
 SIZES = {"q_blocksize": 128, "kv_blocksize": 128}
 TWO_KERNELS = {
     "fwd_params": SIZES,

@@ -60,6 +60,28 @@ def inputs(group, gates=3, length=S, hk=HK):
     return arrays + [normal(1, length, h) for _ in range(gates)]
 
 
+@pytest.mark.parametrize(
+    ("blocks", "operand"), [("given", "query"), ("selected", "query"), ("given", "key")]
+)
+def test_nan_that_a_token_sees_is_in_its_output_and_gradients(blocks, operand):
+    q, k, v = inputs(2, gates=0, length=24, hk=1)
+    at = 10 if operand == "query" else 5
+    q, k = (q.at[0, at].set(jnp.nan), k) if operand == "query" else (q, k.at[0, at].set(jnp.nan))
+    options = {"block_counts": 2}
+    if blocks == "given":
+        block = jnp.arange(24, dtype=jnp.int32) // SIZE
+        options = {"block_indices": jnp.stack([0 * block, block], -1)[None, :, None]}
+    o, pull = jax.vjp(
+        lambda *args: native_sparse_attention(*args, **options, block_size=SIZE), q, k, v
+    )
+    *_, dv = pull(jnp.ones_like(o))
+    has_nan, dv_has_nan = (np.isnan(x[0]).any((1, 2)) for x in (o, dv))
+    saw = slice(10, 11) if operand == "query" else slice(5, 8)
+    assert has_nan[saw].all() and has_nan.sum() == len(has_nan[saw])
+    seen = slice(0, 4) if operand == "query" else slice(0, 8)
+    assert dv_has_nan[seen].all() and (blocks == "selected" or not dv_has_nan[12:].any())
+
+
 def test_selection_and_all_branches():
     count, window, scale = 3, 5, -0.3
     args = inputs(3, length=30, hk=1)

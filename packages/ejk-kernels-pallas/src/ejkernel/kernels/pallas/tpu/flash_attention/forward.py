@@ -84,7 +84,7 @@ def finish_rows(
     (m_ref, l_ref, acc_ref), (o_ref, lse_ref, base_ref) = rows, outputs
     m = m_ref[:, :1]
     total = jnp.sum(l_ref[...], axis=1, keepdims=True)
-    seen = total > 0.0
+    seen = total != 0.0  # NaN has seen something
     worth = unit(layout.problem)
     top, shrink, above = jnp.where(seen, m, 0.0) * worth, 1.0, 0.0
     if sink is not None:

@@ -76,7 +76,7 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
 
     for_steps(t, list_ref, scores, add)
     total = l_ref[...]
-    o = acc_ref[...] * (1.0 / jnp.where(total > 0.0, total, 1.0))
+    o = acc_ref[...] * (1.0 / jnp.where(total != 0.0, total, 1.0))
     store_rows(o_ref, o.T)
     m_out[0, 0, 0], l_out[0, 0, 0] = m_ref[...], total
 

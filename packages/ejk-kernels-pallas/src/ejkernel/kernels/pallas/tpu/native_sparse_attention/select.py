@@ -54,12 +54,15 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
         )
         top = jnp.max(jnp.where(visible, x, -jnp.inf), axis=0, keepdims=True)
         top = jnp.where(top > -jnp.inf, top, 0.0)
-        weights = jnp.where(visible, jnp.exp(jnp.minimum(x - top, 0.0)), 0.0)
+        # not a minimum, which may drop NaN
+        weights = jnp.where(visible, jnp.exp(jnp.where(x > top, 0.0, x - top)), 0.0)
         total = jnp.sum(weights, axis=0, keepdims=True)
         total_ref[...] += weights * (1.0 / jnp.where(total > 0.0, total, 1.0))
 
     lax.fori_loop(0, p.group, add_head, None)
-    score = jnp.where(visible, total_ref[...], -jnp.inf)
+    # a score of NaN is the largest: the token sees the NaN
+    score = jnp.where(jnp.isnan(total_ref[...]), jnp.inf, total_ref[...])
+    score = jnp.where(visible, score, -jnp.inf)
     total_ref[...] = jnp.where((number == first + own_block) & (own_block >= 0), jnp.inf, score)
 
     def take(slot: Any, carry: None) -> None:

@@ -71,7 +71,7 @@ class Selected:
                 return _merge(p, t, rows, attend(*span)), None
 
             o, m, total = spans.scan(add, start)[0]
-        seen = total > 0.0
+        seen = total != 0.0  # NaN has seen something
         log = jnp.log(jnp.where(seen, total, 1.0))
         base = jnp.where(seen, m + log * (1.0 / p.unit), -FLOOR)
         return (token_rows(p, t, o.astype(p.dtype), p.value_dim),), base
@@ -120,7 +120,7 @@ def _merge(p: Problem, t: Tiles, rows: Any, span: Any) -> tuple[jax.Array, ...]:
         for x, m_part in ((total, m), (total_span, m_span))
     ]
     both = totals[0] + totals[1]
-    inverse = 1.0 / jnp.where(both > 0.0, both, 1.0)
+    inverse = 1.0 / jnp.where(both != 0.0, both, 1.0)
     parts = zip((o, o_span), totals, strict=True)
     first, second = (scaled_rows(p, t, part, x * inverse) for part, x in parts)
     return first + second, top, both
