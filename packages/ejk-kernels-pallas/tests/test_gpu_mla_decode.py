@@ -52,6 +52,11 @@ def test_lse_of_partial_results_is_that_of_the_sequence(name: str) -> None:
         logits = x * c * np.log(2.0)
         want = np.logaddexp.reduce(logits, axis=1) if x.size else np.full(2, -np.inf)
         np.testing.assert_allclose(lse, want, rtol=1e-5, atol=1e-5)
+    if not lengths.any():
+        return
+    total[n, 0] = np.nan  # of the last partial result: the sequence has seen NaN
+    has_nan = np.isnan(jax.jit(merge_lse)(c, m, total, splits, lengths))
+    assert has_nan[sequence, 0] and has_nan.sum() == 1
 
 
 def test_lse_of_fixed_splits_is_that_of_the_sequence_and_has_its_bits_in_any_batch() -> None:
@@ -82,6 +87,9 @@ def test_lse_of_fixed_splits_is_that_of_the_sequence_and_has_its_bits_in_any_bat
         np.testing.assert_allclose(lse, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(lse_of([2], 5), every[2:3])
     np.testing.assert_array_equal(lse_of([4, 0, 3], 2), every[[4, 0, 3]])
+    scores[2][0, 5] = np.nan
+    has_nan = np.isnan(lse_of([2, 4], 5))
+    assert has_nan[0, 0] and has_nan.sum() == 1
 
 
 class TestCalls:

@@ -366,7 +366,7 @@ def merge_lse(
     partial_factor = factor if k_scale is None else factor[..., None]
     weight = jnp.exp2((m - shift[:, None]) * partial_factor)
     row_sum = jnp.sum(jnp.where(mine, weight * total, 0.0), axis=1)
-    return jnp.where(row_sum > 0.0, (shift * factor + jnp.log2(row_sum)) * jnp.log(2.0), -jnp.inf)
+    return _log_sum_exp(shift * factor, row_sum)
 
 
 def merge_fixed_lse(
@@ -393,7 +393,13 @@ def merge_fixed_lse(
     for i in range(is_seen.shape[1]):  # whatever their number, 0 behind the last
         weight = jnp.exp2((highs[:, i] - shift) * factor)
         row_sum += jnp.where(is_seen[:, i, None], weight * totals[:, i], 0.0)
-    return jnp.where(row_sum > 0.0, (shift * factor + jnp.log2(row_sum)) * jnp.log(2.0), -jnp.inf)
+    return _log_sum_exp(shift * factor, row_sum)
+
+
+def _log_sum_exp(top: jax.Array, row_sum: jax.Array) -> jax.Array:
+    """Returns the natural log of ``row_sum * 2**top``; -inf where the row has no keys."""
+    # a sum of NaN has keys
+    return jnp.where(row_sum != 0.0, (top + jnp.log2(row_sum)) * jnp.log(2.0), -jnp.inf)
 
 
 def partial_owners(cut_sequences: jax.Array, lengths: jax.Array) -> jax.Array:
