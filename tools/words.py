@@ -22,7 +22,7 @@ SOURCES = ("packages/*/src/**/*.py", "tools/**/*.py")
 TEXTS = ("docs/**/*.md", "README.md", "CONTRIBUTING.md")
 CEILINGS = {
     "docs": 0,
-    "ejk-kernels-pallas": 2,
+    "ejk-kernels-pallas": 1,
     "ejk-kernels-triton": 36,
     "ejk-kernels-xla": 0,
     "ejk-modules": 4,
