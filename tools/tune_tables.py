@@ -29,7 +29,7 @@ import checkout
 checkout.use()
 
 from ejkernel.modules.cli import tuning  # noqa: E402
-from ejkernel.modules.cli.output import make_output  # noqa: E402
+from ejkernel.modules.cli.app import make_output  # noqa: E402
 from ejkernel.ops import AutotunePolicy, Autotuner, AutotuneResult, target_device  # noqa: E402
 from ejkernel.ops.config.store import read_table  # noqa: E402
 from ejktest.device import described  # noqa: E402

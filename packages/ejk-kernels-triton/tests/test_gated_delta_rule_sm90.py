@@ -16,8 +16,7 @@ from ejktest.cases.delta import check_delta
 from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
 
-# of many multiprocessors, and of fewer than the programs of a call
-HOPPER = {"few": cuda_target(90), "many": cuda_target(90, 1)}
+HOPPER = cuda_target(90)
 
 pytestmark = pytest.mark.skipif(not compat.has_gluon(), reason="Gluon is older than the kernels")
 
@@ -44,11 +43,10 @@ def kernels():
     return scan_chunks_sm90, scan_with_writer_sm90, scan_gradients_sm90, row_gradients_sm90
 
 
-@pytest.mark.parametrize("programs", HOPPER)
 @pytest.mark.parametrize("eager", [True, False], ids=["early", "late"])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(name, eager, programs):
-    """Whichever partition of a program runs ahead, and whichever scans have a writer."""
+def test_values_and_gradients(name, eager):
+    """Whichever partition of a program runs ahead."""
     from ejktest.gluon_interpreter import interpreted_gluon
 
     gate, dims, cu, options = CASES[name]
@@ -59,16 +57,13 @@ def test_values_and_gradients(name, eager, programs):
         return gated_delta_rule(**args, cu_seqlens=cu, return_state=True, **options)
 
     running = interpreted_gluon(*kernels(), eager=eager)
-    with interpret_mode(), compile_for(HOPPER[programs]), running as ran:
+    with interpret_mode(), compile_for(HOPPER), running as ran:
         out, back = jax.vjp(apply, args)
         gradients = back(cotangents(*out))[0]
-    scans = ["scan_with_writer_sm90", "scan_chunks_sm90"]
-    if programs == "many":
-        scans.reverse()
-    if gate == "channel" or "cfg" in options:
-        scans = ["scan_chunks_sm90"] * 2
+    has_writer = gate == "head" and "cfg" not in options
+    scan = "scan_with_writer_sm90" if has_writer else "scan_chunks_sm90"
     of_rows = ["row_gradients_sm90"] if gate == "head" else []
-    assert ran == [scans[0], "scan_gradients_sm90", scans[1], *of_rows]
+    assert ran == [scan, "scan_gradients_sm90", scan, *of_rows]
     state_dtype = args["query"].dtype
     options = {name: x for name, x in options.items() if name != "cfg"}
     check_delta(args, (*out, gradients), cu_seqlens=cu, state_dtype=state_dtype, **options)
@@ -80,7 +75,7 @@ def test_given_tiles_are_taken():
 
     args = make("head", b=1, s=64, h=1, hk=1, dk=64, dv=64, dtype=jnp.bfloat16)
     for columns, count in ((32, 0), (64, 1)):
-        with interpret_mode(), compile_for(HOPPER["few"]), interpreted_gluon(*kernels()) as ran:
+        with interpret_mode(), compile_for(HOPPER), interpreted_gluon(*kernels()) as ran:
             gated_delta_rule(**args, cfg={"dv_tile": columns})
         assert len(ran) == count
 

@@ -19,7 +19,6 @@ from ejkernel.modules.cli.output import (
     OutputError,
     first_line,
     flush_output,
-    make_output,
     no_device,
 )
 
@@ -144,6 +143,18 @@ def common(sub: argparse.ArgumentParser, nothing: Any = None) -> None:
         "--import", dest="imports", action="append", default=nothing or [], metavar="MODULE",
         help="import a module first, so that the kernels that it defines are known",
     )  # fmt: skip
+
+
+def make_output(json: bool = False, plain: bool = False) -> Output:
+    """Returns the richest output that the reader of standard output can show."""
+    draws = (sys.stdout.encoding or "").lower().startswith("utf")  # rich's marks are not in ASCII
+    if json or plain or not (draws and sys.stdout.isatty()):
+        return Output(json)
+    try:
+        from ejkernel.modules.cli.rich_output import RichOutput
+    except ImportError:  # of rich
+        return Output()
+    return RichOutput()
 
 
 def _import(names: Sequence[str]) -> None:

@@ -249,18 +249,6 @@ class Output:
                 print_line(f"{' ' * (width + 6)}fix: {fix}")
 
 
-def make_output(json: bool = False, plain: bool = False) -> Output:
-    """Returns the richest output that the reader of standard output can show."""
-    draws = (sys.stdout.encoding or "").lower().startswith("utf")  # rich's marks are not in ASCII
-    if json or plain or not (draws and sys.stdout.isatty()):
-        return Output(json)
-    try:
-        from ejkernel.modules.cli.rich_output import RichOutput
-    except ImportError:  # of rich
-        return Output()
-    return RichOutput()
-
-
 def _finite(content: Any) -> Any:
     """Returns ``content`` with None for floats that are not finite, which JSON cannot hold."""
     if isinstance(content, float) and not math.isfinite(content):

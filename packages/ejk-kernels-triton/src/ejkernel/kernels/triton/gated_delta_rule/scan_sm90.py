@@ -12,11 +12,10 @@ run while the chain waits; the outputs of a chunk are stored during the first ma
 one.
 
 Bound: with 64 columns of a state of 128 channels a chunk is 1024 cycles of the tensor cores, and
-56 KB to read. 8192 tokens are 128 chunks: 0.07 ms on an H200. Measured with 64 programs: 0.203 ms
-for outputs and 0.148 for states (``scan`` 0.213 and 0.188), 3000 and 2200 cycles a chunk; with 2048
-programs of 2048 tokens 0.87 and 0.75 (1.69 and 1.02 with 32 columns). A warp issues in order, and
-with outputs about 300 of 680 instructions a chunk are not the chain's: ``scan_with_writer_sm90``
-has other warps for them, and ``scan.has_writer`` the figures of both.
+56 KB to read. 8192 tokens are 128 chunks: 0.07 ms on an H200. Measured with 64 programs and gates
+per channel: 0.133 ms for outputs and 0.141 for states. A warp issues in order, and with outputs
+about 300 of 680 instructions a chunk are not the chain's: calls with gates per head or without
+gates take ``scan_with_writer_sm90``, whose other warps have them.
 
 In Gluon, whose names changed until Triton 3.9 (``compat.has_gluon``). Tests run it by NumPy.
 """

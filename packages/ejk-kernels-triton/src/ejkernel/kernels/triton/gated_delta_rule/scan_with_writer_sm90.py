@@ -2,8 +2,8 @@
 
 The same results and bits as ``scan_sm90``. The warps of the chain hand S and u over through shared
 memory to four others, which compute and store the outputs, or store states and updates. What they
-do would delay the chain, because a warp issues its instructions in order; the way through shared
-memory and its barriers cost time too. ``scan.has_writer`` says when that is faster, with figures.
+do would delay the chain, because a warp issues its instructions in order. ``scan.has_writer`` has
+the times of both.
 
 In Gluon, whose names changed until Triton 3.9 (``compat.has_gluon``). Tests run it by NumPy.
 """
