@@ -182,9 +182,9 @@ def test_tiles_of_hopper_do_not_follow_the_batch():
     with batch_invariant():
         assert tiles(1) == tiles(3) == tiles(64)
         # where a tile is computed again because another needs it, its bits follow the batch
-        assert tiles(1).fwd.unshifted_first and tiles(1).fwd.marks_alone
+        assert tiles(1).fwd.unshifted_first and tiles(1).fwd.flag_per_tile
         assert tiles(1).bwd.one_way
-    assert not tiles(1).bwd.one_way and not tiles(1).fwd.marks_alone  # else this could not fail
+    assert not tiles(1).bwd.one_way and not tiles(1).fwd.flag_per_tile  # else this could not fail
 
 
 def test_what_cannot_promise_it_is_refused_by_name():
