@@ -80,7 +80,7 @@ def test_gradients_reach_every_device(kind, dtype):
         base = jnp.where(alive, jax.lax.stop_gradient(lse).max(0), 0)
         weight = jnp.exp(lse - base[None])
         total = jnp.where(alive, weight.sum(0), 1)
-        merged = (weight[..., None] * o.astype(jnp.float32)).sum(0) / total[..., None]
+        merged = (weight[..., None] * o.astype(lse.dtype)).sum(0) / total[..., None]
         return merged, base + jnp.log(total)
 
     found = jax.jit(jax.grad(partial(loss, merge), (0, 1)))(o, lse)
