@@ -13,7 +13,6 @@ import pytest
 
 from ejkernel.modules.cli import app, completion, main, report
 from ejkernel.modules.cli.output import Output
-from ejkernel.modules.cli.rich_output import RichOutput
 from ejkernel.ops.errors import reset_warnings
 
 MINE = """
@@ -167,9 +166,12 @@ def output_on(monkeypatch):
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setenv("NO_COLOR", "1")
         monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-        if rich:
-            pytest.importorskip("rich")
-        return RichOutput() if rich else Output()
+        if not rich:
+            return Output()
+        pytest.importorskip("rich")
+        from ejkernel.modules.cli.rich_output import RichOutput
+
+        return RichOutput()
 
     return make
 
@@ -214,14 +216,10 @@ def test_a_narrow_terminal_has_headings_in_place_of_columns(capsys, output_on, w
 
 
 @pytest.mark.parametrize("rich", [False, True])
-def test_a_path_longer_than_a_line_stays_whole(capsys, monkeypatch, rich):
+def test_a_path_longer_than_a_line_stays_whole(capsys, output_on, rich):
     """A path can be copied out of a remark."""
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("NO_COLOR", "1")
-    if rich:
-        pytest.importorskip("rich")
     path = "/home/someone/" + "a_folder_with_a_long_name/" * 3 + "flash_attention.json"
-    (RichOutput() if rich else Output()).note(f"recorded in {path}; ejk report shows it")
+    output_on(60, rich).note(f"recorded in {path}; ejk report shows it")
     assert f"{path};" in capsys.readouterr().err.split()
 
 
