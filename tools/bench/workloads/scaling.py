@@ -44,7 +44,7 @@ BACKWARD = 3.5
 GRACE_S = 20.0
 """Seconds after the budget in which the row that runs may end."""
 CASES_AHEAD = 3
-"""Cases whose programs are compiled beside the one that is timed."""
+"""Cases whose programs are compiled while another one is timed."""
 LEAST_S = 5.0
 """Seconds that a row needs at least: with fewer left it is not begun."""
 
@@ -130,19 +130,28 @@ class Run:
 def repeat(function: Function, calls: int) -> Function:
     """Returns a function that makes several calls; each needs all results of the one before.
 
-    XLA keeps the multiplication with 0, since floats may be NaN.
+    Its first array does, and every other with the shape of a result, as layers have keys of their
+    own: XLA would send keys that all calls share once. It keeps the multiplication with 0, since
+    floats may be NaN.
     """
 
-    def run(first: Any, *others: Any) -> Any:
-        results = function(first, *others)
+    def after(x: Any, results: list[Any], is_first: bool) -> Any:
+        for result in results:
+            if result.shape == x.shape:
+                x = x + 0 * result
+            elif is_first:
+                x = x + 0 * result[(slice(1),) * result.ndim]
+        return x
+
+    def call_in_turn(*arrays: Any) -> Any:
+        results = function(*arrays)
         for _ in range(calls - 1):
-            for before in jax.tree.leaves(results):
-                like = before.shape == first.shape
-                first = first + 0 * (before if like else before[(slice(1),) * before.ndim])
-            results = function(first, *others)
+            leaves = jax.tree.leaves(results)
+            arrays = tuple(after(x, leaves, i == 0) for i, x in enumerate(arrays))
+            results = function(*arrays)
         return results
 
-    return run
+    return call_in_turn
 
 
 def has_gpu() -> bool:
