@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -242,10 +244,26 @@ SPLIT_LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n, x in SPLIT_LENGTHS.items() if len(x) <= 200])
-def test_every_program_finds_the_fixed_split_of_the_reference(name: str) -> None:
+def run_units(body: Callable[..., None], lengths: jax.Array, shape: tuple[int, int]) -> np.ndarray:
+    """Returns the int32 array that ``body(lengths, out)`` writes, a program for each line."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(shape, jnp.int32),
+        grid=shape[:1],
+        grid_names=("unit",),
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )
+    return np.asarray(jax.jit(kernel)(lengths))
+
+
+@pytest.mark.parametrize("name", [n for n, x in SPLIT_LENGTHS.items() if len(x) <= 200])
+def test_every_program_finds_the_fixed_split_of_the_reference(name: str) -> None:
     order = split_order(np.asarray(SPLIT_LENGTHS[name]), 64)
     lengths, units = jnp.asarray(SPLIT_LENGTHS[name], jnp.int32), len(order) + 2
 
@@ -254,18 +272,7 @@ def test_every_program_finds_the_fixed_split_of_the_reference(name: str) -> None
         for i, x in enumerate(find_split(lengths, unit, step=64, capacity=10**6)):
             out[unit, i] = x
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((units, 2), jnp.int32),
-        grid=(units,),
-        grid_names=("unit",),
-        num_threads=1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
-    )
-    found = np.asarray(jax.jit(kernel)(lengths))
+    found = run_units(body, lengths, (units, 2))
     np.testing.assert_array_equal(found[:-2], order)
     assert (found[-2:, 1] == MAX_FIXED_SPLITS).all()
 
@@ -273,8 +280,6 @@ def test_every_program_finds_the_fixed_split_of_the_reference(name: str) -> None
 @pytest.mark.parametrize("units", [1, 66])
 @pytest.mark.parametrize("name", SPLIT_LENGTHS)
 def test_every_program_finds_the_unit_of_the_reference(name: str, units: int) -> None:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     lengths = jnp.asarray(SPLIT_LENGTHS[name], jnp.int32)
 
     def body(lengths, out):
@@ -283,18 +288,7 @@ def test_every_program_finds_the_unit_of_the_reference(name: str, units: int) ->
         for i, x in enumerate((*found, *cut)):
             out[unit, i] = x
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((units, 7), jnp.int32),
-        grid=(units,),
-        grid_names=("unit",),
-        num_threads=1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
-    )
-    got = np.asarray(jax.jit(kernel)(lengths))
+    got = run_units(body, lengths, (units, 7))
     schedule = split_schedule(np.asarray(SPLIT_LENGTHS[name]), units, 64)
     for found, unit in zip(got, schedule, strict=True):
         assert found[2] == unit.steps and found[5] == unit.cut.partials

@@ -51,8 +51,8 @@ def test_every_tile_is_computed_once(rows, blocks, group, programs, causal):
     assert sorted(table[table >= 0]) == list(range(rows * blocks))
 
 
-def end_of(loads, held, until):
-    """When programs end that 132 multiprocessors take in order, some of them held at first."""
+def find_end(loads, held, until):
+    """Returns when programs end that 132 multiprocessors take in order, some of them held first."""
     free = [until] * held + [0.0] * (132 - held)
     heapq.heapify(free)
     for load in loads:
@@ -62,7 +62,7 @@ def end_of(loads, held, until):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_multiprocessors_that_are_held_delay_guided_programs_little(causal):
-    """As by a kernel that sends keys, for 40% of the time of the call."""
+    """A kernel that sends keys holds them for 40% of the time of the call."""
     rows, blocks = 16, 256
     costs = np.arange(1, blocks + 1) if causal else np.full(blocks, blocks)
     assign = {"guided": schedule.assign_guided, "one": schedule.assign}
@@ -73,9 +73,9 @@ def test_multiprocessors_that_are_held_delay_guided_programs_little(causal):
         assert (table[:, 0] >= 0).all() and (table[:, -1] == -1).all()
         padded = np.append(np.tile(costs, rows) + schedule.TILE_COST, 0.0)
         loads[name] = padded[table].sum(axis=1)
-    alone = end_of(loads["one"], 0, 0.0)
-    assert end_of(loads["guided"], 0, 0.0) <= 1.01 * alone
-    held = {name: end_of(x, 8, 0.4 * alone) / alone for name, x in loads.items()}
+    alone = find_end(loads["one"], 0, 0.0)
+    assert find_end(loads["guided"], 0, 0.0) <= 1.01 * alone
+    held = {name: find_end(x, 8, 0.4 * alone) / alone for name, x in loads.items()}
     assert held["one"] >= 1.39 and held["guided"] <= 1.06
     # the first programs of all multiprocessors have a third of the work, the last have one tile
     assert loads["guided"][:132].min() >= 0.25 * alone

@@ -257,7 +257,7 @@ def call(
 
 
 def test_interpreted_without_parameters():
-    """As ``interpret_mode`` or EJKERNEL_INTERPRET=1 alone run it."""
+    """The call that ``interpret_mode`` or EJKERNEL_INTERPRET=1 alone makes."""
     q, _, _, pool, tables, starts = draw(rows=(1, 9), lens=(20, 30))
     lens = np.array([20, 30], np.int32)
     with interpreter(True):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -159,20 +160,8 @@ def merge(
 
         lax.fori_loop(0, -(-b // units), clear, jnp.int32(0))
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=(),
-        grid=(units, programs),
-        grid_names=("unit", "program"),
-        num_threads=1,
-        thread_name="wg",
-        kernel_name="mla_decode_merge",
-        compiler_params=OWN_BARRIERS,
-    )
     inputs = (partial_o, m, total, cut_sequences, lengths, *(() if k_scale is None else (k_scale,)))
-    # the kernel itself: it is mapped further out, and no version maps references
-    run = pl.run_state(lambda out: kernel.fun(out, *inputs))
-    return run(o)
+    return _write_rows(body, o, inputs, {"unit": units, "program": programs})
 
 
 def merge_at_once(
@@ -224,17 +213,25 @@ def merge_at_once(
             zeros = plgpu.layout_cast(jnp.zeros((d,), F32), _strided(d))
             for_each_row(lambda row: store(row, zeros))
 
+    inputs = (partial_o, m, total, cut_sequences, lengths, *(() if k_scale is None else (k_scale,)))
+    return _write_rows(body, o, inputs, {"sequence": b, "program": programs})
+
+
+def _write_rows(
+    body: Callable[..., None], o: jax.Array, inputs: tuple[jax.Array, ...], grid: dict[str, int]
+) -> jax.Array:
+    """Returns ``o`` with the rows that ``body(out, *inputs)`` writes, a warpgroup a program."""
     kernel = plgpu.kernel(
         body,
         out_type=(),
-        grid=(b, programs),
-        grid_names=("sequence", "program"),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=1,
         thread_name="wg",
         kernel_name="mla_decode_merge",
         compiler_params=OWN_BARRIERS,
     )
-    inputs = (partial_o, m, total, cut_sequences, lengths, *(() if k_scale is None else (k_scale,)))
+    # the kernel itself: it is mapped further out, and no version maps references
     run = pl.run_state(lambda out: kernel.fun(out, *inputs))
     return run(o)
 
