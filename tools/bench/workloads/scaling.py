@@ -181,14 +181,10 @@ class Measurement:
         if self.kind == "alone":
             run = Run(*self.case.local(self.n), self.mode, self.case.chained)
             # the last device has the most of a causal mask
-            sharing = self.n // self.case.rows
-            with one_of_many.as_device(sharing - 1, sharing):
+            with one_of_many.as_device(self.n - 1, self.n):
                 return run, run.lower()
         devices = jax.devices()[: self.n]
-        sizes = {"rows": self.case.rows, "x": self.n // self.case.rows}
-        sizes = {axis: size for axis, size in sizes.items() if size > 1}
-        types = (AxisType.Auto,) * len(sizes)
-        mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=devices)
+        mesh = jax.make_mesh((self.n,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
         make, shapes, specs = self.case.over_mesh
         places = tuple(NamedSharding(mesh, spec) for spec in specs)
         run = Run(make(mesh), shapes, self.mode, self.case.chained, places)
@@ -232,18 +228,15 @@ def measurements(args: argparse.Namespace, sizes: Sizes) -> Iterator[Measurement
     """Yields what the command asks for, as far as there are devices."""
     counts = [n for n in map(int, args.devices.split(",")) if n > 1]
     together = [n for n in counts if n <= len(jax.devices())]
-    numbers_of = {"together": together, "alone": counts}
-    kinds = [(kind, numbers_of[kind]) for kind in args.kinds.split(",")]
+    # the rows that need several devices first
+    kinds = (("together", together), ("alone", counts))
     every = [case for cases in CASES for case in cases(sizes)]
     globs = args.cases.split(",")
     chosen = [case for case in every if any(fnmatch.fnmatchcase(case.name, g) for g in globs)]
     for kind, numbers in kinds:
         # options change how devices exchange arrays, not what one of them computes
         for case in (c for c in chosen if kind == "together" or not c.options):
-            sizes_of_mesh = [n for n in numbers if case.runs_on(n)]
-            yield from (
-                Measurement(case, mode, kind, n) for n in sizes_of_mesh for mode in case.modes
-            )
+            yield from (Measurement(case, mode, kind, n) for n in numbers for mode in case.modes)
 
 
 class Compiler:

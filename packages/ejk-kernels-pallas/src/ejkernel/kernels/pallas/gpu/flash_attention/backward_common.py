@@ -124,10 +124,10 @@ def dq_operands(
     ``thread``: its index, just read; ``warpgroup`` and ``mine``, 64 rows, computed from it.
     """
     if plan.dq_by_rows:
-        keys = r.k_s.at[pl.ds(lax.div(thread, 1024) * ROWS, plan.tiles.block_kv)]
-        return r.ds_s.at[ds_slot, :, mine].T, keys
+        keys = r.k_smem.at[pl.ds(lax.div(thread, 1024) * ROWS, plan.tiles.block_kv)]
+        return r.ds_smem.at[ds_slot, :, mine].T, keys
     columns = pl.ds(warpgroup * plan.dq_columns, plan.dq_columns)
-    return r.ds_s.at[ds_slot].T, r.k_s.at[:, columns]
+    return r.ds_smem.at[ds_slot].T, r.k_smem.at[:, columns]
 
 
 def hand_over(plan: Plan, r: Any, wg: Any, n: Any, part: jax.Array) -> None:
@@ -135,7 +135,7 @@ def hand_over(plan: Plan, r: Any, wg: Any, n: Any, part: jax.Array) -> None:
     stages = plan.tiles.dq_stages
     slot = lax.rem(n, stages)
     pl.when(n >= stages)(lambda: plgpu.barrier_wait(r.dq_empty.at[slot]))
-    r.dq_s.at[slot * CONSUMERS + wg][...] = part
+    r.dq_smem.at[slot * CONSUMERS + wg][...] = part
     plgpu.commit_smem()
     plgpu.barrier_arrive(r.dq_full.at[lax.rem(n, WRITERS)])
 
@@ -163,14 +163,14 @@ def copy_side(
 
     ``name``: q or do; ``stages``: slots of it.
     """
-    tile, row, tile_s, row_s, full, empty = (
-        (r.q, r.lse, r.q_s, r.lse_s, r.q_full, r.q_empty)
+    tile, row, tile_smem, row_smem, full, empty = (
+        (r.q, r.lse, r.q_smem, r.lse_smem, r.q_full, r.q_empty)
         if name == "q"
-        else (r.do, r.delta, r.do_s, r.delta_s, r.do_full, r.do_empty)
+        else (r.do, r.delta, r.do_smem, r.delta_smem, r.do_full, r.do_empty)
     )
     pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-    plgpu.copy_gmem_to_smem(tile.at[batch, rows, head], tile_s.at[slot], full.at[slot])
-    plgpu.copy_gmem_to_smem(row.at[batch, head, rows], row_s.at[slot], full.at[slot])
+    plgpu.copy_gmem_to_smem(tile.at[batch, rows, head], tile_smem.at[slot], full.at[slot])
+    plgpu.copy_gmem_to_smem(row.at[batch, head, rows], row_smem.at[slot], full.at[slot])
 
 
 def copy_step(r: Any, batch: Any, head: Any, i: Any, n: Any, block: int, stages: int) -> None:

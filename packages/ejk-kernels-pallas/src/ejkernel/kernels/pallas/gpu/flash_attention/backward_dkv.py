@@ -112,7 +112,7 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
                 plgpu.barrier_wait(r.q_full.at[slot])
 
                 def scores(acc: Any) -> jax.Array:
-                    plgpu.wgmma(acc, r.k_s, r.q_s.at[slot].T)
+                    plgpu.wgmma(acc, r.k_smem, r.q_smem.at[slot].T)
                     plgpu.wgmma_wait(1)
 
                     @pl.when(n > 0)  # the dv of the step before is done with its tile
@@ -122,7 +122,7 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
                 s = pl.run_scoped(scores, plgpu.ACC(SHAPE))
-                less = spread(read(r.lse_s.at[slot], COLUMN), SHAPE, 1)
+                less = spread(read(r.lse_smem.at[slot], COLUMN), SHAPE, 1)
                 x, slope = base2(problem, s, less)
                 if needs_masks(plan, r):
                     word = program.block, i
@@ -139,17 +139,17 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
                 def _() -> None:
                     plgpu.barrier_wait(r.p_empty.at[p_slot])
 
-                r.p_s.at[p_slot][...] = passed.astype(dtype)
+                r.p_smem.at[p_slot][...] = passed.astype(dtype)
                 plgpu.barrier_arrive(r.p_full.at[p_slot])
                 plgpu.barrier_wait(r.do_full.at[slot])
-                plgpu.wgmma(dv_acc, p, r.do_s.at[slot])
+                plgpu.wgmma(dv_acc, p, r.do_smem.at[slot])
 
             program.for_each_block(add_values)
             plgpu.wgmma_wait(0)
             return dv_acc[...]
 
         dv = pl.run_scoped(accumulate, plgpu.ACC((ROWS, value_dim)))
-        out = r.k_s if value_dim == dim else r.dv_s  # only this warpgroup reads k
+        out = r.k_smem if value_dim == dim else r.dv_smem  # only this warpgroup reads k
         out[...] = dv.astype(dtype)
         plgpu.commit_smem()
         rows = pl.ds(program.first_key, ROWS)
@@ -165,7 +165,7 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
                 plgpu.barrier_wait(r.do_full.at[slot])
 
                 def value_scores(acc: Any) -> jax.Array:
-                    plgpu.wgmma(acc, r.v_s, r.do_s.at[slot].T)
+                    plgpu.wgmma(acc, r.v_smem, r.do_smem.at[slot].T)
                     plgpu.wgmma_wait(1)
 
                     @pl.when(n > 0)  # the dk of the step before is done with its tile
@@ -175,14 +175,14 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
                 dp = pl.run_scoped(value_scores, plgpu.ACC(SHAPE))
-                dp = dp + spread(read(r.delta_s.at[slot], COLUMN), SHAPE, 1)
+                dp = dp + spread(read(r.delta_smem.at[slot], COLUMN), SHAPE, 1)
                 plgpu.barrier_arrive(r.do_empty.at[slot])
                 plgpu.barrier_wait(r.p_full.at[p_slot])
-                p = read(r.p_s.at[p_slot], LAYOUT)
+                p = read(r.p_smem.at[p_slot], LAYOUT)
                 ds = (p.astype(jnp.float32) * dp).astype(dtype)
                 plgpu.barrier_arrive(r.p_empty.at[p_slot])
                 plgpu.barrier_wait(r.q_full.at[slot])
-                plgpu.wgmma(dk_acc, ds, r.q_s.at[slot])
+                plgpu.wgmma(dk_acc, ds, r.q_smem.at[slot])
 
             n = program.for_each_block(add_keys)
             plgpu.wgmma_wait(0)
@@ -190,7 +190,7 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
 
         dk, n = pl.run_scoped(accumulate, plgpu.ACC((ROWS, dim)))
         # the last step's tile of q: the other warpgroup was done with it before it passed p
-        out = r.q_s.at[lax.rem(n + 1, STAGES)]
+        out = r.q_smem.at[lax.rem(n + 1, STAGES)]
         out[...] = (dk * problem.scale).astype(dtype)
         plgpu.commit_smem()
         rows = pl.ds(program.first_key, ROWS)
@@ -200,8 +200,8 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
     def produce(r: Any, program: _Program) -> None:
         b = program.batch
         keys = pl.ds(program.first_key, ROWS)
-        plgpu.copy_gmem_to_smem(r.k.at[b, keys, program.kv_head], r.k_s, r.k_full)
-        plgpu.copy_gmem_to_smem(r.v.at[b, keys, program.kv_head], r.v_s, r.v_full)
+        plgpu.copy_gmem_to_smem(r.k.at[b, keys, program.kv_head], r.k_smem, r.k_full)
+        plgpu.copy_gmem_to_smem(r.v.at[b, keys, program.kv_head], r.v_smem, r.v_full)
 
         def copy_block(h: Any, i: Any, n: Any, masked: Any) -> None:
             del masked
@@ -214,22 +214,22 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
 
     barrier = plgpu.Barrier
     scratch = {
-        "delta_s": plgpu.SMEM((STAGES, ROWS), jnp.float32),
+        "delta_smem": plgpu.SMEM((STAGES, ROWS), jnp.float32),
         "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
         "do_full": barrier(num_arrivals=2, num_barriers=STAGES),  # do and delta
-        "do_s": tiled((STAGES, ROWS, value_dim), dtype),
-        **({} if value_dim == dim else {"dv_s": tiled((ROWS, value_dim), dtype)}),
+        "do_smem": tiled((STAGES, ROWS, value_dim), dtype),
+        **({} if value_dim == dim else {"dv_smem": tiled((ROWS, value_dim), dtype)}),
         "k_full": barrier(),
-        "k_s": tiled((ROWS, dim), dtype),
-        "lse_s": plgpu.SMEM((STAGES, ROWS), jnp.float32),
+        "k_smem": tiled((ROWS, dim), dtype),
+        "lse_smem": plgpu.SMEM((STAGES, ROWS), jnp.float32),
         "p_empty": barrier(num_barriers=2),
         "p_full": barrier(num_barriers=2),
-        "p_s": tiled((2, ROWS, ROWS), dtype),
+        "p_smem": tiled((2, ROWS, ROWS), dtype),
         "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
         "q_full": barrier(num_arrivals=2, num_barriers=STAGES),  # q and lse
-        "q_s": tiled((STAGES, ROWS, dim), dtype),
+        "q_smem": tiled((STAGES, ROWS, dim), dtype),
         "v_full": barrier(),
-        "v_s": tiled((ROWS, value_dim), dtype),
+        "v_smem": tiled((ROWS, value_dim), dtype),
     }
     kv_shape = (problem.batch, padded_rows(problem.kv_len), problem.kv_heads)
     outputs = {

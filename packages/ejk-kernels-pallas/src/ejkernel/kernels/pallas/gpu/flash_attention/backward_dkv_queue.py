@@ -86,8 +86,8 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
         Indices are float32 there, exact up to 2^24: keys of more blocks would fit no GPU.
         """
         named = {
-            "lse_s": r.rows_s.at[pl.ds(0, stages)],
-            "delta_s": r.rows_s.at[pl.ds(stages, stages)],
+            "lse_smem": r.rows_smem.at[pl.ds(0, stages)],
+            "delta_smem": r.rows_smem.at[pl.ds(stages, stages)],
         }
         return SimpleNamespace(**vars(r), **named)
 
@@ -98,7 +98,7 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
         def arrived(number: Any) -> Any:
             kv = lax.rem(number, KV_BUFFERS)
             plgpu.barrier_wait(r.kv_full.at[kv])
-            return r.rows_s[2 * stages, kv].astype(jnp.int32)
+            return r.rows_smem[2 * stages, kv].astype(jnp.int32)
 
         def one_block(carry: Any) -> Any:
             unit, number, before = carry
@@ -126,10 +126,10 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
                         plgpu.barrier_wait(r.q_full.at[slot])
                         plgpu.barrier_wait(r.do_full.at[slot])
                         if plan.lse_in_sum:
-                            s_acc[...] = spread(read(r.lse_s.at[slot], COLUMN), shape, 1)
-                        dp_acc[...] = spread(read(r.delta_s.at[slot], COLUMN), shape, 1)
-                        plgpu.wgmma(s_acc, r.k_s.at[kv, mine], r.q_s.at[slot].T)
-                        plgpu.wgmma(dp_acc, r.v_s.at[kv, mine], r.do_s.at[slot].T)
+                            s_acc[...] = spread(read(r.lse_smem.at[slot], COLUMN), shape, 1)
+                        dp_acc[...] = spread(read(r.delta_smem.at[slot], COLUMN), shape, 1)
+                        plgpu.wgmma(s_acc, r.k_smem.at[kv, mine], r.q_smem.at[slot].T)
+                        plgpu.wgmma(dp_acc, r.v_smem.at[kv, mine], r.do_smem.at[slot].T)
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
                         @pl.when(n > 0)  # dk and dv of the step before are done with its tiles
@@ -141,13 +141,13 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
                         pl.when((t == 0) & (number > 0))(give_back)
                         x, tanh = logits(plan, r, (b, h), j, first_row, large, s, i, masked)
                         if not plan.lse_in_sum:
-                            x = x + spread(read(r.lse_s.at[slot], COLUMN), shape, 1)
+                            x = x + spread(read(r.lse_smem.at[slot], COLUMN), shape, 1)
                         p = jnp.exp2(x)
-                        plgpu.wgmma(dv_acc, p.astype(dtype), r.do_s.at[slot])
+                        plgpu.wgmma(dv_acc, p.astype(dtype), r.do_smem.at[slot])
                         ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                         if tanh is not None:
                             ds = ds * (1.0 - tanh * tanh)
-                        plgpu.wgmma(dk_acc, ds.astype(dtype), r.q_s.at[slot])
+                        plgpu.wgmma(dk_acc, ds.astype(dtype), r.q_smem.at[slot])
 
                     pl.run_scoped(matmuls, plgpu.ACC(shape), plgpu.ACC(shape))
 
@@ -158,7 +158,7 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
             dk, dv, steps = pl.run_scoped(
                 accumulate, plgpu.ACC((ROWS, dim)), plgpu.ACC((ROWS, value_dim))
             )
-            results = ((dk * problem.scale, r.k_s, r.dk), (dv, r.v_s, r.dv))
+            results = ((dk * problem.scale, r.k_smem, r.dk), (dv, r.v_smem, r.dv))
             out = (b, pl.ds(first_row, ROWS), program.kv_head)
             pl.when((steps == 0) & (number > 0))(give_back)
             if parts > 1:
@@ -185,7 +185,7 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
         def announce(unit: Any, number: Any) -> Any:
             kv = lax.rem(number, KV_BUFFERS)
             pl.when(number >= KV_BUFFERS)(lambda: plgpu.barrier_wait(r.kv_empty.at[kv]))
-            r.rows_s[2 * stages, kv] = unit.astype(jnp.float32)
+            r.rows_smem[2 * stages, kv] = unit.astype(jnp.float32)
             return kv
 
         def one_block(carry: Any) -> Any:
@@ -193,8 +193,8 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
             program = Program(plan, r, unit)
             kv = announce(unit, number)
             at = (program.batch, pl.ds(program.block * block_kv, block_kv), program.kv_head)
-            plgpu.copy_gmem_to_smem(r.k.at[at], r.k_s.at[kv], r.kv_full.at[kv])
-            plgpu.copy_gmem_to_smem(r.v.at[at], r.v_s.at[kv], r.kv_full.at[kv])
+            plgpu.copy_gmem_to_smem(r.k.at[at], r.k_smem.at[kv], r.kv_full.at[kv])
+            plgpu.copy_gmem_to_smem(r.v.at[at], r.v_smem.at[kv], r.kv_full.at[kv])
 
             def of_head(h: Any) -> Callable[..., None]:
                 def copy_block(i: Any, t: Any, masked: Any) -> None:
@@ -219,11 +219,11 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
 
     barrier = plgpu.Barrier
     scratch = {
-        "k_s": tiled((KV_BUFFERS, block_kv, dim), dtype),
-        "v_s": tiled((KV_BUFFERS, block_kv, value_dim), dtype),
-        "q_s": tiled((stages, block_q, dim), dtype),
-        "do_s": tiled((stages, block_q, value_dim), dtype),
-        "rows_s": plgpu.SMEM((2 * stages + 1, block_q), jnp.float32),
+        "k_smem": tiled((KV_BUFFERS, block_kv, dim), dtype),
+        "v_smem": tiled((KV_BUFFERS, block_kv, value_dim), dtype),
+        "q_smem": tiled((stages, block_q, dim), dtype),
+        "do_smem": tiled((stages, block_q, value_dim), dtype),
+        "rows_smem": plgpu.SMEM((2 * stages + 1, block_q), jnp.float32),
         "kv_full": barrier(num_arrivals=2, num_barriers=KV_BUFFERS),
         "kv_empty": barrier(num_arrivals=CONSUMERS, num_barriers=KV_BUFFERS),
         "q_full": barrier(num_arrivals=2, num_barriers=stages),  # q and lse

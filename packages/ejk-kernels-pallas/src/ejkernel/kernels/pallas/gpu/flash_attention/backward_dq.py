@@ -135,32 +135,34 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
     def arrived(r: Any) -> Any:
         """Returns the work unit of the next rows, once they have arrived."""
         plgpu.barrier_wait(r.q_full)
-        return r.rows_s[len(row_values), 0].astype(jnp.int32)
+        return r.rows_smem[len(row_values), 0].astype(jnp.int32)
 
     def announce(r: Any, unit: Any, i: Any) -> None:
         pl.when(i > 0)(lambda: plgpu.barrier_wait(r.q_empty))
-        r.rows_s[len(row_values), 0] = unit.astype(jnp.float32)
+        r.rows_smem[len(row_values), 0] = unit.astype(jnp.float32)
 
     def consume(r: Any, _: None, wg: Any) -> None:
         rows = pl.ds(wg * ROWS, ROWS)
-        out = (r.dq_s if holds else r.q_s).at[rows]  # only this warpgroup reads these rows
+        out = (r.dq_smem if holds else r.q_smem).at[rows]  # only this warpgroup reads these rows
 
         def one_block(carry: Any) -> Any:
             unit, before = carry
             program = Program(plan, r, unit)
             first_q = program.block * BLOCK_Q + wg * ROWS
             at = (program.batch, program.head, pl.ds(first_q, ROWS))
-            lse, delta = (read(r.rows_s.at[n, rows], ROW) for n in range(2))
-            in_registers = [read(x.at[rows], LAYOUT) for x in (r.q_s, r.do_s)] if holds else []
+            lse, delta = (read(r.rows_smem.at[n, rows], ROW) for n in range(2))
+            in_registers = (
+                [read(x.at[rows], LAYOUT) for x in (r.q_smem, r.do_smem)] if holds else []
+            )
             if finds_delta:
-                o, do = read(r.o_s.at[rows], LAYOUT), in_registers[1]
+                o, do = read(r.o_smem.at[rows], LAYOUT), in_registers[1]
                 delta = delta - jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=1)
             if holds:
                 plgpu.barrier_arrive(r.q_empty)
             if finds_delta:
-                r.less_s.at[rows][...] = delta
+                r.less_smem.at[rows][...] = delta
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(r.less_s.at[rows], r.less.at[at])
+                plgpu.copy_smem_to_gmem(r.less_smem.at[rows], r.less.at[at])
 
             def accumulate(dq_acc: Any) -> Any:
                 def add_block(j: Any, n: Any, masked: Any) -> None:
@@ -171,15 +173,15 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
                     if not holds:
                         thread = read_thread()
                         mine = pl.ds(lax.div(thread, 128) * ROWS, ROWS)
-                        left = [r.q_s.at[mine], r.do_s.at[mine]]
+                        left = [r.q_smem.at[mine], r.do_smem.at[mine]]
                         v_index = v_slot if v_count > 1 else lax.div(thread, 1024)
 
                     def scores(s_acc: Any) -> None:
-                        plgpu.wgmma(s_acc, left[0], r.k_s.at[slot].T)
+                        plgpu.wgmma(s_acc, left[0], r.k_smem.at[slot].T)
 
                     def slopes(s_acc: Any, dp_acc: Any) -> jax.Array:
                         """Returns ds, once the matmul of do and v is complete."""
-                        plgpu.wgmma(dp_acc, left[1], r.v_s.at[v_index].T)
+                        plgpu.wgmma(dp_acc, left[1], r.v_smem.at[v_index].T)
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
                         @pl.when(n > 0)  # the dq of the step before is done with its block
@@ -209,7 +211,7 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
                         ds = pl.run_scoped(together, plgpu.ACC(SHAPE), plgpu.ACC(SHAPE))
                     else:
                         ds = pl.run_scoped(v_last, plgpu.ACC(SHAPE))
-                    plgpu.wgmma(dq_acc, ds, r.k_s.at[slot])
+                    plgpu.wgmma(dq_acc, ds, r.k_smem.at[slot])
 
                 steps = program.for_each_block(add_block)
                 plgpu.wgmma_wait(0)
@@ -242,18 +244,20 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
             rows = pl.ds(program.block * BLOCK_Q, BLOCK_Q)
             for name in widths:
                 at = (program.batch, rows, program.head)
-                plgpu.copy_gmem_to_smem(getattr(r, name).at[at], getattr(r, f"{name}_s"), r.q_full)
+                plgpu.copy_gmem_to_smem(
+                    getattr(r, name).at[at], getattr(r, f"{name}_smem"), r.q_full
+                )
             for n, name in enumerate(row_values):
                 at = (program.batch, program.head, rows)
-                plgpu.copy_gmem_to_smem(getattr(r, name).at[at], r.rows_s.at[n], r.q_full)
+                plgpu.copy_gmem_to_smem(getattr(r, name).at[at], r.rows_smem.at[n], r.q_full)
 
             def copy_block(j: Any, n: Any, masked: Any) -> None:
                 del masked
                 n = n + before
                 at = (program.batch, pl.ds(j * ROWS, ROWS), program.kv_head)
-                for tile, tile_s, full, empty, stages in (
-                    (r.k, r.k_s, r.k_full, r.k_empty, k_count),
-                    (r.v, r.v_s, r.v_full, r.v_empty, v_count),
+                for tile, tile_smem, full, empty, stages in (
+                    (r.k, r.k_smem, r.k_full, r.k_empty, k_count),
+                    (r.v, r.v_smem, r.v_full, r.v_empty, v_count),
                 ):
                     slot = lax.rem(n, stages)
 
@@ -261,7 +265,7 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
                     def _(empty: Any = empty, slot: Any = slot) -> None:
                         plgpu.barrier_wait(empty.at[slot])
 
-                    plgpu.copy_gmem_to_smem(tile.at[at], tile_s.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(tile.at[at], tile_smem.at[slot], full.at[slot])
 
             steps = program.for_each_block(copy_block)
             return next_block(), i + 1, before + steps
@@ -278,12 +282,12 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
 
     barrier = plgpu.Barrier
     scratch = {
-        **{f"{name}_s": tiled((BLOCK_Q, width), dtype) for name, width in widths.items()},
-        **({"dq_s": tiled((BLOCK_Q, dim), dtype)} if holds else {}),
-        "k_s": tiled((k_count, ROWS, dim), dtype),
-        "v_s": tiled((v_count, ROWS, value_dim), dtype),
-        "rows_s": plgpu.SMEM((len(row_values) + 1, BLOCK_Q), jnp.float32),
-        **({"less_s": plgpu.SMEM((BLOCK_Q,), jnp.float32)} if finds_delta else {}),
+        **{f"{name}_smem": tiled((BLOCK_Q, width), dtype) for name, width in widths.items()},
+        **({"dq_smem": tiled((BLOCK_Q, dim), dtype)} if holds else {}),
+        "k_smem": tiled((k_count, ROWS, dim), dtype),
+        "v_smem": tiled((v_count, ROWS, value_dim), dtype),
+        "rows_smem": plgpu.SMEM((len(row_values) + 1, BLOCK_Q), jnp.float32),
+        **({"less_smem": plgpu.SMEM((BLOCK_Q,), jnp.float32)} if finds_delta else {}),
         "q_full": barrier(num_arrivals=arrivals),
         "q_empty": barrier(num_arrivals=CONSUMERS),
         **{

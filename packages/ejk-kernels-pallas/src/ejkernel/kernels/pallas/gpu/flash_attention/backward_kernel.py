@@ -149,28 +149,28 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
                     plgpu.barrier_wait(r.q_full.at[slot])
                     plgpu.barrier_wait(r.do_full.at[slot])
                     if plan.lse_in_sum:
-                        row_lse = read(r.lse_s.at[slot], COLUMN)
+                        row_lse = read(r.lse_smem.at[slot], COLUMN)
                         s_acc[...] = spread(row_lse, shape, 1)
-                    row_delta = read(r.delta_s.at[slot], COLUMN)
+                    row_delta = read(r.delta_smem.at[slot], COLUMN)
                     dp_acc[...] = spread(row_delta, shape, 1)
-                    plgpu.wgmma(s_acc, r.k_s.at[mine], r.q_s.at[slot].T)
-                    plgpu.wgmma(dp_acc, r.v_s.at[mine], r.do_s.at[slot].T)
+                    plgpu.wgmma(s_acc, r.k_smem.at[mine], r.q_smem.at[slot].T)
+                    plgpu.wgmma(dp_acc, r.v_smem.at[mine], r.do_smem.at[slot].T)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     x, tanh = logits(plan, r, (b, h), j, first_row, large, s, i, masked)
                     if not plan.lse_in_sum:
-                        row_lse = read(r.lse_s.at[slot], COLUMN)
+                        row_lse = read(r.lse_smem.at[slot], COLUMN)
                         x = x + spread(row_lse, shape, 1)
                     p = jnp.exp2(x)
-                    plgpu.wgmma(dv_acc, p.astype(dtype), r.do_s.at[slot])
+                    plgpu.wgmma(dv_acc, p.astype(dtype), r.do_smem.at[slot])
                     ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     if tanh is not None:
                         ds = ds * (1.0 - tanh * tanh)
                     ds = ds.astype(dtype)
                     # the other slot may still be read for the dq of the step before
-                    r.ds_s.at[ds_slot, rows][...] = ds
+                    r.ds_smem.at[ds_slot, rows][...] = ds
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(r.ds_full)
-                    plgpu.wgmma(dk_acc, ds, r.q_s.at[slot])
+                    plgpu.wgmma(dk_acc, ds, r.q_smem.at[slot])
                     plgpu.barrier_wait(r.ds_full)
 
                 pl.run_scoped(key_side, plgpu.ACC(shape), plgpu.ACC(shape))
@@ -193,7 +193,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         dk_sum, dv_sum = pl.run_scoped(
             accumulate, plgpu.ACC((ROWS, dim)), plgpu.ACC((ROWS, value_dim))
         )
-        results = ((dk_sum * problem.scale, r.k_s, r.dk), (dv_sum, r.v_s, r.dv))
+        results = ((dk_sum * problem.scale, r.k_smem, r.dk), (dv_sum, r.v_smem, r.dv))
         out = (b, pl.ds(first_row, ROWS), program.kv_head)
 
         def add() -> None:
@@ -204,10 +204,10 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
             for total, _, ref in results:
                 for c in range(0, total.shape[1], dq_columns):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    r.dq_s.at[wg][...] = total[:, c : c + dq_columns]
+                    r.dq_smem.at[wg][...] = total[:, c : c + dq_columns]
                     plgpu.commit_smem()
                     part = ref.at[*out, pl.ds(c, dq_columns)]
-                    send = functools.partial(plgpu.copy_smem_to_gmem, r.dq_s.at[wg], part)
+                    send = functools.partial(plgpu.copy_smem_to_gmem, r.dq_smem.at[wg], part)
                     pl.when(before == 0)(send)
                     pl.when(before > 0)(functools.partial(send, reduction_op="add"))
             plgpu.wait_smem_to_gmem(0)
@@ -229,8 +229,8 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
     def produce(r: Any, program: Program) -> None:
         b, h = program.batch, program.head
         at = (b, pl.ds(program.block * block_kv, block_kv), program.kv_head)
-        plgpu.copy_gmem_to_smem(r.k.at[at], r.k_s, r.kv_full)
-        plgpu.copy_gmem_to_smem(r.v.at[at], r.v_s, r.kv_full)
+        plgpu.copy_gmem_to_smem(r.k.at[at], r.k_smem, r.kv_full)
+        plgpu.copy_gmem_to_smem(r.v.at[at], r.v_smem, r.kv_full)
 
         def copy_block(i: Any, n: Any, masked: Any) -> None:
             del masked
@@ -262,7 +262,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
             def send(**options: Any) -> None:
                 for c in range(CONSUMERS):
                     options["commit_group"] = c == CONSUMERS - 1
-                    plgpu.copy_smem_to_gmem(r.dq_s.at[slot * CONSUMERS + c], part(c), **options)
+                    plgpu.copy_smem_to_gmem(r.dq_smem.at[slot * CONSUMERS + c], part(c), **options)
 
             plgpu.barrier_wait(r.dq_full.at[writer])
             plgpu.semaphore_wait(turns, turn, decrement=False, memory_scope="gpu")
@@ -287,14 +287,14 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
 
     barrier = plgpu.Barrier
     scratch = {
-        "k_s": tiled((block_kv, dim), dtype),
-        "v_s": tiled((block_kv, value_dim), dtype),
-        "q_s": tiled((tiles.q_buffers, block_q, dim), dtype),
-        "do_s": tiled((stages, block_q, value_dim), dtype),
-        "lse_s": plgpu.SMEM((tiles.q_buffers, block_q), jnp.float32),
-        "delta_s": plgpu.SMEM((stages, block_q), jnp.float32),
-        "dq_s": tiled((tiles.dq_stages * CONSUMERS, ROWS, dq_columns), jnp.float32),
-        "ds_s": tiled((2, block_kv, block_q), dtype),
+        "k_smem": tiled((block_kv, dim), dtype),
+        "v_smem": tiled((block_kv, value_dim), dtype),
+        "q_smem": tiled((tiles.q_buffers, block_q, dim), dtype),
+        "do_smem": tiled((stages, block_q, value_dim), dtype),
+        "lse_smem": plgpu.SMEM((tiles.q_buffers, block_q), jnp.float32),
+        "delta_smem": plgpu.SMEM((stages, block_q), jnp.float32),
+        "dq_smem": tiled((tiles.dq_stages * CONSUMERS, ROWS, dq_columns), jnp.float32),
+        "ds_smem": tiled((2, block_kv, block_q), dtype),
         "kv_full": barrier(num_arrivals=2),
         "q_full": barrier(num_arrivals=2, num_barriers=tiles.q_buffers),  # q and lse
         "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and delta

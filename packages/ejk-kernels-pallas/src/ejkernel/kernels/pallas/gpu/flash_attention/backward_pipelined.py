@@ -69,8 +69,8 @@ def add_ahead(
         slot = lax.rem(n, tiles.q_buffers)
         *_, mine = thread_rows()
         plgpu.barrier_wait(r.q_full.at[slot])
-        s_acc[...] = spread(read(r.lse_s.at[slot], COLUMN), shape, 1)
-        plgpu.wgmma(s_acc, r.k_s.at[mine], r.q_s.at[slot].T)
+        s_acc[...] = spread(read(r.lse_smem.at[slot], COLUMN), shape, 1)
+        plgpu.wgmma(s_acc, r.k_smem.at[mine], r.q_smem.at[slot].T)
 
     def probabilities(s: jax.Array, n: Any) -> jax.Array:
         """Returns p of step n, whose do has been copied then."""
@@ -88,12 +88,12 @@ def add_ahead(
     def gradient_of_logits(n: Any, p: jax.Array, dp_acc: Any) -> jax.Array:
         """Returns ds of step n, also in shared memory, and adds to dv."""
         slot, (*_, mine) = lax.rem(n, tiles.stages), thread_rows()
-        dp_acc[...] = spread(read(r.delta_s.at[slot], COLUMN), shape, 1)
-        plgpu.wgmma(dp_acc, r.v_s.at[mine], r.do_s.at[slot].T)
-        plgpu.wgmma(dv_acc, p, r.do_s.at[slot])
+        dp_acc[...] = spread(read(r.delta_smem.at[slot], COLUMN), shape, 1)
+        plgpu.wgmma(dp_acc, r.v_smem.at[mine], r.do_smem.at[slot].T)
+        plgpu.wgmma(dv_acc, p, r.do_smem.at[slot])
         ds = (p.astype(jnp.float32) * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)).astype(dtype)
         # the other slot may still be read for the dq of the step before
-        r.ds_s.at[lax.rem(n, 2), pl.ds(wg * ROWS, ROWS)][...] = ds
+        r.ds_smem.at[lax.rem(n, 2), pl.ds(wg * ROWS, ROWS)][...] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(r.ds_full)
         plgpu.wgmma_wait(0)  # dv, whose operand gives up its registers
@@ -107,7 +107,7 @@ def add_ahead(
         def multiply_ds(*s_acc: Any) -> jax.Array:
             if ahead:
                 multiply_keys(*s_acc, n + 1)
-            plgpu.wgmma(dk_acc, ds, r.q_s.at[lax.rem(n, tiles.q_buffers)])
+            plgpu.wgmma(dk_acc, ds, r.q_smem.at[lax.rem(n, tiles.q_buffers)])
             plgpu.barrier_wait(r.ds_full)
 
             def add_query_side(dq_acc: Any) -> jax.Array:

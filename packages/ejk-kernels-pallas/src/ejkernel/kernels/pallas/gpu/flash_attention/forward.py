@@ -103,18 +103,18 @@ class ForwardKernel:
         """Copies the queries of this program's i-th tile, which begin at row ``first``."""
         t = self.form.tiles
         slot = lax.rem(i, t.q_stages)
-        pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[slot]))
+        pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_empty.at[slot]))
         source = r.q.at[tile.batch, pl.ds(first, t.block_q), tile.head]
-        plgpu.copy_gmem_to_smem(source, r.q_smem.at[slot], r.q_ready.at[slot])
+        plgpu.copy_gmem_to_smem(source, r.q_smem.at[slot], r.q_full.at[slot])
 
     def load(self, r: Any, tensor: str, tile: Any, j: Any, n: Any) -> None:
         """Copies block j of "k" or "v", this program's n-th, to a free buffer."""
         stages = self.form.tiles.stages
-        smem, ready, free = (getattr(r, f"{tensor}_{x}") for x in ("smem", "ready", "free"))
+        smem, full, empty = (getattr(r, f"{tensor}_{x}") for x in ("smem", "full", "empty"))
         slot = lax.rem(n, stages)
         source = self.loader.source(r, tile, j)  # computed while waiting for the buffer
-        pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-        self.loader.copy(r, tensor, tile, source, smem.at[slot], ready.at[slot])
+        pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+        self.loader.copy(r, tensor, tile, source, smem.at[slot], full.at[slot])
 
     # ---- consumers --------------------------------------------------------------------------
 
@@ -175,9 +175,9 @@ class ForwardKernel:
             j2 = jnp.where(new, tile2.stop - 1, j - 1)
             ids = one_id(form, r, tile2, j2)
             q_slot = lax.rem(i2, t.q_stages)
-            pl.when(new)(lambda: plgpu.barrier_wait(r.q_ready.at[q_slot]))
+            pl.when(new)(lambda: plgpu.barrier_wait(r.q_full.at[q_slot]))
             q_regs2 = lax.cond(new, lambda: load_q(i2), lambda: q_regs)
-            plgpu.barrier_wait(r.k_ready.at[next_slot])
+            plgpu.barrier_wait(r.k_full.at[next_slot])
 
             def overlapped(s_acc):
                 scores(s_acc, q_regs2, i2, n + 1)
@@ -192,15 +192,15 @@ class ForwardKernel:
                 else:
                     ahead3 = lax.cond(new, read_on, lambda: ahead) if ahead2 is None else ahead2
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                plgpu.barrier_arrive(r.k_free.at[next_slot])
+                plgpu.barrier_arrive(r.k_empty.at[next_slot])
                 last = j2 == tile2.start
-                pl.when(last)(lambda: plgpu.barrier_arrive(r.q_free.at[q_slot]))
+                pl.when(last)(lambda: plgpu.barrier_arrive(r.q_empty.at[q_slot]))
                 before = lax.cond(new, lambda: start(form), lambda: state)
                 p2, state2, alpha = softmax(self, r, s, tile2, j2, ids, before)
                 # this wait ends the basic block: the exponentials stay before the next wait
-                plgpu.barrier_wait(r.v_ready.at[next_slot])
+                plgpu.barrier_wait(r.v_full.at[next_slot])
                 o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                plgpu.barrier_arrive(r.v_free.at[slot])
+                plgpu.barrier_arrive(r.v_empty.at[slot])
 
                 def finish():
                     finish_tile(tile, i, o, state)
@@ -225,8 +225,8 @@ class ForwardKernel:
             j = tile.stop - 1
             i, n = (jnp.int32(x) for x in start_at)
             q_slot, slot = lax.rem(i, t.q_stages), lax.rem(n, t.stages)
-            plgpu.barrier_wait(r.q_ready.at[q_slot])
-            plgpu.barrier_wait(r.k_ready.at[slot])
+            plgpu.barrier_wait(r.q_full.at[q_slot])
+            plgpu.barrier_wait(r.k_full.at[slot])
             q_regs = load_q(i)
 
             def first(s_acc):
@@ -234,11 +234,11 @@ class ForwardKernel:
                 return s_acc[...]
 
             s = pl.run_scoped(first, plgpu.ACC(shape, F32))
-            plgpu.barrier_arrive(r.k_free.at[slot])
-            pl.when(j == tile.start)(lambda: plgpu.barrier_arrive(r.q_free.at[q_slot]))
+            plgpu.barrier_arrive(r.k_empty.at[slot])
+            pl.when(j == tile.start)(lambda: plgpu.barrier_arrive(r.q_empty.at[q_slot]))
             ids = one_id(form, r, tile, j)
             p_now, state, _ = softmax(self, r, s, tile, j, ids, start(form))
-            plgpu.barrier_wait(r.v_ready.at[slot])
+            plgpu.barrier_wait(r.v_full.at[slot])
             self.loader.prepare_values(r, tile, j, slot)
             second = jnp.int32(1)
             if scheduler.prefetches_late:
@@ -260,7 +260,7 @@ class ForwardKernel:
             finish_tile(tile, i, o_acc[...], state)
             plgpu.wait_smem_to_gmem(0)
             if form.unshifted:  # the buffer is used again if a tile is
-                plgpu.barrier_arrive(r.v_free.at[slot])
+                plgpu.barrier_arrive(r.v_empty.at[slot])
             if t.cluster > 1:  # no program exits while another may still signal to it
                 plgpu.barrier_arrive(r.done.at[0])
                 plgpu.barrier_wait(r.done.at[0])
@@ -323,12 +323,12 @@ class ForwardKernel:
             k_smem = smem(t.stages, t.block_kv, p.dim)
             v_smem = smem(t.stages, t.block_kv, p.value_dim)
 
-        def free(n):
+        def consumer_barrier(n):
             return plgpu.Barrier(num_arrivals=t.consumers, num_barriers=n)
 
-        def free_everywhere(n):
+        def cluster_barrier(n):
             if t.cluster == 1:
-                return free(n)
+                return consumer_barrier(n)
             return plgpu.ClusterBarrier(
                 collective_axes=(MEMBER,), num_arrivals=t.consumers, num_barriers=n
             )
@@ -339,17 +339,17 @@ class ForwardKernel:
             "k_smem": k_smem,
             "v_smem": v_smem,
             "o_smem": tiled((t.block_q, t.o_columns), jnp.dtype(p.output_dtype)),
-            "q_ready": plgpu.Barrier(num_barriers=t.q_stages),
-            "k_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
-            "v_ready": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
-            "q_free": free(t.q_stages),
-            "k_free": free_everywhere(t.stages),
-            "v_free": free_everywhere(t.stages),
+            "q_full": plgpu.Barrier(num_barriers=t.q_stages),
+            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
+            "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
+            "q_empty": consumer_barrier(t.q_stages),
+            "k_empty": cluster_barrier(t.stages),
+            "v_empty": cluster_barrier(t.stages),
         } | self.epilogue.scratch()
         if self.form.tiles.unshifted_first:
-            scratch["first_pass_done"] = free(1)
+            scratch["first_pass_done"] = consumer_barrier(1)
         if t.cluster > 1:
-            scratch["done"] = free_everywhere(1)
+            scratch["done"] = cluster_barrier(1)
         scratch |= self.scheduler.scratch()
         return scratch if self.prologue is None else scratch | self.prologue.scratch(self)
 

@@ -72,10 +72,10 @@ class DenseLoader:
         rows = pl.ds(j * self.form.tiles.block_kv, self.form.tiles.block_kv)
         return tile.batch, rows, lax.div(tile.head, self.form.problem.group)
 
-    def copy(self, r: Any, tensor: str, tile: Tile, source: Any, smem: Any, ready: Any) -> None:
-        """Starts the copy of a block of "k" or "v", which signals to ``ready``."""
+    def copy(self, r: Any, tensor: str, tile: Tile, source: Any, smem: Any, full: Any) -> None:
+        """Starts the copy of a block of "k" or "v", which signals to ``full``."""
         axes = MEMBER if self.form.tiles.cluster > 1 else None
-        plgpu.copy_gmem_to_smem(getattr(r, tensor).at[source], smem, ready, collective_axes=axes)
+        plgpu.copy_gmem_to_smem(getattr(r, tensor).at[source], smem, full, collective_axes=axes)
 
     def prepare_values(self, r: Any, tile: Tile, j: Any, slot: Any) -> None:
         """Does nothing with the values of block j: the copy engine has zeroed rows past the end."""
@@ -86,13 +86,13 @@ class EightBitLoader(DenseLoader):
     """Contiguous keys of 8 bits, and values ``[b, heads, d, kv_len]``: matmuls of 8 bits sum over
     adjacent values."""
 
-    def copy(self, r: Any, tensor: str, tile: Tile, source: Any, smem: Any, ready: Any) -> None:
+    def copy(self, r: Any, tensor: str, tile: Tile, source: Any, smem: Any, full: Any) -> None:
         if tensor == "k":
-            super().copy(r, tensor, tile, source, smem, ready)
+            super().copy(r, tensor, tile, source, smem, full)
             return
         batch, rows, head = source
         axes = MEMBER if self.form.tiles.cluster > 1 else None
-        plgpu.copy_gmem_to_smem(r.v.at[batch, head, :, rows], smem, ready, collective_axes=axes)
+        plgpu.copy_gmem_to_smem(r.v.at[batch, head, :, rows], smem, full, collective_axes=axes)
 
 
 @dataclass(frozen=True)

@@ -185,10 +185,10 @@ class Weights:
 
         def publish(i: Any, tile: Tile) -> None:
             slot = lax.rem(i, TILES_AHEAD)
-            pl.when(i >= TILES_AHEAD)(lambda: plgpu.barrier_wait(r.tile_free.at[slot]))
+            pl.when(i >= TILES_AHEAD)(lambda: plgpu.barrier_wait(r.tile_empty.at[slot]))
             r.next_tiles[slot, 0] = tile.number
             r.next_tiles[slot, 1] = tile.steps
-            plgpu.barrier_arrive(r.tile_ready.at[slot])
+            plgpu.barrier_arrive(r.tile_full.at[slot])
 
         def schedule_one(state: Any) -> Any:
             i, n, tile, cursor, carry = state
@@ -214,9 +214,9 @@ class Weights:
 
         def receive(i: Any) -> tuple[Any, Any]:
             slot = lax.rem(i, TILES_AHEAD)
-            plgpu.barrier_wait(r.tile_ready.at[slot])
+            plgpu.barrier_wait(r.tile_full.at[slot])
             number, steps = r.next_tiles[slot, 0], r.next_tiles[slot, 1]
-            plgpu.barrier_arrive(r.tile_free.at[slot])
+            plgpu.barrier_arrive(r.tile_empty.at[slot])
             return number, steps
 
         def follow_one(state: Any) -> Any:
@@ -235,12 +235,12 @@ class Weights:
 
         def hand_over(slot: Any, low: Any, high: Any) -> None:
             """Clears the rows of other groups in a step and hands it over."""
-            plgpu.barrier_wait(r.ready_partial.at[slot])
+            plgpu.barrier_wait(r.full_partial.at[slot])
             for operand in (r.a, r.b):
                 clear_rows(operand.at[slot], low, high)
             plgpu.commit_smem()
             for _ in range(COPIES):
-                plgpu.barrier_arrive(r.ready.at[slot])
+                plgpu.barrier_arrive(r.full.at[slot])
 
         def per_tile(tile: Tile, n: Any, waiting: Any) -> Any:
             _, down, across = self.origin_of(tile.number)
@@ -250,7 +250,7 @@ class Weights:
                 row = tile.first + s * ROWS
                 low, high = tile.start - row, tile.end - row
                 is_partial = (low > 0) | (high < ROWS)
-                pl.when(n + s >= self.stages)(lambda: plgpu.barrier_wait(r.free.at[slot]))
+                pl.when(n + s >= self.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
 
                 def start(barrier: Any) -> None:
                     rows = pl.ds(row, ROWS)
@@ -259,8 +259,8 @@ class Weights:
                     b = r.dout.at[rows, pl.ds(across, ACROSS)]
                     plgpu.copy_gmem_to_smem(b, r.b.at[slot], barrier.at[slot])
 
-                pl.when(is_partial)(lambda: start(r.ready_partial))
-                pl.when(jnp.logical_not(is_partial))(lambda: start(r.ready))
+                pl.when(is_partial)(lambda: start(r.full_partial))
+                pl.when(jnp.logical_not(is_partial))(lambda: start(r.full))
                 pl.when(waiting[0] >= 0)(lambda: hand_over(*waiting))
                 return jnp.where(is_partial, slot, -1), low, high
 
@@ -275,9 +275,9 @@ class Weights:
         pl.when(waiting[0] >= 0)(lambda: hand_over(*waiting))
         # no warpgroup may signal to a program that has exited
         for slot in range(self.stages):
-            pl.when(slot < steps)(lambda slot=slot: plgpu.barrier_wait(r.free.at[slot]))
+            pl.when(slot < steps)(lambda slot=slot: plgpu.barrier_wait(r.empty.at[slot]))
         for slot in range(TILES_AHEAD):
-            pl.when(slot <= tiles)(lambda slot=slot: plgpu.barrier_wait(r.tile_free.at[slot]))
+            pl.when(slot <= tiles)(lambda slot=slot: plgpu.barrier_wait(r.tile_empty.at[slot]))
 
     # ---- consumers --------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class Weights:
             def accumulate(acc: Any) -> Any:
                 def add_step(s: Any, carry: Any) -> Any:
                     slot = lax.rem(n + s, self.stages)
-                    plgpu.barrier_wait(r.ready.at[slot])
+                    plgpu.barrier_wait(r.full.at[slot])
                     rows = r.a.at[slot, :, pl.ds(wg * ROWS, ROWS)]
                     plgpu.wgmma(acc, rows.T, r.b.at[slot])
                     for i in range(PARTS):
@@ -326,7 +326,7 @@ class Weights:
 
                     @pl.when(s > 0)
                     def release() -> None:
-                        plgpu.barrier_arrive(r.free.at[lax.rem(n + s - 1, self.stages)])
+                        plgpu.barrier_arrive(r.empty.at[lax.rem(n + s - 1, self.stages)])
 
                     return carry
 
@@ -339,7 +339,7 @@ class Weights:
 
             following, finished = pl.run_scoped(accumulate, plgpu.ACC((ROWS, ACROSS), F32))
             last = lax.rem(n + steps - 1, self.stages)
-            pl.when(steps > 0)(lambda: plgpu.barrier_arrive(r.free.at[last]))
+            pl.when(steps > 0)(lambda: plgpu.barrier_arrive(r.empty.at[last]))
             return following, (finished, t)
 
         finished = plgpu.layout_cast(jnp.zeros((ROWS, ACROSS), self.dtype), LAYOUT)
@@ -356,13 +356,13 @@ class Weights:
             "a": tiled((self.stages, ROWS, DOWN), dtype),
             "b": tiled((self.stages, ROWS, ACROSS), dtype),
             "staged": tiled((CONSUMERS, self.staged, ROWS, self.piece), dtype),
-            "ready": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
-            "ready_partial": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
-            "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.stages),
+            "full": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
+            "full_partial": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
+            "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.stages),
             # number, steps, unused, index taken from the counter
             "next_tiles": plgpu.SMEM((TILES_AHEAD, 4), jnp.int32),
-            "tile_ready": plgpu.Barrier(num_barriers=TILES_AHEAD),
-            "tile_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=TILES_AHEAD),
+            "tile_full": plgpu.Barrier(num_barriers=TILES_AHEAD),
+            "tile_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=TILES_AHEAD),
         }
 
     def __call__(

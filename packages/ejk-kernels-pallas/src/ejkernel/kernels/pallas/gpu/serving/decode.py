@@ -110,10 +110,10 @@ class RowDecoder:
     def scratch(self, kernel: Any) -> dict[str, Any]:
         """Returns the barriers of the halves of both buffers."""
         n, copies = HEADS * HALVES, max(1, _step_keys(kernel) // kernel.loader.page_size)
-        ready = plgpu.Barrier(num_arrivals=copies, num_barriers=n)
-        free = plgpu.Barrier(num_barriers=n)
+        full = plgpu.Barrier(num_arrivals=copies, num_barriers=n)
+        empty = plgpu.Barrier(num_barriers=n)
         cleared = plgpu.Barrier(num_arrivals=HEADS)
-        halves = {"ks_ready": ready, "vs_ready": ready, "ks_free": free, "vs_free": free}
+        halves = {"ks_full": full, "vs_full": full, "ks_empty": empty, "vs_empty": empty}
         return halves | {"cleared": cleared}
 
     def produce(self, kernel: Any, r: Any) -> None:
@@ -125,8 +125,8 @@ class RowDecoder:
 
         def copy_steps(tensor: str, tile: Any, n: Any) -> Any:
             """Copies the keys or values of an item; returns the number of the step after it."""
-            smem, ready, free = (
-                getattr(r, f"{tensor}{name}") for name in ("_smem", "s_ready", "s_free")
+            smem, full, empty = (
+                getattr(r, f"{tensor}{name}") for name in ("_smem", "s_full", "s_empty")
             )
 
             def step(j: Any, n: Any) -> Any:
@@ -135,42 +135,42 @@ class RowDecoder:
                 for buffer in range(HEADS):
                     of_head = replace(tile, head=tile.head + buffer * group)
                     at, target = buffer * HALVES + half, _half(kernel, smem, buffer, half)
-                    pl.when(n >= HALVES)(lambda at=at: plgpu.barrier_wait(free.at[at]))
-                    kernel.loader.copy(r, tensor, of_head, source, target, ready.at[at])
+                    pl.when(n >= HALVES)(lambda at=at: plgpu.barrier_wait(empty.at[at]))
+                    kernel.loader.copy(r, tensor, of_head, source, target, full.at[at])
                 return n + 1
 
             return lax.fori_loop(0, _steps(kernel, tile), step, n)
 
-        def wait_free(tensor: str, n: Any) -> None:
-            free = getattr(r, f"{tensor}s_free")
+        def wait_empty(tensor: str, n: Any) -> None:
+            empty = getattr(r, f"{tensor}s_empty")
             for back in range(HALVES):
                 half = lax.rem(lax.max(n - 1 - back, 0), HALVES)
                 for buffer in range(HEADS):
                     at = buffer * HALVES + half
-                    pl.when(n > back)(lambda at=at: plgpu.barrier_wait(free.at[at]))
+                    pl.when(n > back)(lambda at=at: plgpu.barrier_wait(empty.at[at]))
 
         def copy_keys() -> None:
             def item(carry: Any, row: Any, head: Any, tile: Any) -> Any:
                 i, n = carry
                 slot = lax.rem(i, t.q_stages)
-                pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[slot]))
+                pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_empty.at[slot]))
                 heads = pl.ds(head, HEADS * group)
                 target = r.q_smem.at[slot, pl.ds(0, HEADS * group)]
-                plgpu.copy_gmem_to_smem(r.q.at[0, row, heads], target, r.q_ready.at[slot])
+                plgpu.copy_gmem_to_smem(r.q.at[0, row, heads], target, r.q_full.at[slot])
                 return i + 1, copy_steps("k", tile, n)
 
             zero = jnp.int32(0)
             i, n = _for_each_item(kernel, r, count, item, (zero, zero))
-            wait_free("k", n)
+            wait_empty("k", n)
             for back in range(t.q_stages):
                 slot = lax.rem(lax.max(i - 1 - back, 0), t.q_stages)
-                pl.when(i > back)(lambda slot=slot: plgpu.barrier_wait(r.q_free.at[slot]))
+                pl.when(i > back)(lambda slot=slot: plgpu.barrier_wait(r.q_empty.at[slot]))
 
         def copy_values() -> None:
             def item(n: Any, row: Any, head: Any, tile: Any) -> Any:
                 return copy_steps("v", tile, n)
 
-            wait_free("v", _for_each_item(kernel, r, count, item, jnp.int32(0)))
+            wait_empty("v", _for_each_item(kernel, r, count, item, jnp.int32(0)))
 
         in_warps(copy_keys, copy_values)
 
@@ -198,7 +198,7 @@ class RowDecoder:
         def item(carry: Any, row: Any, head: Any, tile: Any) -> Any:
             i, n = carry
             slot = lax.rem(i, t.q_stages)
-            plgpu.barrier_wait(r.q_ready.at[slot])
+            plgpu.barrier_wait(r.q_full.at[slot])
             q = r.q_smem.at[slot, pl.ds(0, ROWS)]
 
             def attend(o_acc: Any) -> Any:
@@ -207,14 +207,14 @@ class RowDecoder:
                     half = lax.rem(n, HALVES)
                     at = wg * HALVES + half
                     k, v = (_half(kernel, smem, wg, half) for smem in (r.k_smem, r.v_smem))
-                    plgpu.barrier_wait(r.ks_ready.at[at])
+                    plgpu.barrier_wait(r.ks_full.at[at])
 
                     def multiply(s_acc: Any) -> Any:
                         plgpu.wgmma(s_acc, q, k.T)
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
                     s = pl.run_scoped(multiply, plgpu.ACC((ROWS, keys), F32))
-                    plgpu.barrier_arrive(r.ks_free.at[at])
+                    plgpu.barrier_arrive(r.ks_empty.at[at])
                     left = tile.kv_len - j * keys
 
                     def hide() -> jax.Array:
@@ -222,17 +222,17 @@ class RowDecoder:
 
                     s = lax.cond(left < keys, hide, lambda: s)
                     x, state, alpha = softmax_step(unmasked, s, (), tuple(state), hide_nothing)
-                    plgpu.barrier_wait(r.vs_ready.at[at])
+                    plgpu.barrier_wait(r.vs_full.at[at])
                     loader.clear(v, left)
                     o_acc[...] = scale_rows(o_acc[...], alpha)
                     plgpu.wgmma(o_acc, x.astype(p.dtype), v)
                     plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(r.vs_free.at[at])
+                    plgpu.barrier_arrive(r.vs_empty.at[at])
                     return n + 1, *state
 
                 carry = (n, *begin())
                 n2, _, total, *_ = lax.fori_loop(0, _steps(kernel, tile), step, carry)
-                plgpu.barrier_arrive(r.q_free.at[slot])
+                plgpu.barrier_arrive(r.q_empty.at[slot])
                 share = 1.0 / jnp.where(total == 0.0, 1.0, total)
                 o = o_acc[...] * lax.broadcast_in_dim(share, (ROWS, p.value_dim), [0])
                 first = wg * p.group

@@ -313,7 +313,7 @@ class MLADecodeKernel:
         """Returns the columns of this program's queries in registers; starts to copy the others."""
         rows = pl.ds(self.program_position()[1] * ROWS, ROWS)
         tail = pl.ds(Q_TAIL, LATENT + ROPE - Q_TAIL)
-        plgpu.copy_gmem_to_smem(r.q.at[sequence, rows, tail], r.q_tail, r.q_ready)
+        plgpu.copy_gmem_to_smem(r.q.at[sequence, rows, tail], r.q_tail, r.q_full)
         return tuple(load_rows(r.q.at[sequence, rows, pl.ds(first, n)]) for _, first, n in HELD)
 
     def compute_scores(self, r: Any) -> None:
@@ -327,7 +327,7 @@ class MLADecodeKernel:
 
         def publish(n: Any, probs: Any, alpha: Any, m: Any, total: Any, is_last: Any) -> None:
             """Writes the probabilities of step n, and after the last the share of the values."""
-            pl.when(n > 0)(lambda: plgpu.barrier_wait(r.p_free))
+            pl.when(n > 0)(lambda: plgpu.barrier_wait(r.p_empty))
             r.p[...] = probs
             r.row_factors[ALPHA] = alpha
 
@@ -340,7 +340,7 @@ class MLADecodeKernel:
 
         def multiply(s_acc: Any, q_regs: Any, n: Any, has_probs: Any, before: list) -> Any:
             slot = lax.rem(n, loader.stages)
-            plgpu.barrier_wait(r.ready.at[slot])
+            plgpu.barrier_wait(r.main_full.at[slot])
             for x, (half, _, columns) in zip(q_regs, HELD, strict=True):
                 plgpu.wgmma(s_acc, x, r.main.at[slot, half, :, pl.ds(0, columns)].T)
             tail = r.main.at[slot, HALVES - 1, :, pl.ds(HALF - 64, 64)]
@@ -349,7 +349,7 @@ class MLADecodeKernel:
             plgpu.wgmma(s_acc, r.q_tail.at[:, pl.ds(64, ROPE)], r.rope.T)
             pl.when(has_probs)(lambda: publish(n - 1, *before, jnp.bool_(False)))
             plgpu.wgmma_wait(1)  # the values of the step before start behind all but one matmul
-            pl.when(has_probs)(lambda: plgpu.barrier_arrive(r.p_ready))
+            pl.when(has_probs)(lambda: plgpu.barrier_arrive(r.p_full))
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
         def step(q_regs: Any, n: Any, at: Step, is_first: Any, state: Any) -> Any:
@@ -392,7 +392,7 @@ class MLADecodeKernel:
             """
             q_regs = self.load_queries(r, at.sequence) if early is None else early
             steps = jnp.minimum(count - n, at.steps - at.j)
-            plgpu.barrier_wait(r.q_ready)
+            plgpu.barrier_wait(r.q_full)
 
             def some_step(i: Any, carry: Any) -> Any:
                 at, *state = carry
@@ -405,7 +405,7 @@ class MLADecodeKernel:
             # accumulated and written while the next queries are loaded
             last = n + steps - 1
             publish(last, *state, jnp.bool_(True))
-            plgpu.barrier_arrive(r.p_ready)
+            plgpu.barrier_arrive(r.p_full)
             at = at._replace(j=at.j + steps - 1)
             _, _, top, total = state
             target = (self.partial(r, at, last), pl.ds(block * ROWS, ROWS))
@@ -434,7 +434,7 @@ class MLADecodeKernel:
                 lax.while_loop(lambda x: x[0] < count, lambda x: attend(*x), state)
 
         if early is not None:  # no copy may arrive behind the end of a program
-            pl.when(count == 0)(lambda: plgpu.barrier_wait(r.q_ready))
+            pl.when(count == 0)(lambda: plgpu.barrier_wait(r.q_full))
 
     # ---- values -----------------------------------------------------------------------------
 
@@ -468,8 +468,8 @@ class MLADecodeKernel:
                 slot = lax.rem(n, loader.stages)
                 values = r.main.at[slot, half]
                 boxes = loader.boxes_before_wait(r, ahead)
-                plgpu.barrier_wait(r.ready.at[slot])
-                plgpu.barrier_wait(r.p_ready)
+                plgpu.barrier_wait(r.main_full.at[slot])
+                plgpu.barrier_wait(r.p_full)
                 alpha = read(r.row_factors.at[ALPHA], ROW, optimized=False)
                 for acc in accs:
                     acc[...] = scale_rows(acc[...], alpha, clear=True)
@@ -483,7 +483,7 @@ class MLADecodeKernel:
                 pl.when(is_last)(lambda: store(at, n, *loaded))
                 for acc, x in zip(accs, loaded, strict=True):
                     acc[...] = x
-                plgpu.barrier_arrive(r.p_free)
+                plgpu.barrier_arrive(r.p_empty)
                 loader.after_step(r, n, ahead, half, count)
                 return self.next_step(r, ahead)
 
@@ -494,20 +494,20 @@ class MLADecodeKernel:
     # ---- launch -----------------------------------------------------------------------------
 
     def scratch(self) -> dict[str, Any]:
-        """Returns shared memory and barriers by name."""
+        """Returns shared memory and barriers by name, in the order of their addresses."""
         loaded = self.loader.scratch()
+        rope, rope_full, main_full = (loaded.pop(x) for x in ("rope", "rope_full", "main_full"))
         return {
-            "main": loaded.pop("main"),
-            "rope": loaded.pop("rope"),
-            "q_tail": tiled((ROWS, LATENT + ROPE - Q_TAIL), self.dtype),
-            "p": tiled((ROWS, STEP), self.dtype),
-            "row_factors": plgpu.SMEM((SHARE + 1, ROWS), F32),  # an array takes 1 KB at least
-            "q_ready": plgpu.Barrier(),
-            "ready": loaded.pop("ready"),
-            "rope_ready": loaded.pop("rope_ready"),
-            "p_ready": plgpu.Barrier(),
-            "p_free": plgpu.Barrier(num_arrivals=HALVES),
             **loaded,
+            "p": tiled((ROWS, STEP), self.dtype),
+            "q_tail": tiled((ROWS, LATENT + ROPE - Q_TAIL), self.dtype),
+            "rope": rope,
+            "row_factors": plgpu.SMEM((SHARE + 1, ROWS), F32),  # an array takes 1 KB at least
+            "p_empty": plgpu.Barrier(num_arrivals=HALVES),
+            "p_full": plgpu.Barrier(),
+            "q_full": plgpu.Barrier(),
+            "main_full": main_full,
+            "rope_full": rope_full,
         }
 
     def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -542,11 +542,11 @@ class MLADecodeKernel:
         inputs = {"q": q, "cache": cache, "tables": tables, "lengths": lengths}
         if k_scale is not None:
             inputs["k_scale"] = k_scale
-        outputs = self.outputs()
+        outputs, scratch = self.outputs(), self.scratch()
 
-        def body(*refs: Any, **scratch: Any) -> None:
-            named = {"k_scale": None} | dict(zip((*inputs, *outputs), refs, strict=True))
-            r = SimpleNamespace(**named, **self.loader.named(scratch))
+        def body(*refs: Any) -> None:
+            arrays = dict(zip((*inputs, *outputs, *scratch), refs, strict=True))
+            r = SimpleNamespace(**({"k_scale": None} | self.loader.named(arrays)))
             wg = lax.axis_index("wg")
             pl.when(wg == SCORES)(lambda: self.compute_scores(r))
             pl.when(wg < HALVES)(lambda: self.accumulate_values(r))
@@ -554,7 +554,7 @@ class MLADecodeKernel:
         kernel = plgpu.kernel(
             body,
             out_type=tuple(outputs.values()),
-            scratch_types=self.scratch(),
+            scratch_types=list(scratch.values()),
             grid=(self.units * self.blocks,),
             grid_names=("program",),
             num_threads=HALVES + 1,
@@ -599,21 +599,21 @@ class Loader:
             boxes.append((token, page, first))
         return boxes
 
-    def load(self, r: Any, boxes: list, columns: Any, target: Any, ready: Any) -> None:
+    def load(self, r: Any, boxes: list, columns: Any, target: Any, full: Any) -> None:
         for token, page, first in boxes:
             source = r.cache.at[page, pl.ds(first, self.box_tokens), columns]
-            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(token, self.box_tokens)], ready)
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(token, self.box_tokens)], full)
 
     def load_rope(self, r: Any, boxes: list) -> None:
-        self.load(r, boxes, pl.ds(LATENT, ROPE), r.rope, r.rope_ready)
+        self.load(r, boxes, pl.ds(LATENT, ROPE), r.rope, r.rope_full)
 
     def wait_rope(self, r: Any) -> None:
-        plgpu.barrier_wait(r.rope_ready)
+        plgpu.barrier_wait(r.rope_full)
 
     def load_half(self, r: Any, boxes: list, n: Any, half: Any) -> None:
         """Starts to copy half of the columns of step n's values."""
         slot, columns = lax.rem(n, self.stages), pl.ds(half * HALF, HALF)
-        self.load(r, boxes, columns, r.main.at[slot, half], r.ready.at[slot])
+        self.load(r, boxes, columns, r.main.at[slot, half], r.main_full.at[slot])
 
     def load_first(self, r: Any, half: Any, count: Any) -> Step:
         """Starts to copy the first steps; returns the first step that is not started."""
@@ -641,17 +641,17 @@ class Loader:
     def after_step(self, r: Any, n: Any, ahead: Step, half: Any, count: Any) -> None:
         """Does nothing more."""
 
-    def named(self, scratch: dict[str, Any]) -> dict[str, Any]:
-        """Returns shared memory by name, with a name for each view of shared buffers."""
-        return scratch
+    def named(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arrays of a program by name, with a name for each view of one buffer."""
+        return arrays
 
     def scratch(self) -> dict[str, Any]:
         dtype, boxes = self.kernel.dtype, STEP // self.box_tokens
         return {
             "main": tiled((self.stages, HALVES, STEP, HALF), dtype),
             "rope": tiled((STEP, ROPE), dtype),
-            "ready": plgpu.Barrier(num_arrivals=HALVES * boxes, num_barriers=self.stages),
-            "rope_ready": plgpu.Barrier(num_arrivals=boxes),
+            "main_full": plgpu.Barrier(num_arrivals=HALVES * boxes, num_barriers=self.stages),
+            "rope_full": plgpu.Barrier(num_arrivals=boxes),
         }
 
 
@@ -666,7 +666,7 @@ class EightBitLoader(Loader):
         return self.kernel.problem.key_dtype
 
     def load_rope(self, r: Any, boxes: list) -> None:
-        self.load(r, boxes, pl.ds(LATENT, ROPE), r.rope_bytes.at[1], r.rope_ready)
+        self.load(r, boxes, pl.ds(LATENT, ROPE), r.rope_bytes.at[1], r.rope_full)
 
     def wait_rope(self, r: Any) -> None:
         super().wait_rope(r)
@@ -676,8 +676,8 @@ class EightBitLoader(Loader):
     def load_half(self, r: Any, boxes: list, n: Any, half: Any) -> None:
         staged = lax.rem(n, EIGHT_BIT_STAGED)
         target = r.main_bytes.at[staged, half]
-        landed = r.landed.at[half * EIGHT_BIT_STAGED + staged]
-        self.load(r, boxes, pl.ds(half * HALF, HALF), target, landed)
+        bytes_full = r.bytes_full.at[half * EIGHT_BIT_STAGED + staged]
+        self.load(r, boxes, pl.ds(half * HALF, HALF), target, bytes_full)
 
     def convert_part(self, r: Any, n: Any, half: Any, part: int) -> None:
         """Converts the columns that one of the matmuls of values reads in step n."""
@@ -687,15 +687,15 @@ class EightBitLoader(Loader):
         convert_rows(source, r.main.at[slot, half, :, columns], self.cache_dtype)
 
     def convert_first(self, r: Any, n: Any, half: Any) -> None:
-        landed = half * EIGHT_BIT_STAGED + lax.rem(n, EIGHT_BIT_STAGED)
-        plgpu.barrier_wait(r.landed.at[landed])
+        bytes_full = half * EIGHT_BIT_STAGED + lax.rem(n, EIGHT_BIT_STAGED)
+        plgpu.barrier_wait(r.bytes_full.at[bytes_full])
         self.convert_part(r, n, half, 0)
 
     def convert_others(self, r: Any, n: Any, half: Any) -> None:
         for part in range(1, HALF // COLUMNS):
             self.convert_part(r, n, half, part)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(r.ready.at[lax.rem(n, self.stages)])
+        plgpu.barrier_arrive(r.main_full.at[lax.rem(n, self.stages)])
 
     def load_first(self, r: Any, half: Any, count: Any) -> Step:
         ahead = super().load_first(r, half, count)
@@ -728,9 +728,9 @@ class EightBitLoader(Loader):
         load = lambda: self.load_half(r, self.boxes(r, ahead), following, half)  # noqa: E731
         pl.when(following < count)(load)
 
-    def named(self, scratch: dict[str, Any]) -> dict[str, Any]:
-        rope, rope_bytes = scratch["rope"]
-        return scratch | {"rope": rope, "rope_bytes": rope_bytes}
+    def named(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        rope, rope_bytes = arrays["rope"]
+        return arrays | {"rope": rope, "rope_bytes": rope_bytes}
 
     def scratch(self) -> dict[str, Any]:
         scratch, boxes = super().scratch(), STEP // self.box_tokens
@@ -738,6 +738,6 @@ class EightBitLoader(Loader):
         return scratch | {
             "main_bytes": plgpu.SMEM((EIGHT_BIT_STAGED, HALVES, STEP, HALF), dtype),
             "rope": plgpu.RefUnion(scratch["rope"], plgpu.SMEM((2, STEP, ROPE), dtype)),
-            "landed": plgpu.Barrier(num_arrivals=boxes, num_barriers=EIGHT_BIT_STAGED * HALVES),
-            "ready": plgpu.Barrier(num_arrivals=HALVES, num_barriers=self.stages),
+            "bytes_full": plgpu.Barrier(num_arrivals=boxes, num_barriers=EIGHT_BIT_STAGED * HALVES),
+            "main_full": plgpu.Barrier(num_arrivals=HALVES, num_barriers=self.stages),
         }

@@ -282,11 +282,11 @@ class PagedLoader:
         copies = block // self.page_size
         return [(page_of(j * copies + i), pl.ds(0, self.page_size)) for i in range(copies)]
 
-    def copy(self, r: Any, tensor: str, tile: Any, source: Any, smem: Any, ready: Any) -> None:
+    def copy(self, r: Any, tensor: str, tile: Any, source: Any, smem: Any, full: Any) -> None:
         head = 2 * lax.div(tile.head, self.form.problem.group) + (tensor == "v")
         for i, (page, tokens) in enumerate(source):
             target = smem.at[pl.ds(i * tokens.size, tokens.size)]
-            plgpu.copy_gmem_to_smem(r.cache.at[page, tokens, head], target, ready)
+            plgpu.copy_gmem_to_smem(r.cache.at[page, tokens, head], target, full)
 
     def prepare_values(self, r: Any, tile: PageTile, j: Any, slot: Any) -> None:
         """Zeroes the values behind the last key.
