@@ -38,6 +38,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench-out"))
     p.add_argument("--shapes", type=int, default=2000, help="shapes: how many new ones")
     p.add_argument("--devices", default="2,4,8", help="scaling: numbers of devices")
+    p.add_argument("--kinds", default="together,alone", help="scaling: which rows")
+    p.add_argument("--lock", type=pathlib.Path, help="scaling: a file, held while a row is timed")
     p.add_argument("--budget-s", type=float, help="scaling: seconds in which it ends")
     p.add_argument("--limit", type=float, help="first_call: most seconds over JAX's own, warm")
     return p.parse_known_args(argv)

@@ -30,9 +30,9 @@ SENDS = {
 }
 
 LAYERS = 16
-"""Calls of latent decoding in a row."""
+"""Calls in a row that take less time than a host needs to launch a program on several devices."""
 RINGS = 4
-"""Calls of a shared sequence in a row."""
+"""Calls of a shared sequence of up to 64k tokens in a row; longer ones hide what a launch costs."""
 
 Function = Callable[..., Any]
 Shapes = tuple[tuple[int, ...], ...]
@@ -42,7 +42,7 @@ Shapes = tuple[tuple[int, ...], ...]
 class Sizes:
     """Sizes of the calls."""
 
-    tokens: tuple[int, ...] = (65536, 131072)
+    tokens: tuple[int, ...] = (65536, 131072, 524288)
     heads: int = 16
     dim: int = 128
     batch: int = 4
@@ -55,7 +55,7 @@ class Sizes:
     latent: int = 512
     rope: int = 64
     latent_heads: int = 128
-    experts: int = 16
+    experts: tuple[int, ...] = (16, 64)
     packed_rows: int = 16384
     width: int = 4096
 
@@ -78,6 +78,7 @@ class Case:
             are not timed with what the host takes to launch them, nor with the time in which
             devices wait for each other at the start of a program.
         options: of the compiler, for the call over a mesh on GPUs.
+        rows: devices along a second mesh axis ``rows``, over which the batch is spread.
     """
 
     name: str
@@ -90,6 +91,11 @@ class Case:
     sends: tuple[str, ...] = ()
     chained: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = 1
+
+    def runs_on(self, n: int) -> bool:
+        """Returns whether ``n`` devices leave at least two for the axis ``x``."""
+        return n % self.rows == 0 and n // self.rows > 1
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -110,38 +116,44 @@ def ring_cases(sizes: Sizes) -> Iterator[Case]:
         )  # fmt: skip
 
     for tokens in sizes.tokens:
-
-        def shapes(length: int) -> Shapes:
-            return ((1, length, sizes.heads, sizes.dim),) * 3
-
-        def even(n: int, tokens: int = tokens) -> tuple[Function, Shapes, int]:
-            # as many pairs of queries and keys
-            length = 2 * sizes.dim * round(tokens / math.sqrt(n) / (2 * sizes.dim))
-            return causal, shapes(length), 1
-
-        length = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
-        forms = [(*form, f"{' '.join(form)} {length}", {}) for form in STRATEGIES]
+        name = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+        forms = [(*form, 1, f"{' '.join(form)} {name}", {}) for form in STRATEGIES]
         forms += [
-            (strategy, "zigzag", f"{strategy} zigzag {length} {word}", options)
+            (strategy, "zigzag", 1, f"{strategy} zigzag {name} {word}", options)
             for word, (strategy, options) in COMPILED.items()
         ]
-        for strategy, layout, name, options in forms:
+        forms += [(*STRATEGIES[0], 2, f"{' '.join(STRATEGIES[0])} 2 x {name}", {})]
+        for strategy, layout, rows, name, options in forms:
             form = (strategy, layout)
 
-            def local(n: int, tokens: int = tokens, form: Any = form) -> tuple[Function, Shapes]:
-                return partial(attend, f"x{n}", *form), shapes(tokens // n)
+            def shapes(rows: int, length: int) -> Shapes:
+                return ((rows, length, sizes.heads, sizes.dim),) * 3
 
+            def local(
+                n: int, tokens: int = tokens, rows: int = rows, form: Any = form
+            ) -> tuple[Function, Shapes]:
+                return partial(attend, f"x{n}", *form), shapes(1, tokens * rows // n)
+
+            def even(
+                n: int, tokens: int = tokens, rows: int = rows
+            ) -> tuple[Function, Shapes, int]:
+                # as many pairs of queries and keys as one device has
+                length = tokens / math.sqrt(n // rows)
+                return causal, shapes(1, 2 * sizes.dim * round(length / (2 * sizes.dim))), 1
+
+            batch_and_length = P("rows" if rows > 1 else None, "x")
             on_axis = partial(attend, "x", *form)
             yield Case(
                 name,
-                (lambda _, f=on_axis: f, shapes(tokens), (P(None, "x"),) * 3),
+                (lambda _, f=on_axis: f, shapes(rows, tokens), (batch_and_length,) * 3),
                 local,
                 even,
-                2.0 * tokens**2 * sizes.heads * sizes.dim,
+                2.0 * rows * tokens**2 * sizes.heads * sizes.dim,
                 target=0.93 if name.startswith("ring") and layout == "zigzag" else None,
                 sends=SENDS[strategy],
-                chained=RINGS,
+                chained=max(1, RINGS * 65536 // max(tokens, 65536)),
                 options=options,
+                rows=rows,
             )
 
 
@@ -190,6 +202,7 @@ def serving_cases(sizes: Sizes) -> Iterator[Case]:
         lambda n: (decode, shapes(1), n),
         trained=False,
         target=0.96,
+        chained=LAYERS,
     )
     starts = jnp.arange(rows + 1, dtype=jnp.int32)
 
@@ -207,6 +220,7 @@ def serving_cases(sizes: Sizes) -> Iterator[Case]:
         lambda n: (decode_packed, packed_shapes(1), n),
         trained=False,
         target=0.96,
+        chained=LAYERS,
     )
     width = sizes.latent + sizes.rope
 
@@ -238,35 +252,35 @@ def serving_cases(sizes: Sizes) -> Iterator[Case]:
 
 def matmul_cases(sizes: Sizes) -> Iterator[Case]:
     """Columns of experts' matrices over devices, and whole experts with rows on every device."""
-    experts, rows, width = sizes.experts, sizes.packed_rows, sizes.width
-    counts = jnp.full((experts,), rows // experts, jnp.int32)
+    rows, width = sizes.packed_rows, sizes.width
+    for experts in sizes.experts:
+        counts = jnp.full((experts,), rows // experts, jnp.int32)
 
-    def multiply(lhs: Any, rhs: Any) -> Any:
-        first = None if rhs.shape[0] == experts else 0
-        return modules.grouped_matmul(lhs, rhs, counts, first)
+        def multiply(lhs: Any, rhs: Any, counts: Any = counts) -> Any:
+            first = None if rhs.shape[0] == counts.shape[0] else 0
+            return modules.grouped_matmul(lhs, rhs, counts, first)
 
-    def shapes(experts: int, columns: int) -> Shapes:
-        return (rows, width), (experts, width, columns)
+        def shapes(experts: int, columns: int) -> Shapes:
+            return (rows, width), (experts, width, columns)
 
-    forms = (
-        ("columns", P(None, None, "x"), lambda n: shapes(experts, width // n)),
-        ("experts", P("x"), lambda n: shapes(experts // n, width)),
-    )
-    for word, spec, of_device in forms:
+        def columns_of(n: int, experts: int = experts) -> Shapes:
+            return shapes(experts, width // n)
 
-        def local(n: int, of_device: Any = of_device) -> tuple[Function, Shapes]:
-            return multiply, of_device(n)
+        def experts_of(n: int, experts: int = experts) -> Shapes:
+            return shapes(experts // n, width)
 
-        yield Case(
-            f"grouped {word}",
-            (lambda _: multiply, shapes(experts, width), (P(), spec)),
-            local,
-            lambda n: (multiply, shapes(experts, width), n),
-            # rows of a device that has some of the experts are the other devices' too
-            2.0 * rows * width * width,
-            target=0.97 if word == "columns" else None,
-            sends=("all-reduce",),
-        )
+        forms = (("columns", P(None, None, "x"), columns_of), ("experts", P("x"), experts_of))
+        for word, spec, of_device in forms:
+            yield Case(
+                f"grouped {word} {experts}",
+                (lambda _, f=multiply: f, shapes(experts, width), (P(), spec)),
+                lambda n, f=multiply, of_device=of_device: (f, of_device(n)),
+                lambda n, f=multiply, g=experts: (f, shapes(g, width), n),
+                # rows of a device that has some of the experts are the other devices' too
+                2.0 * rows * width * width,
+                target=0.97 if word == "columns" else None,
+                sends=("all-reduce",),
+            )
 
 
 def linear_cases(sizes: Sizes) -> Iterator[Case]:

@@ -122,6 +122,7 @@ def test_unknown_names(tmp_path, capsys):
 def test_scaling_times_one_device_of_several_and_all_of_them(tmp_path, capsys):
     sizes = scaling.Sizes((256,), 2, 16, 2, 64, 2, 2)
     options = {"cases": "ring zigzag *,flash heads", "rounds": 1, "target_s": 1e-4}
+    options |= {"kinds": "together,alone", "lock": tmp_path / "lock"}
     args = argparse.Namespace(devices="2", out=tmp_path, budget_s=None, **options)
     assert scaling.main(args, sizes) == 0
     rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
@@ -142,7 +143,8 @@ def test_scaling_times_one_device_of_several_and_all_of_them(tmp_path, capsys):
 
 
 def test_scaling_says_what_it_had_no_time_for(tmp_path, capsys):
-    args = argparse.Namespace(devices="2", out=tmp_path, budget_s=1.0, cases="gla *")
+    options = {"cases": "gla *", "kinds": "together,alone"}
+    args = argparse.Namespace(devices="2", out=tmp_path, budget_s=1.0, **options)
     assert scaling.main(args) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines and all(line.endswith("not run: no time left") for line in lines)

@@ -5,21 +5,26 @@ kernels hide is read from a profile of the GPUs. ``alone`` rows: the kernels of 
 several without communication, on a machine with any number of devices (``bench.one_of_many``).
 
 Rows are printed and written one by one. A row that fails says why, and what ``--budget-s`` leaves
-no time for is said to be left out, also where a program hangs.
+no time for is said to be left out, also where a program hangs. Most of the time is a compiler's:
+several commands, each with some of the cases, may run side by side on the same devices if they are
+given one ``--lock`` file, which each holds while it times a row.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import fnmatch
 import itertools
 import os
+import pathlib
 import re
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -181,10 +186,14 @@ class Measurement:
         if self.kind == "alone":
             run = Run(*self.case.local(self.n), self.mode, self.case.chained)
             # the last device has the most of a causal mask
-            with one_of_many.as_device(self.n - 1, self.n):
+            sharing = self.n // self.case.rows
+            with one_of_many.as_device(sharing - 1, sharing):
                 return run, run.lower()
         devices = jax.devices()[: self.n]
-        mesh = jax.make_mesh((self.n,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+        sizes = {"rows": self.case.rows, "x": self.n // self.case.rows}
+        sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        types = (AxisType.Auto,) * len(sizes)
+        mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=devices)
         make, shapes, specs = self.case.over_mesh
         places = tuple(NamedSharding(mesh, spec) for spec in specs)
         run = Run(make(mesh), shapes, self.mode, self.case.chained, places)
@@ -206,7 +215,7 @@ class Measurement:
         ms, even_ms = (times[name].median * 1e3 / calls for name in (self.kind, "even"))
         flops = self.case.flops / self.n * (BACKWARD if self.mode == "fwd+bwd" else 1.0)
         sent = Counter(COLLECTIVES.findall(program.compiled.as_text()) if together else ())
-        profiled = together and has_gpu()
+        profiled = bool(sent) and has_gpu()
         return replace(
             self.failed(""),
             ms=ms,
@@ -228,15 +237,18 @@ def measurements(args: argparse.Namespace, sizes: Sizes) -> Iterator[Measurement
     """Yields what the command asks for, as far as there are devices."""
     counts = [n for n in map(int, args.devices.split(",")) if n > 1]
     together = [n for n in counts if n <= len(jax.devices())]
-    # the rows that need several devices first
-    kinds = (("together", together), ("alone", counts))
+    numbers_of = {"together": together, "alone": counts}
+    kinds = [(kind, numbers_of[kind]) for kind in args.kinds.split(",")]
     every = [case for cases in CASES for case in cases(sizes)]
     globs = args.cases.split(",")
     chosen = [case for case in every if any(fnmatch.fnmatchcase(case.name, g) for g in globs)]
     for kind, numbers in kinds:
         # options change how devices exchange arrays, not what one of them computes
         for case in (c for c in chosen if kind == "together" or not c.options):
-            yield from (Measurement(case, mode, kind, n) for n in numbers for mode in case.modes)
+            sizes_of_mesh = [n for n in numbers if case.runs_on(n)]
+            yield from (
+                Measurement(case, mode, kind, n) for n in sizes_of_mesh for mode in case.modes
+            )
 
 
 class Compiler:
@@ -278,6 +290,17 @@ class Clock:
         return self.left is not None and self.left < LEAST_S
 
 
+@contextlib.contextmanager
+def alone_on_devices(lock: pathlib.Path | None) -> Generator[None]:
+    """Holds the lock file, if there is one, so that no other command times a row meanwhile."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def rows_of(args: argparse.Namespace, sizes: Sizes, clock: Clock) -> Iterator[Row]:
     """Yields the rows of one case, pass and kind after the other.
 
@@ -305,7 +328,6 @@ def rows_of(args: argparse.Namespace, sizes: Sizes, clock: Clock) -> Iterator[Ro
         if len(begun) < len(groups):
             begun.append([(m, attempt(m, compiler.programs, m)) for m in groups[len(begun)]])
 
-    started = time.monotonic()
     for _ in range(CASES_AHEAD):
         begin()
     for at in range(len(groups)):
@@ -316,10 +338,9 @@ def rows_of(args: argparse.Namespace, sizes: Sizes, clock: Clock) -> Iterator[Ro
             if isinstance(programs, Row):
                 yield programs
                 continue
-            if started:
-                print(f"{time.monotonic() - started:.1f} s until the first program", flush=True)
-                started = 0.0
-            yield attempt(m, m.row, *programs, args)
+            with alone_on_devices(args.lock):
+                row = attempt(m, m.row, *programs, args)
+            yield row
     compiler.pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -327,6 +348,7 @@ def main(args: argparse.Namespace, sizes: Sizes | None = None) -> int:
     """Prints a row for each case, pass and number of devices; writes ``scaling.json``."""
     sizes = sizes or Sizes()
     rows: list[dict[str, Any]] = []
+    begun = time.monotonic()
     clock, device = Clock(args.budget_s), jax.devices()[0].device_kind
     # a collective whose other device has failed never returns
     watch = threading.Timer((args.budget_s or 0.0) + GRACE_S, give_up)
@@ -335,7 +357,7 @@ def main(args: argparse.Namespace, sizes: Sizes | None = None) -> int:
         watch.start()
     try:
         for row in rows_of(args, sizes, clock):
-            print(row, flush=True)
+            print(f"{time.monotonic() - begun:5.0f} s {row}", flush=True)
             rows.append(asdict(row))
             report.write_json(args.out, "scaling", {"device": device, "rows": rows})
     finally:
