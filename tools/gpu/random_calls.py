@@ -1,0 +1,511 @@
+"""Random calls of every operation on every platform, compared with float64, until a time limit.
+
+    python tools/gpu/random_calls.py --seconds 500               # in several processes
+    python tools/gpu/random_calls.py --devices 4 --seed 1 --seconds 500
+    python tools/gpu/random_calls.py --only ragged_page_attention,mla_decode --seconds 60
+    python tools/gpu/random_calls.py --seed 1 --only flash_attention:17    # one call, in detail
+
+``ejktest.random_calls`` draws the calls: lengths, heads, dims, page sizes, dtypes and options that
+no table of tests has together. The reference is the call in float64 on the CPU, by the XLA
+implementation, which the tests compare with numpy. Each platform runs a call twice, after freed
+memory of the device was filled with two patterns, the first of them NaN in every dtype: the bits of
+both runs are the same. A platform that refuses a call by ``KernelNotSupported`` is counted; any
+other exception, a result that is too far off, NaN, or other bits are failures, which are printed at
+once with the line that repeats them. The table is printed last: calls, refused, failed, and the
+largest error as a share of the bound. Without a GPU, kernels run in their interpreters. Exits with
+1 after a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import checkout
+
+checkout.use()
+
+import numpy as np  # noqa: E402
+
+PLATFORMS = ("xla", "triton", "pallas", "cuda")
+# a kernel that fails in this way leaves nothing that later calls of the process could use
+LOST_CONTEXT = ("CUDA_ERROR", "illegal memory access", "unspecified launch failure", "INTERNAL:")
+CALL_SECONDS = 150
+"""A call that takes longer has failed."""
+GRACE_SECONDS = 30
+"""A call that runs at the limit has so many more."""
+NAN, SMALL = 0xFF, 0x3C
+"""Bytes in freed memory: NaN in every floating dtype, and about 0.01."""
+
+
+class Outcome(NamedTuple):
+    """The end of a call on a platform; ``share``: its largest error, 1 is the bound."""
+
+    operation: str
+    number: int
+    platform: str
+    outcome: str
+    share: float = 0.0
+    reason: str = ""
+
+
+# ---- one call ------------------------------------------------------------------------------------
+
+
+def function_of(call: Any, platform: str) -> Any:
+    """Returns the operation as a function of the arrays of a call by name."""
+    from ejkernel import modules
+
+    if call.operation == "merge_attention":
+        return modules.merge_attention
+    static = dict(call.static)
+    if call.operation != "quantize_attention":
+        return functools.partial(getattr(modules, call.operation), **static, platform=platform)
+    blocks = {name: static.pop(name) for name in ("block", "smooth")}
+
+    def quantized(query: Any, key: Any, value: Any) -> Any:
+        *operands, q_scale, k_scale, v_scale = modules.quantize_attention(
+            query, key, value, **blocks
+        )
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        return modules.flash_attention(*operands, **scales, **static, platform=platform)
+
+    return quantized
+
+
+def is_wide(x: Any) -> bool:
+    """Returns whether an array has floats of 16 bits or more."""
+    import jax.numpy as jnp
+
+    return jnp.issubdtype(x.dtype, jnp.floating) and np.dtype(x.dtype).itemsize > 1
+
+
+def compute(call: Any, function: Any) -> Any:
+    """Returns a jitted function of the arrays, in two parts, to outputs and gradients by name."""
+    import jax
+
+    def cotangent(x: Any) -> Any:
+        drawn = np.random.default_rng(3).standard_normal(x.shape)
+        return jax.numpy.asarray(np.round(drawn * 64) / 64, x.dtype)  # exact in every dtype
+
+    def both(smooth: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+        def outputs(smooth: dict[str, Any]) -> Any:
+            leaves = jax.tree.leaves(function(**smooth, **fixed))
+            return [x for x in leaves if is_wide(x)], [x for x in leaves if not is_wide(x)]
+
+        if not smooth:
+            floats, others = outputs(smooth)
+            gradients = {}
+        else:
+            floats, back, others = jax.vjp(outputs, smooth, has_aux=True)
+            gradients = back([cotangent(x) for x in floats])[0]
+        flat = {f"d{n}": jax.tree.leaves(x) for n, x in gradients.items()}
+        named = {f"output {i}": x for i, x in enumerate([*floats, *others])}
+        return named | {f"{n} {i}": x for n, xs in flat.items() for i, x in enumerate(xs)}
+
+    return jax.jit(both)
+
+
+def split(call: Any, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arrays that are differentiated, and the others."""
+    smooth = {n: arrays[n] for n in call.gradients}
+    return smooth, {n: x for n, x in arrays.items() if n not in smooth}
+
+
+def reference(call: Any) -> dict[str, np.ndarray]:
+    """Returns the results of a call in float64, on the CPU."""
+    import jax
+    import jax.numpy as jnp
+
+    from ejkernel import modules
+    from ejktest.random_calls import WIDE, RandomCall
+
+    cpu = jax.local_devices(backend="cpu")[0]
+    arrays, operation = call.arrays, call.operation
+    static = {n: x for n, x in call.static.items() if n not in WIDE}
+    with jax.default_device(cpu):
+        if operation == "quantize_attention":  # rounds to 8 bits as the call does
+            blocks = {name: static.pop(name) for name in ("block", "smooth")}
+            *operands, q_scale, k_scale, v_scale = modules.quantize_attention(**arrays, **blocks)
+            arrays = {
+                name: dequantized(x, scale)
+                for name, x, scale in zip(
+                    arrays, operands, (q_scale, k_scale, v_scale), strict=True
+                )
+            }
+            operation = "flash_attention"
+        with jax.enable_x64(True):
+            wide = jax.tree.map(
+                lambda x: jnp.asarray(np.asarray(x), jnp.float64) if is_wide(x) else x, arrays
+            )
+            exact = RandomCall(operation, wide, static, call.gradients)
+            outputs = compute(exact, function_of(exact, "xla"))(*split(exact, wide))
+    return {name: np.asarray(x) for name, x in outputs.items()}
+
+
+def dequantized(x: Any, scale: Any) -> np.ndarray:
+    """Returns float64 values of 8 bits ``[b, n, h, d]`` with scales ``[b, h]`` or of blocks."""
+    x, scale = np.asarray(x).astype(np.float64), np.asarray(scale).astype(np.float64)
+    scale = scale.reshape(*scale.shape[:2], -1)
+    tokens = -(-x.shape[1] // max(scale.shape[2], 1)) or 1
+    of_tokens = np.repeat(scale, tokens, 2)[:, :, : x.shape[1]]
+    return x * of_tokens.swapaxes(1, 2)[..., None]
+
+
+def fill_memory(device: Any, byte: int, sizes: Sequence[int]) -> None:
+    """Frees memory of a device that was filled with a byte."""
+    import jax
+
+    usual = [1 << i for i in range(9, 25) for _ in range(3)]
+    host = np.full(max([*usual, *sizes]), byte, np.uint8)
+    filled = [jax.device_put(host[:size], device) for size in (*usual, *sizes)]
+    jax.block_until_ready(filled)
+
+
+def bits(x: Any) -> bytes:
+    return np.asarray(x).tobytes()
+
+
+class Error(NamedTuple):
+    """RMS error over the RMS of a reference, and the largest of an entry over its size and that."""
+
+    rms: float
+    entry: float
+
+
+def error_of(actual: np.ndarray, exact: np.ndarray, least: float) -> Error:
+    """Returns the error of an array; what is not finite is the same.
+
+    ``least``: an RMS; a reference of less may be all rounding.
+
+    Raises:
+        AssertionError: another shape, or other entries that are not finite.
+    """
+    a, r = actual.astype(np.float64), exact.astype(np.float64)
+    assert a.shape == r.shape, f"shape {a.shape}, expected {r.shape}"
+    finite = np.isfinite(r)
+    same = np.array_equal(a[~finite], r[~finite], equal_nan=True)
+    wrong = np.count_nonzero(~np.isfinite(a[finite]))
+    assert wrong == 0, (
+        f"{wrong} of {a.size} entries are NaN or infinite, first at {first(a, finite)}"
+    )
+    assert same, "entries that are not finite in the reference differ"
+    a, r = a[finite], r[finite]
+    if a.size == 0:
+        return Error(0.0, 0.0)
+    off, size = np.abs(a - r), max(rms_of(r), least, 1e-20)
+    return Error(rms_of(off) / size, float(np.max(off / (np.abs(r) + size))))
+
+
+def rms_of(x: np.ndarray) -> float:
+    """Returns the RMS of the finite entries."""
+    x = x[np.isfinite(x)].astype(np.float64)
+    return float(np.sqrt(np.mean(x**2))) if x.size else 0.0
+
+
+def first(a: np.ndarray, finite: np.ndarray) -> list[int]:
+    """Returns the index of the first wrong entry."""
+    return np.argwhere(finite & ~np.isfinite(a))[0].tolist()
+
+
+def bound(call: Any, on_gpu: bool) -> float:
+    """Returns the RMS error of an output that rounding explains."""
+    from ejktest.at_size import BOUND
+
+    if call.dtype == "float8_e4m3fn":
+        return 3e-2  # probabilities may have 3 bits of mantissa
+    if call.dtype == "float32" and (not on_gpu or call.static.get("precision") == "highest"):
+        return 3e-5
+    return BOUND[call.dtype]
+
+
+def worst_share(
+    call: Any, results: dict[str, Any], exact: dict[str, Any], usual: dict[str, Error], limit: float
+) -> tuple[float, str, dict[str, Error]]:
+    """Returns the largest error as a share of the accepted one, the name of its array, and errors.
+
+    ``usual``: errors of the XLA implementation in the same dtype; twice as much is accepted.
+    """
+    worst, name_of, errors = 0.0, "", {}
+    # gradients in which all terms cancel have errors of the terms
+    least = 1e-2 * max(map(rms_of, exact.values()))
+    for name, reference in exact.items():
+        errors[name] = error = error_of(np.asarray(results[name]), reference, least)
+        factor = 1.0 if name.startswith("output") else 2.0
+        plain = usual.get(name, Error(0.0, 0.0))
+        shares = (
+            error.rms / max(factor * limit, 2 * plain.rms),
+            error.entry / max(16 * factor * limit, 2 * plain.entry),
+        )
+        if max(shares) > worst:
+            worst, name_of = max(shares), f"{name}: rms {error.rms:.1e}, entry {error.entry:.1e}"
+    return worst, name_of, errors
+
+
+@contextlib.contextmanager
+def interpreters(on_gpu: bool) -> Generator[None]:
+    """Within the block kernels run on a machine without a GPU too."""
+    if on_gpu:
+        yield
+        return
+    from accuracy import interpreters as usual
+
+    with usual():
+        yield
+
+
+def outcomes_of(
+    operation: str, seed: int, number: int, platforms: Sequence[str], verbose: bool = False
+) -> Iterator[Outcome]:
+    """Yields what becomes of a call on each platform, the reference first where it fails."""
+    import jax
+
+    from accuracy import have
+    from ejkernel.ops import KernelNotSupported, batch_invariant
+    from ejktest.random_calls import random_call
+
+    call, on_gpu = random_call(operation, seed, number), jax.default_backend() == "gpu"
+    if verbose:
+        print(call, flush=True)
+    made_of = {"quantize_attention": "flash_attention"}.get(operation, operation)
+    present = [p for p in platforms if operation == "merge_attention" or have(made_of, p)]
+    present = present[:1] if operation == "merge_attention" else present
+    try:
+        exact = reference(call)
+    except Exception as error:
+        yield failure(call, operation, number, "float64", error)
+        return
+    usual: dict[str, Error] = {}
+    device = jax.devices()[0]
+    for platform in present:
+        try:
+            with interpreters(on_gpu), batch_invariant(call.invariant):
+                arrays = jax.device_put(split(call, call.arrays), device)
+                program = compute(call, function_of(call, platform)).lower(*arrays).compile()
+                runs = []
+                for byte in (NAN, SMALL):
+                    if on_gpu:
+                        fill_memory(device, byte, [x.nbytes for x in exact.values()])
+                    runs.append(jax.tree.map(np.asarray, program(*arrays)))
+            share, text, errors = worst_share(call, runs[0], exact, usual, bound(call, on_gpu))
+            changed = [n for n, x in runs[0].items() if bits(x) != bits(runs[1][n])]
+            assert not changed, f"another run has other bits: {', '.join(changed)}"
+            assert share <= 1, f"{text}, {share:.2f} of the bound"
+            if platform == "xla":
+                usual = errors
+            yield Outcome(operation, number, platform, "passed", share, text)
+        except KernelNotSupported as error:
+            yield Outcome(operation, number, platform, "refused", 0.0, str(error))
+        except Exception as error:
+            if verbose:
+                traceback.print_exc()
+            yield failure(call, operation, number, platform, error)
+
+
+def failure(call: Any, operation: str, number: int, platform: str, error: Exception) -> Outcome:
+    """Returns the outcome of a call that raised."""
+    line = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {line[:600]}"
+    return Outcome(operation, number, platform, "failed", 0.0, f"{text} | {call}")
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """A call that a process begins."""
+
+    process: int
+    operation: str
+    number: int
+    started: float
+
+
+def run_worker(number: int, work: Work, counter: Any, deadline: float, reports: Any) -> None:
+    """The body of a process: it takes the next call when it has finished one."""
+    prepare(number % work.devices if work.devices else None)
+    try:
+        checkout.register()
+        while time.time() < deadline:
+            with counter.get_lock():
+                index, counter.value = counter.value, counter.value + 1
+            job = work.job(index)
+            if job is None:
+                return
+            reports.put(Job(number, *job, time.time()))
+            for outcome in outcomes_of(job[0], work.seed, job[1], work.platforms):
+                reports.put(outcome)
+                if any(word in outcome.reason for word in LOST_CONTEXT):
+                    return
+            import jax
+
+            jax.clear_caches()
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+def prepare(device: int | None) -> None:
+    """Sets what a process must know before it imports JAX."""
+    os.environ.setdefault("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share a GPU
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
+    backends = os.environ.get("JAX_PLATFORMS", "")
+    if backends and "cpu" not in backends.split(","):
+        os.environ["JAX_PLATFORMS"] = f"{backends},cpu"  # where the reference runs
+    flags = os.environ.get("XLA_FLAGS", "")
+    # XLA's own matmuls are run once
+    os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {flags}".strip()
+
+
+@dataclass(frozen=True)
+class Work:
+    """The calls of a run: ``operations`` alternate, ``count`` of each or without end."""
+
+    operations: tuple[str, ...]
+    seed: int
+    platforms: tuple[str, ...]
+    count: int | None
+    devices: int
+
+    def job(self, index: int) -> tuple[str, int] | None:
+        number, index = divmod(index, len(self.operations))
+        if self.count is not None and number >= self.count:
+            return None
+        return self.operations[index], number
+
+
+@dataclass
+class Table:
+    """Outcomes of all calls."""
+
+    seed: int
+    cells: dict[tuple[str, str], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    shares: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        cell = outcome.operation, outcome.platform
+        self.cells[cell][outcome.outcome] += 1
+        if outcome.share > self.shares.get(cell, (0.0, 0))[0]:
+            self.shares[cell] = outcome.share, outcome.number
+        if outcome.outcome == "failed":
+            name = f"{outcome.operation}:{outcome.number}"
+            print(
+                f"FAILED --seed {self.seed} --only {name} --platform {outcome.platform}  "
+                f"{outcome.reason}",
+                flush=True,
+            )
+
+    @property
+    def failed(self) -> int:
+        return sum(cell["failed"] for cell in self.cells.values())
+
+    def lines(self) -> Iterator[str]:
+        yield f"{'':<30}{'':<9}{'calls':>7}{'refused':>9}{'failed':>8}{'worst':>8}  its number"
+        for (operation, platform), cell in sorted(self.cells.items()):
+            share, number = self.shares.get((operation, platform), (0.0, 0))
+            calls = f"{sum(cell.values()):>7}{cell['refused']:>9}{cell['failed']:>8}"
+            yield f"{operation:<30}{platform:<9}{calls}{share:>8.2f}  {number}"
+
+
+def run_calls(work: Work, processes: int, seconds: float) -> Table:
+    """Runs calls in processes that share a GPU, and replaces those that die."""
+    context = multiprocessing.get_context("spawn")
+    counter, reports = context.Value("i", 0), context.SimpleQueue()
+    deadline, table = time.time() + seconds, Table(work.seed)
+    alive: dict[int, Any] = {}
+    running: dict[int, Job] = {}
+    numbers = itertools.count()
+
+    def start() -> None:
+        number = next(numbers)
+        values = (number, work, counter, deadline, reports)
+        alive[number] = context.Process(target=run_worker, args=values, daemon=True)
+        alive[number].start()
+
+    def receive() -> None:
+        while not reports.empty():
+            report = reports.get()
+            if isinstance(report, Job):
+                running[report.process] = report
+            else:
+                table.add(report)
+
+    for _ in range(processes):
+        start()
+    while alive and time.time() < deadline + GRACE_SECONDS:
+        ended = [number for number, process in alive.items() if not process.is_alive()]
+        receive()  # a process may have reported just before it ended
+        for number in ended:
+            code, job = alive.pop(number).exitcode, running.pop(number, None)
+            if code and job is not None:
+                late = time.time() - job.started > CALL_SECONDS
+                reason = f"over {CALL_SECONDS} s" if late else f"process ended with {code}"
+                table.add(Outcome(job.operation, job.number, "any", "failed", 0.0, reason))
+            if code and job is None:  # it could not begin
+                table.add(Outcome("none", 0, "any", "failed", 0.0, f"process ended with {code}"))
+            elif time.time() < deadline and work.job(counter.value) is not None:
+                start()
+        for number, job in running.items():
+            if number in alive and time.time() - job.started > CALL_SECONDS:
+                alive[number].kill()
+        time.sleep(0.05)
+    receive()
+    for process in alive.values():
+        process.kill()
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from ejktest.random_calls import DRAWN
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="operations, or one call as NAME:NUMBER")
+    parser.add_argument("--platform", action="append", choices=PLATFORMS)
+    parser.add_argument("--seconds", type=float, default=500, help="no call starts after these")
+    parser.add_argument("--count", type=int, help="calls of each operation; else until the limit")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--devices", type=int, default=0, help="spread processes over this many")
+    options = parser.parse_args(argv)
+    platforms = tuple(p for p in PLATFORMS if p == "xla" or p in (options.platform or PLATFORMS))
+    names = options.only.split(",") if options.only else list(DRAWN)
+    unknown = [name for name in names if name.partition(":")[0] not in DRAWN]
+    if unknown:
+        parser.error(f"no operation {unknown[0]!r}; there are: {', '.join(DRAWN)}")
+    numbered = [name.split(":") for name in names if ":" in name]
+    if numbered:
+        prepare(None)
+        checkout.register()
+        table = Table(options.seed)
+        for name, number in numbered:
+            for outcome in outcomes_of(name, options.seed, int(number), platforms, verbose=True):
+                print(outcome.platform, outcome.outcome, f"{outcome.share:.2f}", outcome.reason)
+                table.add(outcome)
+        return int(table.failed > 0)
+    work = Work(tuple(names), options.seed, platforms, options.count, options.devices)
+    table = run_calls(work, options.processes, options.seconds)
+    print(*table.lines(), sep="\n")
+    return 1 if table.failed or not table.cells else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
