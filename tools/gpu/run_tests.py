@@ -3,6 +3,8 @@
     python tools/gpu/run_tests.py                                  # everything marked gpu
     python tools/gpu/run_tests.py --seconds 500 FILE::TEST FILE     # in this order
 
+    python tools/gpu/run_tests.py --gpus 4 --processes 56          # each process has one of them
+
 Most of the time of such a test is a compiler's, on one core: a single process leaves the GPU idle.
 A process takes the next test when it has finished one. A process that dies, or whose context on
 the GPU is lost, is replaced, and the test is a failure. Whatever does not pass is printed at once,
@@ -83,9 +85,11 @@ class Worker:
 
 
 def run_worker(
-    number: int, arguments: list[str], counter: Any, deadline: float, reports: Any
+    number: int, gpu: str | None, arguments: list[str], counter: Any, deadline: float, reports: Any
 ) -> None:
-    """The body of a process."""
+    """The body of a process, which sees one GPU, or all of them."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     sys.stdout = sys.stderr = open(os.devnull, "w")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # each compiles and computes for the tests that it takes, not ahead for all of a file
@@ -150,8 +154,16 @@ class Outcomes:
             yield f"{Path(name).name:<50}{numbers}{seconds[name]:>9.0f}"
 
 
-def run_tests(arguments: list[str], processes: int, seconds: float) -> Outcomes:
-    """Runs the tests and returns what became of them."""
+def visible_gpus(count: int) -> list[str]:
+    """Returns the names of so many of the GPUs that this process may use."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (names.split(",") if names else [str(n) for n in range(count)])[:count]
+
+
+def run_tests(
+    arguments: list[str], processes: int, seconds: float, gpus: list[str] | None = None
+) -> Outcomes:
+    """Runs the tests, each process on one of the GPUs if they are named, and returns outcomes."""
     context = multiprocessing.get_context("spawn")
     counter, reports = context.Value("i", 0), context.SimpleQueue()
     deadline, outcomes = time.time() + seconds, Outcomes()
@@ -160,7 +172,8 @@ def run_tests(arguments: list[str], processes: int, seconds: float) -> Outcomes:
 
     def start() -> None:
         nonlocal started
-        values = (started, arguments, counter, deadline, reports)
+        gpu = gpus[started % len(gpus)] if gpus else None
+        values = (started, gpu, arguments, counter, deadline, reports)
         alive[started] = context.Process(target=run_worker, args=values, daemon=True)
         alive[started].start()
         started += 1
@@ -191,11 +204,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--seconds", type=float, default=540, help="no test starts after these")
+    parser.add_argument("--gpus", type=int, default=0, help="spread the processes over so many")
     parser.add_argument("-m", default="gpu", dest="marks", help="pytest's expression of marks")
     options, arguments = parser.parse_known_args(argv)
     if options.processes < 1 or options.seconds <= 0:
         parser.error("--processes and --seconds must be above 0")
-    outcomes = run_tests(["-m", options.marks, *arguments], options.processes, options.seconds)
+    outcomes = run_tests(
+        ["-m", options.marks, *arguments],
+        options.processes,
+        options.seconds,
+        visible_gpus(options.gpus),
+    )
     if outcomes.tests is None:
         print("no process could collect the tests: run pytest by itself to see why")
         return 1

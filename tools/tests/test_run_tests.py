@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,11 +34,13 @@ def test_passes_at_last(): pass
 """
 
 
-def run_script(tmp_path: Path, body: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    tmp_path: Path, body: str, *options: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     file = tmp_path / "test_of_a_gpu.py"
     file.write_text(body)
     command = [sys.executable, str(SCRIPT), "-m", "not gpu", "--processes", "2"]
-    return subprocess.run([*command, *options, str(file)], capture_output=True, text=True)
+    return subprocess.run([*command, *options, str(file)], capture_output=True, text=True, env=env)
 
 
 def test_every_test_has_an_outcome(tmp_path):
@@ -54,6 +57,15 @@ def test_every_test_has_an_outcome(tmp_path):
             line.startswith("FAILED") and f"test_{test} " in line and reason in line
             for line in done.stdout.splitlines()
         ), done.stdout
+
+
+def test_each_process_has_one_gpu_of_several(tmp_path):
+    body = "import os, pytest\n\n"
+    body += "@pytest.mark.parametrize('number', range(6))\n"
+    body += "def test_sees_one(number): assert os.environ['CUDA_VISIBLE_DEVICES'] in ('5', '7')\n"
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "5,7,9"}
+    assert run_script(tmp_path, body, "--gpus", "2", env=env).returncode == 0
+    assert run_script(tmp_path, body, env=env).returncode == 1  # all see all
 
 
 def test_no_test_starts_after_the_limit(tmp_path):
