@@ -1,6 +1,8 @@
 """Chart of one run: each contender's percent of the bound, case by case.
 
 python -m bench.plot RESULTS.json ...      writes RESULTS.svg next to each
+
+Of ``scaling.json``: the rate of each of several devices over that of one, by their number.
 """
 
 from __future__ import annotations
@@ -8,22 +10,58 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+from collections.abc import Sequence
+
+import matplotlib
+from matplotlib.figure import Figure
 
 from ejkernel.modules.bench.record import rates_text
-from ejkernel.modules.cli.charts import bound_chart
+from ejkernel.modules.cli.charts import MODES, STYLE, Row, bound_chart, to_svg
 
 
 def write_chart(path: pathlib.Path) -> pathlib.Path:
     """Draws the result in a JSON file and returns the path of the SVG."""
     result = json.loads(path.read_text())
+    drawing = path.with_suffix(".svg")
+    if "op" not in result:
+        drawing.write_text(scaling_chart(result["rows"], result["device"]), encoding="utf-8")
+        return drawing
     title = (
         f"{result['op']}: percent of the bound measured in the same run\n"
         f"{result['device']}, {result['date']}; {rates_text(result.get('limits', {}))}"
     )
-    drawing = path.with_suffix(".svg")
     timed = [r for r in result["rows"] if r.get("ms") is not None]
     drawing.write_text(bound_chart(timed, title), encoding="utf-8")
     return drawing
+
+
+@matplotlib.rc_context(STYLE)
+def scaling_chart(rows: Sequence[Row], device: str) -> str:
+    """Returns an SVG with a line for each call that was timed over all devices of a machine."""
+    rows = [r for r in rows if r["kind"] == "together" and r["share"] is not None]
+    cases = list(dict.fromkeys(r["case"] for r in rows))
+    counts = sorted({1, *(r["devices"] for r in rows)})
+    figure = Figure(figsize=(11.0, 4.6))
+    figure.subplots_adjust(0.06, 0.12, 0.7, 0.86, wspace=0.12)
+    title = f"{device}: rate of each device over that of one alone with the same work"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    for axis, (mode, name) in zip(figure.subplots(1, 2, sharey=True), MODES.items(), strict=True):
+        for i, case in enumerate(cases):
+            share = {
+                r["devices"]: r["share"] for r in rows if (r["case"], r["mode"]) == (case, mode)
+            }
+            points = [(1, 1.0), *sorted(share.items())] if share else []
+            style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3]}
+            axis.plot(*zip(*points, strict=True) if points else ([], []), marker="o", ms=4,
+                      label=case, **style)  # fmt: skip
+        axis.set(title=name, xlabel="devices", xscale="log", ylim=(0.0, 1.1))
+        axis.set_xticks(counts, map(str, counts))
+        axis.minorticks_off()
+        axis.axhline(1.0, color="gray", linestyle="--", linewidth=0.8)
+        axis.grid(alpha=0.4)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="center right", frameon=False, fontsize=8)
+    return to_svg(figure)
 
 
 if __name__ == "__main__":

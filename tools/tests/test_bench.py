@@ -140,10 +140,17 @@ def test_scaling_times_one_device_of_several_and_all_of_them(tmp_path, capsys):
     assert sent[2:6] == [{"collective-permute": n} for n in (2, 6, 2, 6)]
     out = capsys.readouterr().out
     assert out.count("collective-permute") == 4 and out.count("[target") == 6
+    scaling.add_to_record(tmp_path, scaling.Row(ring, "fwd", "together", 2, note="no time"))
+    scaling.add_to_record(tmp_path, scaling.Row(ring, "fwd", "together", 4, 1.0, 0.5))
+    added = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    assert added[:-1] == rows and added[-1]["devices"] == 4
+    drawing = plot.write_chart(tmp_path / "scaling.json")
+    texts = "".join(ElementTree.parse(drawing).getroot().itertext())
+    assert all(name in texts for name in (ring, "flash heads", "forward + backward"))
 
 
 def test_scaling_says_what_it_had_no_time_for(tmp_path, capsys):
-    options = {"cases": "gla *", "kinds": "together,alone"}
+    options = {"cases": "gla *", "kinds": "together,alone", "lock": None}
     args = argparse.Namespace(devices="2", out=tmp_path, budget_s=1.0, **options)
     assert scaling.main(args) == 0
     lines = capsys.readouterr().out.splitlines()

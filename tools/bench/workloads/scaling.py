@@ -7,7 +7,8 @@ several without communication, on a machine with any number of devices (``bench.
 Rows are printed and written one by one. A row that fails says why, and what ``--budget-s`` leaves
 no time for is said to be left out, also where a program hangs. Most of the time is a compiler's:
 several commands, each with some of the cases, may run side by side on the same devices if they are
-given one ``--lock`` file, which each holds while it times a row.
+given one ``--lock`` file, which each holds while it times a row. They write one record if they have
+one ``--out`` folder; ``python -m bench.plot`` draws it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import fcntl
 import fnmatch
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -344,12 +346,30 @@ def rows_of(args: argparse.Namespace, sizes: Sizes, clock: Clock) -> Iterator[Ro
     compiler.pool.shutdown(wait=False, cancel_futures=True)
 
 
+def add_to_record(folder: pathlib.Path, row: Row) -> None:
+    """Writes the row to ``scaling.json``, in the place of an earlier one of the same call.
+
+    Rows that other commands wrote stay, if they are of such devices too; a row that was not run
+    replaces none.
+    """
+    path, device = folder / "scaling.json", jax.devices()[0].device_kind
+    record = json.loads(path.read_text()) if path.exists() else {}
+    rows = record.get("rows", []) if record.get("device") == device else []
+
+    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return row["case"], row["mode"], row["kind"], row["devices"]
+
+    by_key = {key(r): r for r in rows}
+    new = asdict(row)
+    if row.ms is not None or key(new) not in by_key:
+        by_key[key(new)] = new
+    report.write_json(folder, "scaling", {"device": device, "rows": list(by_key.values())})
+
+
 def main(args: argparse.Namespace, sizes: Sizes | None = None) -> int:
-    """Prints a row for each case, pass and number of devices; writes ``scaling.json``."""
+    """Prints a row for each case, pass and number of devices; adds them to ``scaling.json``."""
     sizes = sizes or Sizes()
-    rows: list[dict[str, Any]] = []
-    begun = time.monotonic()
-    clock, device = Clock(args.budget_s), jax.devices()[0].device_kind
+    found, begun, clock = False, time.monotonic(), Clock(args.budget_s)
     # a collective whose other device has failed never returns
     watch = threading.Timer((args.budget_s or 0.0) + GRACE_S, give_up)
     watch.daemon = True
@@ -357,14 +377,15 @@ def main(args: argparse.Namespace, sizes: Sizes | None = None) -> int:
         watch.start()
     try:
         for row in rows_of(args, sizes, clock):
+            found = True
             print(f"{time.monotonic() - begun:5.0f} s {row}", flush=True)
-            rows.append(asdict(row))
-            report.write_json(args.out, "scaling", {"device": device, "rows": rows})
+            with alone_on_devices(args.lock):
+                add_to_record(args.out, row)
     finally:
         watch.cancel()
-    if not rows:
+    if not found:
         print("scaling: no case has such a name", file=sys.stderr)
-    return 0 if rows else 2
+    return 0 if found else 2
 
 
 def give_up() -> None:

@@ -47,7 +47,7 @@ def bound_chart(rows: Sequence[Row], title: str = "") -> str:
         axis.set(title=printable(MODES.get(mode, mode)), xlabel="% of the bound")
         axis.set_xlim(left=0.0, right=max(105.0, axis.get_xlim()[1]))
     _add_legend(figure, axes[0])
-    return _to_svg(figure)
+    return to_svg(figure)
 
 
 @matplotlib.rc_context(STYLE)
@@ -65,7 +65,7 @@ def candidates_chart(calls: Sequence[Mapping[str, Any]]) -> str:
     axis.axvline(1.15, color="gray", linestyle="--")
     axis.set(xlim=(0.95, MAX_RATIO + 0.05), xlabel="time over the winner's")
     _add_legend(figure, axis)
-    return _to_svg(figure)
+    return to_svg(figure)
 
 
 def time_text(ms: float) -> str:
@@ -105,7 +105,8 @@ def _add_legend(figure: Figure, axis: Axes) -> None:
     figure.legend(unique.values(), unique.keys(), **layout)
 
 
-def _to_svg(figure: Figure) -> str:
+def to_svg(figure: Figure) -> str:
+    """Returns the drawing without what differs between two runs."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return out.getvalue()[out.getvalue().index("<svg") :]
