@@ -3,7 +3,7 @@
     python tools/gpu/run_tests.py                                  # everything marked gpu
     python tools/gpu/run_tests.py --seconds 500 FILE::TEST FILE     # in this order
 
-    python tools/gpu/run_tests.py --gpus 4 --processes 56          # each process has one of them
+    python tools/gpu/run_tests.py --devices 4 --processes 56          # each process has one of them
 
 Most of the time of such a test is a compiler's, on one core: a single process leaves the GPU idle.
 A process takes the next test when it has finished one. A process that dies, or whose context on
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--seconds", type=float, default=540, help="no test starts after these")
-    parser.add_argument("--gpus", type=int, default=0, help="spread the processes over so many")
+    parser.add_argument("--devices", type=int, default=0, help="spread the processes over so many")
     parser.add_argument("-m", default="gpu", dest="marks", help="pytest's expression of marks")
     options, arguments = parser.parse_known_args(argv)
     if options.processes < 1 or options.seconds <= 0:
@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         ["-m", options.marks, *arguments],
         options.processes,
         options.seconds,
-        visible_gpus(options.gpus),
+        visible_gpus(options.devices),
     )
     if outcomes.tests is None:
         print("no process could collect the tests: run pytest by itself to see why")

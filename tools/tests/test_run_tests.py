@@ -64,7 +64,7 @@ def test_each_process_has_one_gpu_of_several(tmp_path):
     body += "@pytest.mark.parametrize('number', range(6))\n"
     body += "def test_sees_one(number): assert os.environ['CUDA_VISIBLE_DEVICES'] in ('5', '7')\n"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "5,7,9"}
-    assert run_script(tmp_path, body, "--gpus", "2", env=env).returncode == 0
+    assert run_script(tmp_path, body, "--devices", "2", env=env).returncode == 0
 
 
 def test_no_test_starts_after_the_limit(tmp_path):
