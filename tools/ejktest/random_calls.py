@@ -490,7 +490,7 @@ def ragged(d: Draw, operation: str) -> RandomCall:
     decoding = d.integer(0, n) if d.chance(0.4) else 0
     new[:decoding] = [1] * decoding
     lens = [x + d.pick((0, 0, 5, 16, 200, 333)) for x in new]
-    count = n if d.chance(0.7) else d.integer(0, n)
+    count = n if d.chance(0.7) else d.integer(min(1, n // 3), n)
     tables, pages = wild_tables(d.rng, lens, size)
     arrays, static = cache_options(d, h, hk, kind)
     tokens = sum(new) + d.pick((0, 0, 1, 5))
@@ -540,7 +540,9 @@ def ragged(d: Draw, operation: str) -> RandomCall:
         longest = max(1, max(new)) if d.chance(0.5) else None
         length = operands["kv_lens" if writes else "context_lens"]
         arrays["plan"] = make_plan(length, starts, count, tokens, longest)
-    smooth = ("queries", "keys", "values") if writes else ("queries",)
+    smooth: tuple[str, ...] = ("queries", "keys", "values") if writes else ("queries",)
+    if len(row) == 3:  # whose reference has another form
+        smooth = ()
     return RandomCall(operation, operands | arrays, static, smooth, d.dtype)
 
 

@@ -148,13 +148,28 @@ def reference(call: Any) -> dict[str, np.ndarray]:
                 )
             }
             operation = "flash_attention"
+        packed = arrays.get("kv_cache", np.zeros(0))
+        if packed.ndim == 5:
+            arrays = {**arrays, "kv_cache": unpacked(packed, *arrays["keys"].shape[1:])}
         with jax.enable_x64(True):
             wide = jax.tree.map(
                 lambda x: jnp.asarray(np.asarray(x), jnp.float64) if is_wide(x) else x, arrays
             )
             exact = RandomCall(operation, wide, static, call.gradients)
             outputs = compute(exact, function_of(exact, "xla"))(*split(exact, wide))
-    return {name: np.asarray(x) for name, x in outputs.items()}
+    results = {name: np.asarray(x) for name, x in outputs.items()}
+    if packed.ndim == 5:
+        written = list(results)[-1]
+        full = packed.astype(results[written].dtype)
+        unpacked(full, *arrays["keys"].shape[1:])[...] = results[written]
+        results[written] = full
+    return results
+
+
+def unpacked(cache: np.ndarray, heads: int, dim: int) -> np.ndarray:
+    """Returns the heads of keys and values in a packed cache of rank 5, a view."""
+    pages, size, *_, width = cache.shape
+    return cache.reshape(pages, size, -1, width)[:, :, : 2 * heads, :dim]
 
 
 def dequantized(x: Any, scale: Any) -> np.ndarray:
