@@ -45,25 +45,28 @@ def _padded(x: jax.Array, length: int, fill: float) -> jax.Array:
     return jnp.pad(x, width, constant_values=fill)
 
 
-def _terms(plan: Plan, base: jax.Array, less: dict[str, Any], in_sum: bool) -> dict[str, jax.Array]:
+def _terms(
+    plan: Plan, base: jax.Array, delta_terms: dict[str, Any], in_sum: bool
+) -> dict[str, jax.Array]:
     """Returns the row terms that kernels add to logits, in the units and sign of the kernel.
 
-    Terms of capped logits are in base 2. ``less``: -delta, or the arrays it is computed from.
+    Terms of capped logits are in base 2. ``delta_terms``: neg_delta, or the arrays it is computed
+    from.
     ``in_sum``: accumulators start from lse. From a large value they would be rounded to it: such
     heads start from 0.
     """
     problem, rows = plan.problem, plan.n_q * plan.tiles.block_q
     factor = units.sign(problem) if problem.soft_cap is None else problem.soft_cap * LOG2E
     start = late = _padded(-base * factor, rows, -np.inf * factor)
-    terms = {"lse": start}
-    for name, x in less.items():
+    terms = {"neg_lse": start}
+    for name, x in delta_terms.items():
         terms[name] = x if name == "o" or x.shape[-1] >= rows else _padded(x, rows, 0.0)
     if not in_sum:
         return terms
     large = jnp.isfinite(base) & (jnp.abs(base) >= units.LARGE / units.unit(problem))
     large = jnp.any(large, axis=-1)
     start = jnp.where(large[..., None], 0.0, start)
-    return terms | {"lse": start, "large": large.astype(jnp.int32), "late": late}
+    return terms | {"neg_lse": start, "large": large.astype(jnp.int32), "late": late}
 
 
 def _ranges(plan: Plan, operands: dict[str, Any]) -> Any:
@@ -166,7 +169,7 @@ def backward(
     arrays = {name: pad_rows(tensors[name]) for name in ("q", "k", "v", "do")}
 
     def operands(
-        plan: Plan, tables: dict[str, Any], less: dict[str, Any], in_sum: bool = False
+        plan: Plan, tables: dict[str, Any], delta_terms: dict[str, Any], in_sum: bool = False
     ) -> dict[str, jax.Array]:
         ends = (plan.n_q * plan.tiles.block_q, plan.n_kv * plan.tiles.block_kv)
         ids = {
@@ -175,25 +178,27 @@ def backward(
             if name in tensors
         }
         tables = {name: jnp.asarray(x) for name, x in tables.items()}
-        return arrays | _terms(plan, base, less, in_sum) | tables | ids
+        return arrays | _terms(plan, base, delta_terms, in_sum) | tables | ids
 
-    def of_keys(plan: Plan, tables: dict[str, Any], less: dict[str, Any]) -> tuple[jax.Array, ...]:
+    def of_keys(
+        plan: Plan, tables: dict[str, Any], delta_terms: dict[str, Any]
+    ) -> tuple[jax.Array, ...]:
         if is_wide(problem):
-            return key_gradients(plan, operands(plan, tables, less))
+            return key_gradients(plan, operands(plan, tables, delta_terms))
         run = queue_key_gradients if plan.listed else fused
-        return run(plan, operands(plan, tables, less, plan.lse_in_sum))
+        return run(plan, operands(plan, tables, delta_terms, plan.lse_in_sum))
 
     def of_queries(
-        tables: dict[str, Any], less: dict[str, Any]
+        tables: dict[str, Any], delta_terms: dict[str, Any]
     ) -> tuple[jax.Array, dict[str, Any]]:
         plan = Plan(problem, OF_QUERIES, cores=cores)
-        dq, *deltas = query_gradient(plan, operands(plan, tables, less))
-        return dq, {"delta": deltas[0]} if deltas else less
+        dq, *neg_delta = query_gradient(plan, operands(plan, tables, delta_terms))
+        return dq, {"neg_delta": neg_delta[0]} if neg_delta else delta_terms
 
     if delta is None:
-        less = {"o": pad_rows(tensors["o"]), "dlse": tensors["dlse"]}
+        delta_terms = {"o": pad_rows(tensors["o"]), "dlse": tensors["dlse"]}
     else:
-        less = {"delta": -delta}
+        delta_terms = {"neg_delta": -delta}
     plan = Plan(problem, tiles, cores=cores)
     if plan.listed:
         tensors = _with_lists(problem, tensors)
@@ -201,16 +206,16 @@ def backward(
             {name.removeprefix(by): x for name, x in tensors.items() if name.startswith(by)}
             for by in ("by_key_", "by_query_")
         )
-        dq, less = of_queries(by_query, less)
-        dk, dv = of_keys(plan, by_key, less)
+        dq, delta_terms = of_queries(by_query, delta_terms)
+        dk, dv = of_keys(plan, by_key, delta_terms)
     elif is_wide(problem):
         ranges = _ranges(plan, tensors)
         by_query = ranges_by_query(ranges, plan.n_q, OF_QUERIES.block_q // tiles.block_q)
-        dq, less = of_queries({"ranges": by_query}, less)
-        dk, dv = of_keys(plan, {"ranges": ranges}, less)
+        dq, delta_terms = of_queries({"ranges": by_query}, delta_terms)
+        dk, dv = of_keys(plan, {"ranges": ranges}, delta_terms)
     else:
         plan, tables, visited = _fused_plan(plan, tensors)
-        dq, dk, dv = of_keys(plan, tables, less)
+        dq, dk, dv = of_keys(plan, tables, delta_terms)
         dq = dq[:, : problem.q_len]
         if visited is not None:
             seen = jnp.repeat(jnp.swapaxes(jnp.asarray(visited), 1, 2), tiles.block_q, axis=1)

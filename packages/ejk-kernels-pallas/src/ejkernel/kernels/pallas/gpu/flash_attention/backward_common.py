@@ -97,12 +97,12 @@ def logits(
     """
     problem, block_q, tanh = plan.problem, plan.tiles.block_q, None
 
-    def less_lse(s: jax.Array) -> jax.Array:
+    def subtract_lse(s: jax.Array) -> jax.Array:
         row = r.late.at[*head, pl.ds(i * block_q, block_q)]
         return s + spread(read(row, COLUMN, optimized=False), (ROWS, block_q), 1)
 
     if problem.soft_cap is None:
-        s = lax.cond(large, less_lse, lambda s: s, s)
+        s = lax.cond(large, subtract_lse, lambda s: s, s)
         x = s * (scale(problem) * LOG2E)
     else:
         tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
@@ -148,12 +148,12 @@ def wait_for_parts(plan: Plan, r: Any, steps: Any) -> None:
         pl.when(steps >= before)(functools.partial(plgpu.barrier_wait, r.dq_empty.at[slot]))
 
 
-def base2(problem: Problem, s: jax.Array, less: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Returns base-2 logits of dot products plus the row term ``less``, and the slope of a cap."""
+def base2(problem: Problem, s: jax.Array, neg_lse: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns base-2 logits of dot products minus the lse of their rows, and the slope of a cap."""
     if problem.soft_cap is None:
-        return (s + less) * (scale(problem) * LOG2E), None
+        return (s + neg_lse) * (scale(problem) * LOG2E), None
     tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
-    return tanh * (problem.soft_cap * LOG2E) + less, 1.0 - tanh * tanh
+    return tanh * (problem.soft_cap * LOG2E) + neg_lse, 1.0 - tanh * tanh
 
 
 def copy_side(
@@ -164,9 +164,9 @@ def copy_side(
     ``name``: q or do; ``stages``: slots of it.
     """
     tile, row, tile_smem, row_smem, full, empty = (
-        (r.q, r.lse, r.q_smem, r.lse_smem, r.q_full, r.q_empty)
+        (r.q, r.neg_lse, r.q_smem, r.neg_lse_smem, r.q_full, r.q_empty)
         if name == "q"
-        else (r.do, r.delta, r.do_smem, r.delta_smem, r.do_full, r.do_empty)
+        else (r.do, r.neg_delta, r.do_smem, r.neg_delta_smem, r.do_full, r.do_empty)
     )
     pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
     plgpu.copy_gmem_to_smem(tile.at[batch, rows, head], tile_smem.at[slot], full.at[slot])

@@ -122,8 +122,8 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
                 s = pl.run_scoped(scores, plgpu.ACC(SHAPE))
-                less = spread(read(r.lse_smem.at[slot], COLUMN), SHAPE, 1)
-                x, slope = base2(problem, s, less)
+                neg_lse = spread(read(r.neg_lse_smem.at[slot], COLUMN), SHAPE, 1)
+                x, slope = base2(problem, s, neg_lse)
                 if needs_masks(plan, r):
                     word = program.block, i
                     at = ((program.batch, h), i * ROWS, program.first_key, word)
@@ -175,7 +175,7 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
                 dp = pl.run_scoped(value_scores, plgpu.ACC(SHAPE))
-                dp = dp + spread(read(r.delta_smem.at[slot], COLUMN), SHAPE, 1)
+                dp = dp + spread(read(r.neg_delta_smem.at[slot], COLUMN), SHAPE, 1)
                 plgpu.barrier_arrive(r.do_empty.at[slot])
                 plgpu.barrier_wait(r.p_full.at[p_slot])
                 p = read(r.p_smem.at[p_slot], LAYOUT)
@@ -214,19 +214,19 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
 
     barrier = plgpu.Barrier
     scratch = {
-        "delta_smem": plgpu.SMEM((STAGES, ROWS), jnp.float32),
+        "neg_delta_smem": plgpu.SMEM((STAGES, ROWS), jnp.float32),
         "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
-        "do_full": barrier(num_arrivals=2, num_barriers=STAGES),  # do and delta
+        "do_full": barrier(num_arrivals=2, num_barriers=STAGES),  # do and neg_delta
         "do_smem": tiled((STAGES, ROWS, value_dim), dtype),
         **({} if value_dim == dim else {"dv_smem": tiled((ROWS, value_dim), dtype)}),
         "k_full": barrier(),
         "k_smem": tiled((ROWS, dim), dtype),
-        "lse_smem": plgpu.SMEM((STAGES, ROWS), jnp.float32),
+        "neg_lse_smem": plgpu.SMEM((STAGES, ROWS), jnp.float32),
         "p_empty": barrier(num_barriers=2),
         "p_full": barrier(num_barriers=2),
         "p_smem": tiled((2, ROWS, ROWS), dtype),
         "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
-        "q_full": barrier(num_arrivals=2, num_barriers=STAGES),  # q and lse
+        "q_full": barrier(num_arrivals=2, num_barriers=STAGES),  # q and neg_lse
         "q_smem": tiled((STAGES, ROWS, dim), dtype),
         "v_full": barrier(),
         "v_smem": tiled((ROWS, value_dim), dtype),

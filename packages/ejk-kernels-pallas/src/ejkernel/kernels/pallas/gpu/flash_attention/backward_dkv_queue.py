@@ -86,8 +86,8 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
         Indices are float32 there, exact up to 2^24: keys of more blocks would fit no GPU.
         """
         named = {
-            "lse_smem": r.rows_smem.at[pl.ds(0, stages)],
-            "delta_smem": r.rows_smem.at[pl.ds(stages, stages)],
+            "neg_lse_smem": r.rows_smem.at[pl.ds(0, stages)],
+            "neg_delta_smem": r.rows_smem.at[pl.ds(stages, stages)],
         }
         return SimpleNamespace(**vars(r), **named)
 
@@ -126,8 +126,8 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
                         plgpu.barrier_wait(r.q_full.at[slot])
                         plgpu.barrier_wait(r.do_full.at[slot])
                         if plan.lse_in_sum:
-                            s_acc[...] = spread(read(r.lse_smem.at[slot], COLUMN), shape, 1)
-                        dp_acc[...] = spread(read(r.delta_smem.at[slot], COLUMN), shape, 1)
+                            s_acc[...] = spread(read(r.neg_lse_smem.at[slot], COLUMN), shape, 1)
+                        dp_acc[...] = spread(read(r.neg_delta_smem.at[slot], COLUMN), shape, 1)
                         plgpu.wgmma(s_acc, r.k_smem.at[kv, mine], r.q_smem.at[slot].T)
                         plgpu.wgmma(dp_acc, r.v_smem.at[kv, mine], r.do_smem.at[slot].T)
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
@@ -141,7 +141,7 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
                         pl.when((t == 0) & (number > 0))(give_back)
                         x, tanh = logits(plan, r, (b, h), j, first_row, large, s, i, masked)
                         if not plan.lse_in_sum:
-                            x = x + spread(read(r.lse_smem.at[slot], COLUMN), shape, 1)
+                            x = x + spread(read(r.neg_lse_smem.at[slot], COLUMN), shape, 1)
                         p = jnp.exp2(x)
                         plgpu.wgmma(dv_acc, p.astype(dtype), r.do_smem.at[slot])
                         ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
@@ -226,8 +226,8 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
         "rows_smem": plgpu.SMEM((2 * stages + 1, block_q), jnp.float32),
         "kv_full": barrier(num_arrivals=2, num_barriers=KV_BUFFERS),
         "kv_empty": barrier(num_arrivals=CONSUMERS, num_barriers=KV_BUFFERS),
-        "q_full": barrier(num_arrivals=2, num_barriers=stages),  # q and lse
-        "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and delta
+        "q_full": barrier(num_arrivals=2, num_barriers=stages),  # q and neg_lse
+        "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and neg_delta
         "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
     }

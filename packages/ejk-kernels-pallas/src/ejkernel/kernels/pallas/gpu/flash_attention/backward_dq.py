@@ -103,10 +103,11 @@ class Program:
 
 
 def probabilities(
-    plan: Plan, r: Any, program: Program, lse: Any, first_q: Any, s: jax.Array, j: Any, masked: Any
-) -> jax.Array:
+    plan: Plan, r: Any, program: Program, neg_lse: Any, first_q: Any, s: jax.Array, j: Any,
+    masked: Any,
+) -> jax.Array:  # fmt: skip
     """Returns p of 64 rows and key block j from their dot products, times the slope of a cap."""
-    x, slope = base2(plan.problem, s, spread(lse, SHAPE, 0))
+    x, slope = base2(plan.problem, s, spread(neg_lse, SHAPE, 0))
     if needs_masks(plan, r):
         at = ((program.batch, program.head), first_q, j * ROWS, (lax.div(first_q, ROWS), j))
         x = lax.cond(masked, lambda x: hide(plan, r, x, *at, by_key=False), lambda x: x, x)
@@ -126,10 +127,10 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
     dim, value_dim = problem.dim, problem.value_dim
     k_count, v_count = in_flight(problem)
     count = problem.batch * problem.heads * plan.n_q
-    holds, finds_delta = holds_rows(problem), "delta" not in operands
-    widths = {"q": dim, "do": value_dim} | ({"o": value_dim} if finds_delta else {})
+    holds, computes_delta = holds_rows(problem), "neg_delta" not in operands
+    widths = {"q": dim, "do": value_dim} | ({"o": value_dim} if computes_delta else {})
     # in shared memory before the work unit
-    row_values = ("lse", "dlse" if finds_delta else "delta")
+    row_values = ("neg_lse", "dlse" if computes_delta else "neg_delta")
     arrivals = len(widths) + len(row_values)
 
     def arrived(r: Any) -> Any:
@@ -150,19 +151,21 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
             program = Program(plan, r, unit)
             first_q = program.block * BLOCK_Q + wg * ROWS
             at = (program.batch, program.head, pl.ds(first_q, ROWS))
-            lse, delta = (read(r.rows_smem.at[n, rows], ROW) for n in range(2))
+            neg_lse, neg_delta = (read(r.rows_smem.at[n, rows], ROW) for n in range(2))
             in_registers = (
                 [read(x.at[rows], LAYOUT) for x in (r.q_smem, r.do_smem)] if holds else []
             )
-            if finds_delta:
+            if computes_delta:
                 o, do = read(r.o_smem.at[rows], LAYOUT), in_registers[1]
-                delta = delta - jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=1)
+                # the second row value is dlse here
+                do_o = o.astype(jnp.float32) * do.astype(jnp.float32)
+                neg_delta = neg_delta - jnp.sum(do_o, axis=1)
             if holds:
                 plgpu.barrier_arrive(r.q_empty)
-            if finds_delta:
-                r.less_smem.at[rows][...] = delta
+            if computes_delta:
+                r.neg_delta_smem.at[rows][...] = neg_delta
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(r.less_smem.at[rows], r.less.at[at])
+                plgpu.copy_smem_to_gmem(r.neg_delta_smem.at[rows], r.neg_delta.at[at])
 
             def accumulate(dq_acc: Any) -> Any:
                 def add_block(j: Any, n: Any, masked: Any) -> None:
@@ -189,13 +192,15 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
                             last = lax.rem(n + k_count - 1, k_count)
                             plgpu.barrier_arrive(r.k_empty.at[last])
 
-                        p = probabilities(plan, r, program, lse, first_q, s, j, masked)
+                        p = probabilities(plan, r, program, neg_lse, first_q, s, j, masked)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                         plgpu.barrier_arrive(r.v_empty.at[v_slot])
-                        return (p * (dp if holds else dp + spread(delta, SHAPE, 0))).astype(dtype)
+                        if not holds:
+                            dp = dp + spread(neg_delta, SHAPE, 0)
+                        return (p * dp).astype(dtype)
 
                     def together(s_acc: Any, dp_acc: Any) -> jax.Array:
-                        dp_acc[...] = spread(delta, SHAPE, 0)
+                        dp_acc[...] = spread(neg_delta, SHAPE, 0)
                         scores(s_acc)
                         return slopes(s_acc, dp_acc)
 
@@ -287,7 +292,7 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
         "k_smem": tiled((k_count, ROWS, dim), dtype),
         "v_smem": tiled((v_count, ROWS, value_dim), dtype),
         "rows_smem": plgpu.SMEM((len(row_values) + 1, BLOCK_Q), jnp.float32),
-        **({"less_smem": plgpu.SMEM((BLOCK_Q,), jnp.float32)} if finds_delta else {}),
+        **({"neg_delta_smem": plgpu.SMEM((BLOCK_Q,), jnp.float32)} if computes_delta else {}),
         "q_full": barrier(num_arrivals=arrivals),
         "q_empty": barrier(num_arrivals=CONSUMERS),
         **{
@@ -298,9 +303,9 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
     }
     shape = (problem.batch, padded_rows(problem.q_len), problem.heads, dim)
     outputs = {"dq": jax.ShapeDtypeStruct(shape, dtype)}
-    if finds_delta:
+    if computes_delta:
         all_rows = (problem.batch, problem.heads, plan.n_q * BLOCK_Q)
-        outputs["less"] = jax.ShapeDtypeStruct(all_rows, jnp.float32)
+        outputs["neg_delta"] = jax.ShapeDtypeStruct(all_rows, jnp.float32)
     name = "flash_attention_backward_dq"
     programs = min(plan.cores, count)
     dq, *row_terms = launch_backward(

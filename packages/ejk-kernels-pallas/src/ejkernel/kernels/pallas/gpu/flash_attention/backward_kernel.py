@@ -109,16 +109,16 @@ class Program:
 
 
 def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns (dq, dk, dv) of q, k, v, do, lse, delta, tables and ids.
+    """Returns (dq, dk, dv) of q, k, v, do, neg_lse, neg_delta, tables and ids.
 
-    Tables are ``ranges`` and ``visitors`` of ``visit_tables``. ``lse`` and ``delta`` are float32
-    ``[batch, heads, whole q blocks]`` and enter negated, so that accumulators can start from them:
-    -delta, and -lse as ``units`` counts (``plan.lse_in_sum``: then two operands more, ``large``
-    int32 ``[batch, heads]`` and ``late``, row terms that are added later where it is not 0) or in
-    base 2; such that the logit is -inf in rows that see nothing and rows past the end. Ids are
-    padded to whole blocks, other lengths to eight rows, of dk and dv too. dq is float32 ``[batch,
-    whole q blocks, heads, dim]``, not scaled, unwritten where no key block visits; dk and dv are
-    float32 too where heads share k and v.
+    Tables are ``ranges`` and ``visitors`` of ``visit_tables``. -lse and -delta are float32
+    ``[batch, heads, whole q blocks]``, negated so that accumulators can start from them, and -inf
+    in rows that see nothing and rows past the end. -lse counts in ``units`` where accumulators
+    start from it (``plan.lse_in_sum``), otherwise in base 2. Then two operands more: ``large``,
+    int32 ``[batch, heads]``, and ``late``, the -lse that is added later where ``large`` is not 0.
+    Ids are padded to whole blocks, other lengths to eight rows, of dk and dv too. dq is float32
+    ``[batch, whole q blocks, heads, dim]``, not scaled, unwritten where no key block visits; dk and
+    dv are float32 too where heads share k and v.
     """
     problem, tiles = plan.problem, plan.tiles
     dtype = jnp.dtype(problem.dtype)
@@ -149,17 +149,17 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
                     plgpu.barrier_wait(r.q_full.at[slot])
                     plgpu.barrier_wait(r.do_full.at[slot])
                     if plan.lse_in_sum:
-                        row_lse = read(r.lse_smem.at[slot], COLUMN)
-                        s_acc[...] = spread(row_lse, shape, 1)
-                    row_delta = read(r.delta_smem.at[slot], COLUMN)
-                    dp_acc[...] = spread(row_delta, shape, 1)
+                        neg_lse = read(r.neg_lse_smem.at[slot], COLUMN)
+                        s_acc[...] = spread(neg_lse, shape, 1)
+                    neg_delta = read(r.neg_delta_smem.at[slot], COLUMN)
+                    dp_acc[...] = spread(neg_delta, shape, 1)
                     plgpu.wgmma(s_acc, r.k_smem.at[mine], r.q_smem.at[slot].T)
                     plgpu.wgmma(dp_acc, r.v_smem.at[mine], r.do_smem.at[slot].T)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     x, tanh = logits(plan, r, (b, h), j, first_row, large, s, i, masked)
                     if not plan.lse_in_sum:
-                        row_lse = read(r.lse_smem.at[slot], COLUMN)
-                        x = x + spread(row_lse, shape, 1)
+                        neg_lse = read(r.neg_lse_smem.at[slot], COLUMN)
+                        x = x + spread(neg_lse, shape, 1)
                     p = jnp.exp2(x)
                     plgpu.wgmma(dv_acc, p.astype(dtype), r.do_smem.at[slot])
                     ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
@@ -291,13 +291,13 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         "v_smem": tiled((block_kv, value_dim), dtype),
         "q_smem": tiled((tiles.q_buffers, block_q, dim), dtype),
         "do_smem": tiled((stages, block_q, value_dim), dtype),
-        "lse_smem": plgpu.SMEM((tiles.q_buffers, block_q), jnp.float32),
-        "delta_smem": plgpu.SMEM((stages, block_q), jnp.float32),
+        "neg_lse_smem": plgpu.SMEM((tiles.q_buffers, block_q), jnp.float32),
+        "neg_delta_smem": plgpu.SMEM((stages, block_q), jnp.float32),
         "dq_smem": tiled((tiles.dq_stages * CONSUMERS, ROWS, dq_columns), jnp.float32),
         "ds_smem": tiled((2, block_kv, block_q), dtype),
         "kv_full": barrier(num_arrivals=2),
-        "q_full": barrier(num_arrivals=2, num_barriers=tiles.q_buffers),  # q and lse
-        "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and delta
+        "q_full": barrier(num_arrivals=2, num_barriers=tiles.q_buffers),  # q and neg_lse
+        "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and neg_delta
         "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=tiles.q_buffers),
         "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         "ds_full": barrier(num_arrivals=CONSUMERS),

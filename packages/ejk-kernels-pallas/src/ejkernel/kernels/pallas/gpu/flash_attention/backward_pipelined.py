@@ -65,11 +65,11 @@ def add_ahead(
     steps, block_at = program.blocks()
 
     def multiply_keys(s_acc: Any, n: Any) -> None:
-        """Starts the logits of step n, less lse."""
+        """Starts the logits of step n, minus lse."""
         slot = lax.rem(n, tiles.q_buffers)
         *_, mine = thread_rows()
         plgpu.barrier_wait(r.q_full.at[slot])
-        s_acc[...] = spread(read(r.lse_smem.at[slot], COLUMN), shape, 1)
+        s_acc[...] = spread(read(r.neg_lse_smem.at[slot], COLUMN), shape, 1)
         plgpu.wgmma(s_acc, r.k_smem.at[mine], r.q_smem.at[slot].T)
 
     def probabilities(s: jax.Array, n: Any) -> jax.Array:
@@ -88,7 +88,7 @@ def add_ahead(
     def gradient_of_logits(n: Any, p: jax.Array, dp_acc: Any) -> jax.Array:
         """Returns ds of step n, also in shared memory, and adds to dv."""
         slot, (*_, mine) = lax.rem(n, tiles.stages), thread_rows()
-        dp_acc[...] = spread(read(r.delta_smem.at[slot], COLUMN), shape, 1)
+        dp_acc[...] = spread(read(r.neg_delta_smem.at[slot], COLUMN), shape, 1)
         plgpu.wgmma(dp_acc, r.v_smem.at[mine], r.do_smem.at[slot].T)
         plgpu.wgmma(dv_acc, p, r.do_smem.at[slot])
         ds = (p.astype(jnp.float32) * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)).astype(dtype)
