@@ -29,7 +29,7 @@ from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order
 from ejkernel.kernels.pallas.gpu.flash_attention import tile_scheduler, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import CONSUMER_REGISTERS
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import Program
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import KeyBlockProgram
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
@@ -297,7 +297,7 @@ def test_programs_that_wrap_around_add_in_the_order_in_which_they_arrive(q_len, 
     assert plan.stride >= 2  # steps between additions
     visits: dict[int, list] = {}
     for block in range(plan.n_kv):
-        program = object.__new__(Program)
+        program = object.__new__(KeyBlockProgram)
         program.plan, program.block = plan, np.int32(block)
         program.team, program.member = (np.int32(n) for n in divmod(block, plan.team))
         steps, block_at = program.blocks()

@@ -15,7 +15,7 @@ from ejkernel.kernels.pallas.gpu.common.tma import pad_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import key_gradients
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import queue_key_gradients
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import query_gradient
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import fused
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import FusedKernel
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     OF_QUERIES,
     BackwardTiles,
@@ -185,8 +185,8 @@ def backward(
     ) -> tuple[jax.Array, ...]:
         if is_wide(problem):
             return key_gradients(plan, operands(plan, tables, delta_terms))
-        run = queue_key_gradients if plan.listed else fused
-        return run(plan, operands(plan, tables, delta_terms, plan.lse_in_sum))
+        inputs = operands(plan, tables, delta_terms, plan.lse_in_sum)
+        return queue_key_gradients(plan, inputs) if plan.listed else FusedKernel(plan)(inputs)
 
     def of_queries(
         tables: dict[str, Any], delta_terms: dict[str, Any]

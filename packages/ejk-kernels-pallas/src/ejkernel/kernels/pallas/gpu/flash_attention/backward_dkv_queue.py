@@ -72,7 +72,7 @@ class Program:
 
 
 def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns (dk, dv) for the operands of ``fused``, with lists, bits and order, not ranges."""
+    """Returns (dk, dv) for operands of ``FusedKernel`` with lists, bits and order for ranges."""
     problem, tiles = plan.problem, plan.tiles
     dtype, dim, value_dim = jnp.dtype(problem.dtype), problem.dim, problem.value_dim
     block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages

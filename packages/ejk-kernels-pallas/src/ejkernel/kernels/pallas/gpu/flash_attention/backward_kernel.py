@@ -7,8 +7,9 @@ order there, and programs would wait to add to dq in order (measured: 0.96 ms fo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,11 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_pipelined import add_a
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 
 
-class Program:
-    """Work of one program; its warps loop over the same tiles in the same order."""
+class KeyBlockProgram:
+    """The key block of one program, and the query blocks that it visits.
+
+    Its warps loop over the same tiles in the same order.
+    """
 
     def __init__(self, plan: Plan, r: Any) -> None:
         problem = plan.problem
@@ -108,127 +112,173 @@ class Program:
         return self.team * plan.team + rank
 
 
-def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns (dq, dk, dv) of q, k, v, do, neg_lse, neg_delta, tables and ids.
+class WarpgroupKeys(NamedTuple):
+    """The 64 keys of a consumer warpgroup.
 
-    Tables are ``ranges`` and ``visitors`` of ``visit_tables``. -lse and -delta are float32
-    ``[batch, heads, whole q blocks]``, negated so that accumulators can start from them, and -inf
-    in rows that see nothing and rows past the end. -lse counts in ``units`` where accumulators
-    start from it (``plan.lse_in_sum``), otherwise in base 2. Then two operands more: ``large``,
-    int32 ``[batch, heads]``, and ``late``, the -lse that is added later where ``large`` is not 0.
-    Ids are padded to whole blocks, other lengths to eight rows, of dk and dv too. dq is float32
-    ``[batch, whole q blocks, heads, dim]``, not scaled, unwritten where no key block visits; dk and
-    dv are float32 too where heads share k and v.
+    Attributes:
+        wg: index of the warpgroup.
+        rows: its rows of the key block.
+        first_row: its first key.
+        large: see ``logits``.
     """
-    problem, tiles = plan.problem, plan.tiles
-    dtype = jnp.dtype(problem.dtype)
-    block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
-    dim, value_dim = problem.dim, problem.value_dim
-    shape = (ROWS, block_q)
-    by_rows, dq_columns = plan.dq_by_rows, plan.dq_columns
 
-    def consume(r: Any, program: Program, wg: Any) -> None:
-        b, h, j = program.batch, program.head, program.block
+    wg: Any
+    rows: Any
+    first_row: Any
+    large: Any
+
+
+Results = Sequence[tuple[Any, Any, Any]]  # (accumulator, shared memory, output) of dk and of dv
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """The fused kernel: a program adds the tiles of one key block to dk and dv, and to dq."""
+
+    plan: Plan
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of q, k, v and do."""
+        return jnp.dtype(self.plan.problem.dtype)
+
+    # ---- consumers --------------------------------------------------------------------------
+
+    def consume(self, r: Any, program: KeyBlockProgram, wg: Any) -> None:
+        """Computes dk and dv of 64 keys, and hands over their parts of dq."""
+        plan, problem = self.plan, self.plan.problem
         plgpu.barrier_wait(r.kv_full)
         rows = pl.ds(wg * ROWS, ROWS)
-        first_row = j * block_kv + wg * ROWS
-        large = plan.lse_in_sum and r.large[b, h] != 0
+        first_row = program.block * plan.tiles.block_kv + wg * ROWS
+        large = plan.lse_in_sum and r.large[program.batch, program.head] != 0
+        keys = WarpgroupKeys(wg, rows, first_row, large)
 
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
-            if tiles.pipelined:
+            if plan.tiles.pipelined:
                 add_ahead(plan, r, program, wg, large, dk_acc, dv_acc)
                 return dk_acc[...], dv_acc[...]
-
-            def add_block(i: Any, n: Any, masked: Any) -> None:
-                slot, ds_slot = lax.rem(n, stages), lax.rem(n, 2)
-                thread = read_thread()
-                warpgroup = lax.div(thread, 128)
-                mine = pl.ds(warpgroup * ROWS, ROWS)
-
-                def key_side(s_acc: Any, dp_acc: Any) -> None:
-                    plgpu.barrier_wait(r.q_full.at[slot])
-                    plgpu.barrier_wait(r.do_full.at[slot])
-                    if plan.lse_in_sum:
-                        neg_lse = read(r.neg_lse_smem.at[slot], COLUMN)
-                        s_acc[...] = spread(neg_lse, shape, 1)
-                    neg_delta = read(r.neg_delta_smem.at[slot], COLUMN)
-                    dp_acc[...] = spread(neg_delta, shape, 1)
-                    plgpu.wgmma(s_acc, r.k_smem.at[mine], r.q_smem.at[slot].T)
-                    plgpu.wgmma(dp_acc, r.v_smem.at[mine], r.do_smem.at[slot].T)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    x, tanh = logits(plan, r, (b, h), j, first_row, large, s, i, masked)
-                    if not plan.lse_in_sum:
-                        neg_lse = read(r.neg_lse_smem.at[slot], COLUMN)
-                        x = x + spread(neg_lse, shape, 1)
-                    p = jnp.exp2(x)
-                    plgpu.wgmma(dv_acc, p.astype(dtype), r.do_smem.at[slot])
-                    ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                    if tanh is not None:
-                        ds = ds * (1.0 - tanh * tanh)
-                    ds = ds.astype(dtype)
-                    # the other slot may still be read for the dq of the step before
-                    r.ds_smem.at[ds_slot, rows][...] = ds
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(r.ds_full)
-                    plgpu.wgmma(dk_acc, ds, r.q_smem.at[slot])
-                    plgpu.barrier_wait(r.ds_full)
-
-                pl.run_scoped(key_side, plgpu.ACC(shape), plgpu.ACC(shape))
-
-                def query_side(dq_acc: Any) -> None:
-                    plgpu.wgmma(dq_acc, *dq_operands(plan, r, ds_slot, thread, warpgroup, mine))
-                    part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                    plgpu.barrier_arrive(r.q_empty.at[slot])
-                    plgpu.barrier_arrive(r.do_empty.at[slot])
-                    hand_over(plan, r, wg, n, part)
-
-                pl.run_scoped(query_side, plgpu.ACC((ROWS, dq_columns)))
-
+            add_block = functools.partial(self.add_block, r, program, keys, dk_acc, dv_acc)
             steps = program.for_each_block(add_block)
             plgpu.wgmma_wait(0)
             if plan.shares_keys:  # whose parts go through the same memory
                 wait_for_parts(plan, r, steps)
             return dk_acc[...], dv_acc[...]
 
-        dk_sum, dv_sum = pl.run_scoped(
-            accumulate, plgpu.ACC((ROWS, dim)), plgpu.ACC((ROWS, value_dim))
+        dk, dv = pl.run_scoped(
+            accumulate, plgpu.ACC((ROWS, problem.dim)), plgpu.ACC((ROWS, problem.value_dim))
         )
-        results = ((dk_sum * problem.scale, r.k_smem, r.dk), (dv_sum, r.v_smem, r.dv))
-        out = (b, pl.ds(first_row, ROWS), program.kv_head)
+        results = ((dk * problem.scale, r.k_smem, r.dk), (dv, r.v_smem, r.dv))
+        if plan.shares_keys:
+            self.add_results(r, program, keys, results)
+        else:
+            self.store_results(r, program, keys, results)
 
-        def add() -> None:
-            """Adds this head's part to dk and dv, in the order of the heads that share them."""
-            mine = program.turns.at[b, program.kv_head * problem.group, plan.n_q + j]
-            before = CONSUMERS * program.sharer
-            plgpu.semaphore_wait(mine, before, decrement=False, memory_scope="gpu")
-            for total, _, ref in results:
-                for c in range(0, total.shape[1], dq_columns):
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    r.dq_smem.at[wg][...] = total[:, c : c + dq_columns]
-                    plgpu.commit_smem()
-                    part = ref.at[*out, pl.ds(c, dq_columns)]
-                    send = functools.partial(plgpu.copy_smem_to_gmem, r.dq_smem.at[wg], part)
-                    pl.when(before == 0)(send)
-                    pl.when(before > 0)(functools.partial(send, reduction_op="add"))
-            plgpu.wait_smem_to_gmem(0)
-            plgpu.semaphore_signal(mine, 1, memory_scope="gpu")
+    def add_block(
+        self, r: Any, program: KeyBlockProgram, keys: WarpgroupKeys, dk_acc: Any, dv_acc: Any,
+        i: Any, n: Any, masked: Any,
+    ) -> None:  # fmt: skip
+        """Adds query block i, step n, to dk and dv, and hands over its part of dq."""
+        plan, tiles = self.plan, self.plan.tiles
+        shape = (ROWS, tiles.block_q)
+        slot, ds_slot = lax.rem(n, tiles.stages), lax.rem(n, 2)
+        thread = read_thread()
+        warpgroup = lax.div(thread, 128)
+        mine = pl.ds(warpgroup * ROWS, ROWS)
 
-        def write_final() -> None:
-            # both warpgroups read all of k for dq: its buffer is free when both are done
-            plgpu.barrier_arrive(r.done)
-            plgpu.barrier_wait(r.done)
-            for total, staged, _ in results:
-                staged.at[rows][...] = total.astype(dtype)
+        def add_key_side(s_acc: Any, dp_acc: Any) -> None:
+            plgpu.barrier_wait(r.q_full.at[slot])
+            plgpu.barrier_wait(r.do_full.at[slot])
+            if plan.lse_in_sum:
+                neg_lse = read(r.neg_lse_smem.at[slot], COLUMN)
+                s_acc[...] = spread(neg_lse, shape, 1)
+            neg_delta = read(r.neg_delta_smem.at[slot], COLUMN)
+            dp_acc[...] = spread(neg_delta, shape, 1)
+            plgpu.wgmma(s_acc, r.k_smem.at[mine], r.q_smem.at[slot].T)
+            plgpu.wgmma(dp_acc, r.v_smem.at[mine], r.do_smem.at[slot].T)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            head = (program.batch, program.head)
+            x, tanh = logits(plan, r, head, program.block, keys.first_row, keys.large, s, i, masked)
+            if not plan.lse_in_sum:
+                neg_lse = read(r.neg_lse_smem.at[slot], COLUMN)
+                x = x + spread(neg_lse, shape, 1)
+            p = jnp.exp2(x)
+            plgpu.wgmma(dv_acc, p.astype(self.dtype), r.do_smem.at[slot])
+            ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+            if tanh is not None:
+                ds = ds * (1.0 - tanh * tanh)
+            ds = ds.astype(self.dtype)
+            # the other slot may still be read for the dq of the step before
+            r.ds_smem.at[ds_slot, keys.rows][...] = ds
             plgpu.commit_smem()
-            for _, staged, ref in results:
-                plgpu.copy_smem_to_gmem(staged.at[rows], ref.at[out])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(r.ds_full)
+            plgpu.wgmma(dk_acc, ds, r.q_smem.at[slot])
+            plgpu.barrier_wait(r.ds_full)
 
-        add() if plan.shares_keys else write_final()
+        def hand_over_query_side(dq_acc: Any) -> None:
+            plgpu.wgmma(dq_acc, *dq_operands(plan, r, ds_slot, thread, warpgroup, mine))
+            part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+            plgpu.barrier_arrive(r.q_empty.at[slot])
+            plgpu.barrier_arrive(r.do_empty.at[slot])
+            hand_over(plan, r, keys.wg, n, part)
 
-    def produce(r: Any, program: Program) -> None:
+        pl.run_scoped(add_key_side, plgpu.ACC(shape), plgpu.ACC(shape))
+        pl.run_scoped(hand_over_query_side, plgpu.ACC((ROWS, plan.dq_columns)))
+
+    def add_results(
+        self, r: Any, program: KeyBlockProgram, keys: WarpgroupKeys, results: Results
+    ) -> None:
+        """Adds this head's part to dk and dv, in the order of the heads that share them."""
+        plan = self.plan
+        out = (program.batch, pl.ds(keys.first_row, ROWS), program.kv_head)
+        first_head = program.kv_head * plan.problem.group
+        mine = program.turns.at[program.batch, first_head, plan.n_q + program.block]
+        before = CONSUMERS * program.sharer
+        plgpu.semaphore_wait(mine, before, decrement=False, memory_scope="gpu")
+        for total, _, ref in results:
+            for c in range(0, total.shape[1], plan.dq_columns):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                r.dq_smem.at[keys.wg][...] = total[:, c : c + plan.dq_columns]
+                plgpu.commit_smem()
+                part = ref.at[*out, pl.ds(c, plan.dq_columns)]
+                send = functools.partial(plgpu.copy_smem_to_gmem, r.dq_smem.at[keys.wg], part)
+                pl.when(before == 0)(send)
+                pl.when(before > 0)(functools.partial(send, reduction_op="add"))
+        plgpu.wait_smem_to_gmem(0)
+        plgpu.semaphore_signal(mine, 1, memory_scope="gpu")
+
+    def store_results(
+        self, r: Any, program: KeyBlockProgram, keys: WarpgroupKeys, results: Results
+    ) -> None:
+        """Stores dk and dv through the memory of k and v."""
+        out = (program.batch, pl.ds(keys.first_row, ROWS), program.kv_head)
+        # both warpgroups read all of k for dq: its buffer is free when both are done
+        plgpu.barrier_arrive(r.done)
+        plgpu.barrier_wait(r.done)
+        for total, staged, _ in results:
+            staged.at[keys.rows][...] = total.astype(self.dtype)
+        plgpu.commit_smem()
+        for _, staged, ref in results:
+            plgpu.copy_smem_to_gmem(staged.at[keys.rows], ref.at[out])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    # ---- producer and writers ---------------------------------------------------------------
+
+    def move(self, r: Any, program: KeyBlockProgram, wg: Any) -> None:
+        """Runs the warp that copies operands, and those that add dq."""
+        del wg
+
+        def run_warp(index: Any) -> None:
+            pl.when(index == 0)(lambda: self.produce(r, program))
+            for writer in range(WRITERS):
+                pl.when(index == 1 + writer)(functools.partial(self.write, r, program, writer))
+
+        for_each_warp(run_warp)
+
+    def produce(self, r: Any, program: KeyBlockProgram) -> None:
+        """Copies the key block, then the query blocks that see it."""
+        plan, tiles = self.plan, self.plan.tiles
         b, h = program.batch, program.head
-        at = (b, pl.ds(program.block * block_kv, block_kv), program.kv_head)
+        at = (b, pl.ds(program.block * tiles.block_kv, tiles.block_kv), program.kv_head)
         plgpu.copy_gmem_to_smem(r.k.at[at], r.k_smem, r.kv_full)
         plgpu.copy_gmem_to_smem(r.v.at[at], r.v_smem, r.kv_full)
 
@@ -237,16 +287,17 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
             if tiles.pipelined:
                 copy_ahead(plan, r, b, h, i, n)
             else:
-                copy_step(r, b, h, i, n, block_q, stages)
+                copy_step(r, b, h, i, n, tiles.block_q, tiles.stages)
 
         program.for_each_block(copy_block)
 
-    def write(r: Any, program: Program, writer: int) -> None:
+    def write(self, r: Any, program: KeyBlockProgram, writer: int) -> None:
         """Adds the parts of dq of every step to global memory, of every second in each warp.
 
         A part is added, and the next program told, about a step after it was handed over: one warp
         would keep the consumers waiting.
         """
+        plan, tiles = self.plan, self.plan.tiles
         b, h = program.batch, program.head
 
         def write_block(i: Any, n: Any, masked: Any) -> None:
@@ -255,14 +306,17 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
             slot = lax.rem(n, tiles.dq_stages)
 
             def part(c: int) -> Any:
-                if by_rows:
-                    return r.dq.at[b, pl.ds(i * block_q + c * ROWS, ROWS), h]
-                return r.dq.at[b, pl.ds(i * block_q, ROWS), h, pl.ds(c * dq_columns, dq_columns)]
+                """Returns what consumer c computes of the block."""
+                if plan.dq_by_rows:
+                    return r.dq.at[b, pl.ds(i * tiles.block_q + c * ROWS, ROWS), h]
+                columns = pl.ds(c * plan.dq_columns, plan.dq_columns)
+                return r.dq.at[b, pl.ds(i * tiles.block_q, ROWS), h, columns]
 
             def send(**options: Any) -> None:
                 for c in range(CONSUMERS):
                     options["commit_group"] = c == CONSUMERS - 1
-                    plgpu.copy_smem_to_gmem(r.dq_smem.at[slot * CONSUMERS + c], part(c), **options)
+                    source = r.dq_smem.at[slot * CONSUMERS + c]
+                    plgpu.copy_smem_to_gmem(source, part(c), **options)
 
             plgpu.barrier_wait(r.dq_full.at[writer])
             plgpu.semaphore_wait(turns, turn, decrement=False, memory_scope="gpu")
@@ -275,46 +329,68 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
 
         program.for_each_block(write_block, writer, WRITERS)
 
-    def move(r: Any, program: Program, wg: Any) -> None:
-        del wg
+    # ---- launch -----------------------------------------------------------------------------
 
-        def warp(index: Any) -> None:
-            pl.when(index == 0)(lambda: produce(r, program))
-            for writer in range(WRITERS):
-                pl.when(index == 1 + writer)(functools.partial(write, r, program, writer))
+    def scratch(self) -> dict[str, Any]:
+        """Returns shared memory and barriers by name, in the order of their addresses."""
+        plan, tiles = self.plan, self.plan.tiles
+        dim, value_dim = plan.problem.dim, plan.problem.value_dim
+        block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
+        barrier, dtype = plgpu.Barrier, self.dtype
+        dq_parts = tiles.dq_stages * CONSUMERS
+        return {
+            "k_smem": tiled((block_kv, dim), dtype),
+            "v_smem": tiled((block_kv, value_dim), dtype),
+            "q_smem": tiled((tiles.q_buffers, block_q, dim), dtype),
+            "do_smem": tiled((stages, block_q, value_dim), dtype),
+            "neg_lse_smem": plgpu.SMEM((tiles.q_buffers, block_q), jnp.float32),
+            "neg_delta_smem": plgpu.SMEM((stages, block_q), jnp.float32),
+            "dq_smem": tiled((dq_parts, ROWS, plan.dq_columns), jnp.float32),
+            "ds_smem": tiled((2, block_kv, block_q), dtype),
+            "kv_full": barrier(num_arrivals=2),
+            "q_full": barrier(num_arrivals=2, num_barriers=tiles.q_buffers),  # q and neg_lse
+            "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and neg_delta
+            "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=tiles.q_buffers),
+            "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+            "ds_full": barrier(num_arrivals=CONSUMERS),
+            "dq_full": barrier(num_arrivals=CONSUMERS, num_barriers=WRITERS),
+            "dq_empty": barrier(num_arrivals=1, num_barriers=tiles.dq_stages),
+            "done": barrier(num_arrivals=CONSUMERS),
+        }
 
-        for_each_warp(warp)
+    def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the results by name."""
+        plan, p = self.plan, self.plan.problem
+        q_shape = (p.batch, plan.n_q * plan.tiles.block_q, p.heads)
+        kv_shape = (p.batch, padded_rows(p.kv_len), p.kv_heads)
+        sum_dtype = jnp.float32 if plan.shares_keys else self.dtype
+        return {
+            "dq": jax.ShapeDtypeStruct((*q_shape, p.dim), jnp.float32),
+            "dk": jax.ShapeDtypeStruct((*kv_shape, p.dim), sum_dtype),
+            "dv": jax.ShapeDtypeStruct((*kv_shape, p.value_dim), sum_dtype),
+        }
 
-    barrier = plgpu.Barrier
-    scratch = {
-        "k_smem": tiled((block_kv, dim), dtype),
-        "v_smem": tiled((block_kv, value_dim), dtype),
-        "q_smem": tiled((tiles.q_buffers, block_q, dim), dtype),
-        "do_smem": tiled((stages, block_q, value_dim), dtype),
-        "neg_lse_smem": plgpu.SMEM((tiles.q_buffers, block_q), jnp.float32),
-        "neg_delta_smem": plgpu.SMEM((stages, block_q), jnp.float32),
-        "dq_smem": tiled((tiles.dq_stages * CONSUMERS, ROWS, dq_columns), jnp.float32),
-        "ds_smem": tiled((2, block_kv, block_q), dtype),
-        "kv_full": barrier(num_arrivals=2),
-        "q_full": barrier(num_arrivals=2, num_barriers=tiles.q_buffers),  # q and neg_lse
-        "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and neg_delta
-        "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=tiles.q_buffers),
-        "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-        "ds_full": barrier(num_arrivals=CONSUMERS),
-        "dq_full": barrier(num_arrivals=CONSUMERS, num_barriers=WRITERS),
-        "dq_empty": barrier(num_arrivals=1, num_barriers=tiles.dq_stages),
-        "done": barrier(num_arrivals=CONSUMERS),
-    }
-    kv_shape = (problem.batch, padded_rows(problem.kv_len), problem.kv_heads)
-    sum_dtype = jnp.float32 if plan.shares_keys else dtype
-    outputs = {
-        "dq": jax.ShapeDtypeStruct(
-            (problem.batch, plan.n_q * block_q, problem.heads, dim), jnp.float32
-        ),
-        "dk": jax.ShapeDtypeStruct((*kv_shape, dim), sum_dtype),
-        "dv": jax.ShapeDtypeStruct((*kv_shape, value_dim), sum_dtype),
-    }
-    name = f"flash_attention_backward{'_pipelined' if tiles.pipelined else ''}"
-    programs = problem.batch * problem.heads * plan.n_kv
-    make = functools.partial(Program, plan)
-    return launch_backward(name, programs, make, [consume], move, operands, outputs, scratch)
+    def __call__(self, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+        """Returns (dq, dk, dv) of q, k, v, do, neg_lse, neg_delta, tables and ids.
+
+        Tables are ``ranges`` and ``visitors`` of ``visit_tables``. -lse and -delta are float32
+        ``[batch, heads, whole q blocks]``, negated so that accumulators can start from them, and
+        -inf in rows that see nothing and rows past the end. -lse counts in ``units`` where
+        accumulators start from it (``plan.lse_in_sum``), otherwise in base 2. Then two operands
+        more: ``large``, int32 ``[batch, heads]``, and ``late``, the -lse that is added later where
+        ``large`` is not 0. Ids are padded to whole blocks, other lengths to eight rows, of dk and
+        dv too. dq is float32 ``[batch, whole q blocks, heads, dim]``, not scaled, unwritten where
+        no key block visits; dk and dv are float32 too where heads share k and v.
+        """
+        plan, p = self.plan, self.plan.problem
+        suffix = "_pipelined" if plan.tiles.pipelined else ""
+        return launch_backward(
+            f"flash_attention_backward{suffix}",
+            p.batch * p.heads * plan.n_kv,
+            functools.partial(KeyBlockProgram, plan),
+            [self.consume],
+            self.move,
+            operands,
+            self.outputs(),
+            self.scratch(),
+        )

@@ -54,7 +54,7 @@ def copy_ahead(plan: Plan, r: Any, batch: Any, head: Any, i: Any, n: Any) -> Non
 def add_ahead(
     plan: Plan, r: Any, program: Any, wg: Any, large: Any, dk_acc: Any, dv_acc: Any
 ) -> None:
-    """Adds all query blocks of a ``Program`` to dk and dv, and hands over their parts of dq.
+    """Adds all query blocks of ``program`` to dk and dv, and hands over their parts of dq.
 
     ``large``: see ``logits``. All matmuls are done at the end, and what was handed over is read.
     """
