@@ -16,8 +16,10 @@ from ejkernel.kernels.pallas.gpu.common import schedule
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.kernels.pallas.gpu.flash_attention import lists
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_orders
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import Program as KeyProgram
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import parts_of
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import (
+    KeyUnit,
+    parts_of,
+)
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
@@ -356,7 +358,7 @@ def test_key_blocks_are_walked_for_each_head_once(heads, kv_heads, cores, parts)
     plan = Plan(p, BackwardTiles(64, 100), cores=cores)
     assert parts_of(plan) == parts
     places = jnp.arange(2 * kv_heads * 3 * parts)
-    made = KeyProgram(plan, SimpleNamespace(lists=None), places)
+    made = KeyUnit(plan, SimpleNamespace(lists=None), places)
     first = made.first[:, None] + np.arange(made.heads)
     found = np.stack(np.broadcast_arrays(made.batch[:, None], first, made.block[:, None]), -1)
     assert sorted(map(tuple, found.reshape(-1, 3).tolist())) == list(np.ndindex(2, heads, 3))

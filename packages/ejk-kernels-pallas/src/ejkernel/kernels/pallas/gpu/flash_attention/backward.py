@@ -13,7 +13,7 @@ from ejkernel.kernels.pallas.common import units
 from ejkernel.kernels.pallas.gpu.common.chip import SHARED
 from ejkernel.kernels.pallas.gpu.common.tma import pad_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import key_gradients
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import queue_key_gradients
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import ListKeyKernel
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import query_gradient
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import FusedKernel
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
@@ -186,7 +186,7 @@ def backward(
         if is_wide(problem):
             return key_gradients(plan, operands(plan, tables, delta_terms))
         inputs = operands(plan, tables, delta_terms, plan.lse_in_sum)
-        return queue_key_gradients(plan, inputs) if plan.listed else FusedKernel(plan)(inputs)
+        return (ListKeyKernel(plan) if plan.listed else FusedKernel(plan))(inputs)
 
     def of_queries(
         tables: dict[str, Any], delta_terms: dict[str, Any]
