@@ -12,7 +12,7 @@ import numpy as np
 from ejkernel.kernels.pallas.common import units
 from ejkernel.kernels.pallas.gpu.common.chip import SHARED
 from ejkernel.kernels.pallas.gpu.common.tma import pad_rows
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import key_gradients
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import WideKeyKernel
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import ListKeyKernel
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import query_gradient
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import FusedKernel
@@ -184,7 +184,7 @@ def backward(
         plan: Plan, tables: dict[str, Any], delta_terms: dict[str, Any]
     ) -> tuple[jax.Array, ...]:
         if is_wide(problem):
-            return key_gradients(plan, operands(plan, tables, delta_terms))
+            return WideKeyKernel(plan)(operands(plan, tables, delta_terms))
         inputs = operands(plan, tables, delta_terms, plan.lse_in_sum)
         return (ListKeyKernel(plan) if plan.listed else FusedKernel(plan))(inputs)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -45,7 +46,7 @@ STAGES = 2
 SHAPE = (ROWS, ROWS)  # keys by queries
 
 
-class _Program:
+class WideKeyProgram:
     """The key block of one program and the query blocks it visits."""
 
     def __init__(self, plan: Plan, r: Any) -> None:
@@ -92,26 +93,30 @@ class _Program:
         return lax.fori_loop(0, group, one_head, jnp.int32(0))
 
 
-def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """(dk, dv) of q, k, v, do, -lse in base 2, -delta, ranges or lists and bits, and ids.
+@dataclass(frozen=True)
+class WideKeyKernel:
+    """The kernel of dk and dv of wide heads."""
 
-    Row vectors are float32 ``[batch, heads, whole query blocks]``, -inf in place of -lse where a
-    row sees nothing; ranges int32 ``[#b, #h, key blocks, 4]`` query blocks; ids are padded to
-    whole blocks, other lengths to eight rows.
-    """
-    problem = plan.problem
-    dtype = jnp.dtype(problem.dtype)
-    dim, value_dim = problem.dim, problem.value_dim
+    plan: Plan
 
-    def exponentials(r: Any, program: _Program, wg: Any) -> None:
+    @property
+    def dtype(self) -> Any:
+        """The dtype of q, k, v and do."""
+        return jnp.dtype(self.plan.problem.dtype)
+
+    # ---- consumers --------------------------------------------------------------------------
+
+    def compute_dv(self, r: Any, program: WideKeyProgram, wg: Any) -> None:
+        """Computes p, hands it to the other warpgroup, and adds to dv."""
+        problem = self.plan.problem
         plgpu.barrier_wait(r.k_full)
 
         def accumulate(dv_acc: Any) -> jax.Array:
-            def add_values(h: Any, i: Any, n: Any, masked: Any) -> None:
+            def add_block(h: Any, i: Any, n: Any, masked: Any) -> None:
                 slot, p_slot = lax.rem(n, STAGES), lax.rem(n, 2)
                 plgpu.barrier_wait(r.q_full.at[slot])
 
-                def scores(acc: Any) -> jax.Array:
+                def multiply_keys(acc: Any) -> jax.Array:
                     plgpu.wgmma(acc, r.k_smem, r.q_smem.at[slot].T)
                     plgpu.wgmma_wait(1)
 
@@ -121,50 +126,53 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
 
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-                s = pl.run_scoped(scores, plgpu.ACC(SHAPE))
-                neg_lse = spread(read(r.neg_lse_smem.at[slot], COLUMN), SHAPE, 1)
-                x, slope = base2(problem, s, neg_lse)
-                if needs_masks(plan, r):
-                    word = program.block, i
-                    at = ((program.batch, h), i * ROWS, program.first_key, word)
-                    x = lax.cond(
-                        masked, lambda x: hide(plan, r, x, *at, by_key=True), lambda x: x, x
-                    )
-                p = jnp.exp2(x)
+                s = pl.run_scoped(multiply_keys, plgpu.ACC(SHAPE))
+                p, slope = self.probabilities(r, program, slot, s, h, i, masked)
                 plgpu.barrier_arrive(r.q_empty.at[slot])
                 passed = p if slope is None else p * slope
-                p = p.astype(dtype)
+                p = p.astype(self.dtype)
 
                 @pl.when(n >= 2)
                 def _() -> None:
                     plgpu.barrier_wait(r.p_empty.at[p_slot])
 
-                r.p_smem.at[p_slot][...] = passed.astype(dtype)
+                r.p_smem.at[p_slot][...] = passed.astype(self.dtype)
                 plgpu.barrier_arrive(r.p_full.at[p_slot])
                 plgpu.barrier_wait(r.do_full.at[slot])
                 plgpu.wgmma(dv_acc, p, r.do_smem.at[slot])
 
-            program.for_each_block(add_values)
+            program.for_each_block(add_block)
             plgpu.wgmma_wait(0)
             return dv_acc[...]
 
-        dv = pl.run_scoped(accumulate, plgpu.ACC((ROWS, value_dim)))
-        out = r.k_smem if value_dim == dim else r.dv_smem  # only this warpgroup reads k
-        out[...] = dv.astype(dtype)
-        plgpu.commit_smem()
-        rows = pl.ds(program.first_key, ROWS)
-        plgpu.copy_smem_to_gmem(out, r.dv.at[program.batch, rows, program.kv_head])
-        plgpu.wait_smem_to_gmem(0)
+        dv = pl.run_scoped(accumulate, plgpu.ACC((ROWS, problem.value_dim)))
+        # only this warpgroup reads k
+        staged = r.k_smem if problem.value_dim == problem.dim else r.dv_smem
+        self.store(program, staged, dv, r.dv)
 
-    def differences(r: Any, program: _Program, wg: Any) -> None:
+    def probabilities(
+        self, r: Any, program: WideKeyProgram, slot: Any, s: jax.Array, h: Any, i: Any, masked: Any
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns p of query block i from its dot products, and the slope of a cap."""
+        plan = self.plan
+        neg_lse = spread(read(r.neg_lse_smem.at[slot], COLUMN), SHAPE, 1)
+        x, slope = base2(plan.problem, s, neg_lse)
+        if needs_masks(plan, r):
+            at = ((program.batch, h), i * ROWS, program.first_key, (program.block, i))
+            x = lax.cond(masked, lambda x: hide(plan, r, x, *at, by_key=True), lambda x: x, x)
+        return jnp.exp2(x), slope
+
+    def compute_dk(self, r: Any, program: WideKeyProgram, wg: Any) -> None:
+        """Computes ds from the p of the other warpgroup, and adds to dk."""
+        problem = self.plan.problem
         plgpu.barrier_wait(r.v_full)
 
         def accumulate(dk_acc: Any) -> tuple[jax.Array, jax.Array]:
-            def add_keys(h: Any, i: Any, n: Any, masked: Any) -> None:
+            def add_block(h: Any, i: Any, n: Any, masked: Any) -> None:
                 slot, p_slot = lax.rem(n, STAGES), lax.rem(n, 2)
                 plgpu.barrier_wait(r.do_full.at[slot])
 
-                def value_scores(acc: Any) -> jax.Array:
+                def multiply_values(acc: Any) -> jax.Array:
                     plgpu.wgmma(acc, r.v_smem, r.do_smem.at[slot].T)
                     plgpu.wgmma_wait(1)
 
@@ -174,30 +182,41 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
 
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-                dp = pl.run_scoped(value_scores, plgpu.ACC(SHAPE))
+                dp = pl.run_scoped(multiply_values, plgpu.ACC(SHAPE))
                 dp = dp + spread(read(r.neg_delta_smem.at[slot], COLUMN), SHAPE, 1)
                 plgpu.barrier_arrive(r.do_empty.at[slot])
                 plgpu.barrier_wait(r.p_full.at[p_slot])
                 p = read(r.p_smem.at[p_slot], LAYOUT)
-                ds = (p.astype(jnp.float32) * dp).astype(dtype)
+                ds = (p.astype(jnp.float32) * dp).astype(self.dtype)
                 plgpu.barrier_arrive(r.p_empty.at[p_slot])
                 plgpu.barrier_wait(r.q_full.at[slot])
                 plgpu.wgmma(dk_acc, ds, r.q_smem.at[slot])
 
-            n = program.for_each_block(add_keys)
+            steps = program.for_each_block(add_block)
             plgpu.wgmma_wait(0)
-            return dk_acc[...], n
+            return dk_acc[...], steps
 
-        dk, n = pl.run_scoped(accumulate, plgpu.ACC((ROWS, dim)))
+        dk, steps = pl.run_scoped(accumulate, plgpu.ACC((ROWS, problem.dim)))
         # the last step's tile of q: the other warpgroup was done with it before it passed p
-        out = r.q_smem.at[lax.rem(n + 1, STAGES)]
-        out[...] = (dk * problem.scale).astype(dtype)
+        staged = r.q_smem.at[lax.rem(steps + 1, STAGES)]
+        self.store(program, staged, dk * problem.scale, r.dk)
+
+    def store(self, program: WideKeyProgram, staged: Any, total: jax.Array, target: Any) -> None:
+        """Stores dk or dv through shared memory that nobody reads any more."""
+        staged[...] = total.astype(self.dtype)
         plgpu.commit_smem()
         rows = pl.ds(program.first_key, ROWS)
-        plgpu.copy_smem_to_gmem(out, r.dk.at[program.batch, rows, program.kv_head])
+        plgpu.copy_smem_to_gmem(staged, target.at[program.batch, rows, program.kv_head])
         plgpu.wait_smem_to_gmem(0)
 
-    def produce(r: Any, program: _Program) -> None:
+    # ---- producer ---------------------------------------------------------------------------
+
+    def move(self, r: Any, program: WideKeyProgram, wg: Any) -> None:
+        """Runs the warp that copies operands."""
+        for_one_warp(lambda: self.produce(r, program))
+
+    def produce(self, r: Any, program: WideKeyProgram) -> None:
+        """Copies the key block, then the query blocks that see it."""
         b = program.batch
         keys = pl.ds(program.first_key, ROWS)
         plgpu.copy_gmem_to_smem(r.k.at[b, keys, program.kv_head], r.k_smem, r.k_full)
@@ -209,34 +228,56 @@ def key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Ar
 
         program.for_each_block(copy_block)
 
-    def move(r: Any, program: _Program, wg: Any) -> None:
-        for_one_warp(lambda: produce(r, program))
+    # ---- launch -----------------------------------------------------------------------------
 
-    barrier = plgpu.Barrier
-    scratch = {
-        "neg_delta_smem": plgpu.SMEM((STAGES, ROWS), jnp.float32),
-        "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
-        "do_full": barrier(num_arrivals=2, num_barriers=STAGES),  # do and neg_delta
-        "do_smem": tiled((STAGES, ROWS, value_dim), dtype),
-        **({} if value_dim == dim else {"dv_smem": tiled((ROWS, value_dim), dtype)}),
-        "k_full": barrier(),
-        "k_smem": tiled((ROWS, dim), dtype),
-        "neg_lse_smem": plgpu.SMEM((STAGES, ROWS), jnp.float32),
-        "p_empty": barrier(num_barriers=2),
-        "p_full": barrier(num_barriers=2),
-        "p_smem": tiled((2, ROWS, ROWS), dtype),
-        "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
-        "q_full": barrier(num_arrivals=2, num_barriers=STAGES),  # q and neg_lse
-        "q_smem": tiled((STAGES, ROWS, dim), dtype),
-        "v_full": barrier(),
-        "v_smem": tiled((ROWS, value_dim), dtype),
-    }
-    kv_shape = (problem.batch, padded_rows(problem.kv_len), problem.kv_heads)
-    outputs = {
-        "dk": jax.ShapeDtypeStruct((*kv_shape, dim), dtype),
-        "dv": jax.ShapeDtypeStruct((*kv_shape, value_dim), dtype),
-    }
-    programs = problem.batch * problem.kv_heads * plan.n_kv
-    make = functools.partial(_Program, plan)
-    consumers, name = [exponentials, differences], "flash_attention_backward_dkv"
-    return launch_backward(name, programs, make, consumers, move, operands, outputs, scratch)
+    def scratch(self) -> dict[str, Any]:
+        """Returns shared memory and barriers by name, in the order of their addresses."""
+        dim, value_dim = self.plan.problem.dim, self.plan.problem.value_dim
+        barrier, dtype = plgpu.Barrier, self.dtype
+        dv = {} if value_dim == dim else {"dv_smem": tiled((ROWS, value_dim), dtype)}
+        return {
+            "neg_delta_smem": plgpu.SMEM((STAGES, ROWS), jnp.float32),
+            "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
+            "do_full": barrier(num_arrivals=2, num_barriers=STAGES),  # do and neg_delta
+            "do_smem": tiled((STAGES, ROWS, value_dim), dtype),
+            **dv,
+            "k_full": barrier(),
+            "k_smem": tiled((ROWS, dim), dtype),
+            "neg_lse_smem": plgpu.SMEM((STAGES, ROWS), jnp.float32),
+            "p_empty": barrier(num_barriers=2),
+            "p_full": barrier(num_barriers=2),
+            "p_smem": tiled((2, ROWS, ROWS), dtype),
+            "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
+            "q_full": barrier(num_arrivals=2, num_barriers=STAGES),  # q and neg_lse
+            "q_smem": tiled((STAGES, ROWS, dim), dtype),
+            "v_full": barrier(),
+            "v_smem": tiled((ROWS, value_dim), dtype),
+        }
+
+    def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the results by name."""
+        p = self.plan.problem
+        shape = (p.batch, padded_rows(p.kv_len), p.kv_heads)
+        return {
+            "dk": jax.ShapeDtypeStruct((*shape, p.dim), self.dtype),
+            "dv": jax.ShapeDtypeStruct((*shape, p.value_dim), self.dtype),
+        }
+
+    def __call__(self, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+        """Returns (dk, dv) of q, k, v, do, neg_lse, neg_delta, ranges or lists and bits, and ids.
+
+        Row vectors are float32 ``[batch, heads, whole query blocks]``; -lse is in base 2, and -inf
+        where a row sees nothing. Ranges are int32 ``[#b, #h, key blocks, 4]`` query blocks. Ids are
+        padded to whole blocks, other lengths to eight rows.
+        """
+        p = self.plan.problem
+        return launch_backward(
+            "flash_attention_backward_dkv",
+            p.batch * p.kv_heads * self.plan.n_kv,
+            functools.partial(WideKeyProgram, self.plan),
+            [self.compute_dv, self.compute_dk],
+            self.move,
+            operands,
+            self.outputs(),
+            self.scratch(),
+        )

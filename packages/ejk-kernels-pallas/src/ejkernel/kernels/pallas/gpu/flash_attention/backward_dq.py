@@ -411,7 +411,7 @@ class QueryGradientKernel:
 def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Returns (dq,) of q, k, v, do, neg_lse, neg_delta, ranges or lists and bits, and ids.
 
-    -lse is in base 2. Row vectors are as for ``key_gradients``, but they and the ids of queries
+    -lse is in base 2. Row vectors are as for ``WideKeyKernel``, but they and the ids of queries
     cover whole blocks of 128, and ranges are key blocks of 64 for each of these. Where
     ``holds_rows``, o and dlse may replace neg_delta, which is then computed and returned, too:
     (dq, neg_delta).
