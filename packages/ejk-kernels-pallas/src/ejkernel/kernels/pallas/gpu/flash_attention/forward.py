@@ -4,13 +4,11 @@
 
 Work split: one program a multiprocessor loops over (batch, head, query block) tiles. A producer
 warpgroup copies q, k and v tiles to shared memory with TMA; two or three consumers own 64 query
-rows each. A consumer's step issues the matmul of q with the next key block and the matmul of p with
-the current value block, then does the softmax of the next block while the second matmul runs. The
-mainloop continues across tiles: the first matmul of the next tile is issued with the last of this
-one. Programs of a cluster visit the same keys, and each copies a part of a block to all of them.
+rows each, and loop over key blocks (``mainloop``). Programs of a cluster visit the same keys, and
+each copies a part of a block to all of them.
 
-The mainloop here is composed of parts that its members choose: a KV loader (contiguous keys, a list
-of blocks, a page table), a tile scheduler (a table, a queue), an epilogue, and a prologue that some
+A kernel is composed of parts that its members choose: a KV loader (contiguous keys, a list of
+blocks, a page table), a tile scheduler (a table, a queue), an epilogue, and a prologue that some
 programs run before their tiles.
 
 Bound: 4 * q_len * kv_len * d FLOPs a head (half when causal) on the tensor cores; one exponential
@@ -26,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order, to_8_bit
-from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, read
-from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
+from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order
 from ejkernel.kernels.pallas.gpu.common.tma import pad_rows, padded_rows, tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.flash_attention.epilogue import Epilogue
@@ -46,31 +42,19 @@ from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
     ROWS,
     factors,
     has_one_id,
-    one_id,
     only_ids,
-    softmax,
-    start,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.kv_loader import (
     DenseLoader,
     EightBitLoader,
     ListLoader,
 )
+from ejkernel.kernels.pallas.gpu.flash_attention.mainloop import FROM_START, Counts, TileLoop
 from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import StaticScheduler
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.types.attention.problem import Problem
 
 VALUES_GROUP = 128  # tokens that a tiled copy of 8-bit values moves together, at most
-
-
-class Counts(NamedTuple):
-    """Tiles and key blocks that a program has begun: they number its buffers."""
-
-    tiles: Any
-    blocks: Any
-
-
-FROM_START = Counts(0, 0)
 
 
 def _discard(_: Any) -> None:
@@ -123,151 +107,7 @@ class ForwardKernel:
 
         ``start_at`` tells what the program has loaded before; returns the same at the end.
         """
-        form, scheduler = self.form, self.scheduler
-        t, p = form.tiles, form.problem
-        wg = lax.axis_index("wg")
-        rows = pl.ds(wg * ROWS, ROWS)
-        shape = (ROWS, t.block_kv)
-
-        def load_q(i):
-            """The columns of q that are kept in registers."""
-            if not t.q_held:
-                return None
-            return read(r.q_smem.at[lax.rem(i, t.q_stages), rows, pl.ds(0, t.q_held)], LAYOUT)
-
-        def scores(s_acc, q_regs, i, n):
-            q, k = r.q_smem.at[lax.rem(i, t.q_stages)], r.k_smem.at[lax.rem(n, t.stages)]
-            if t.q_held:
-                plgpu.wgmma(s_acc, q_regs, k.at[:, pl.ds(0, t.q_held)].T)
-            if t.q_held < p.dim:
-                others = pl.ds(t.q_held, p.dim - t.q_held)
-                plgpu.wgmma(s_acc, q.at[rows, others], k.at[:, others].T)
-
-        def values(slot):
-            v = r.v_smem.at[slot]
-            return v.T if form.eight_bit else v
-
-        def narrowed(p_now):
-            return to_8_bit(p_now) if form.eight_bit else p_now.astype(p.dtype)
-
-        def finish_tile(tile, i, o, state):
-            """Stores tile i; flags it where it has to be computed again."""
-            wrong_rows = self.epilogue.finish(r, tile, o, state)
-            if wrong_rows is not None:
-                scheduler.flag(r, i, wrong_rows)
-
-        def mainloop_step(carry, o_acc):
-            i, ahead, tile, j, n, q_regs, p_now, state = carry
-            slot, next_slot = lax.rem(n, t.stages), lax.rem(n + 1, t.stages)
-            new = j == tile.start  # the next block is the next tile's first
-            i2 = i + new.astype(jnp.int32)
-
-            def read_on():
-                return scheduler.ahead(r, i + 2 - start_at.tiles, ahead[2])
-
-            if form.read or scheduler.prefetches_late:
-                tile2 = lax.cond(new, lambda: scheduler.arrived(r, ahead), lambda: tile)
-                ahead2 = None
-            else:
-                tile2, ahead2 = lax.cond(
-                    new, lambda: (scheduler.arrived(r, ahead), read_on()), lambda: (tile, ahead)
-                )
-            j2 = jnp.where(new, tile2.stop - 1, j - 1)
-            ids = one_id(form, r, tile2, j2)
-            q_slot = lax.rem(i2, t.q_stages)
-            pl.when(new)(lambda: plgpu.barrier_wait(r.q_full.at[q_slot]))
-            q_regs2 = lax.cond(new, lambda: load_q(i2), lambda: q_regs)
-            plgpu.barrier_wait(r.k_full.at[next_slot])
-
-            def overlapped(s_acc):
-                scores(s_acc, q_regs2, i2, n + 1)
-                plgpu.wgmma(o_acc, p_now, values(slot))
-                # reads here overlap the matmuls
-                if scheduler.prefetches_late:
-                    ahead3 = lax.cond(
-                        j2 == tile2.start,
-                        lambda: scheduler.ahead(r, i2 + 1 - start_at.tiles),
-                        lambda: ahead,
-                    )
-                else:
-                    ahead3 = lax.cond(new, read_on, lambda: ahead) if ahead2 is None else ahead2
-                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                plgpu.barrier_arrive(r.k_empty.at[next_slot])
-                last = j2 == tile2.start
-                pl.when(last)(lambda: plgpu.barrier_arrive(r.q_empty.at[q_slot]))
-                before = lax.cond(new, lambda: start(form), lambda: state)
-                p2, state2, alpha = softmax(self, r, s, tile2, j2, ids, before)
-                # this wait ends the basic block: the exponentials stay before the next wait
-                plgpu.barrier_wait(r.v_full.at[next_slot])
-                o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                plgpu.barrier_arrive(r.v_empty.at[slot])
-
-                def finish():
-                    finish_tile(tile, i, o, state)
-                    return jnp.zeros_like(o)
-
-                def rescale():
-                    if alpha is None:
-                        return o
-                    if t.slack:
-                        return scale_rows(o, alpha)
-                    return o * lax.broadcast_in_dim(alpha, o.shape, [0])
-
-                o_acc[...] = lax.cond(new, finish, rescale)
-                self.loader.prepare_values(r, tile2, j2, next_slot)
-                return ahead3, narrowed(p2), state2
-
-            ahead3, *softmax_state = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
-            return i2, ahead3, tile2, j2, n + 1, q_regs2, *softmax_state
-
-        def mainloop(o_acc):
-            tile = scheduler.tile(r, scheduler.first_tile(r))
-            j = tile.stop - 1
-            i, n = (jnp.int32(x) for x in start_at)
-            q_slot, slot = lax.rem(i, t.q_stages), lax.rem(n, t.stages)
-            plgpu.barrier_wait(r.q_full.at[q_slot])
-            plgpu.barrier_wait(r.k_full.at[slot])
-            q_regs = load_q(i)
-
-            def first(s_acc):
-                scores(s_acc, q_regs, i, n)
-                return s_acc[...]
-
-            s = pl.run_scoped(first, plgpu.ACC(shape, F32))
-            plgpu.barrier_arrive(r.k_empty.at[slot])
-            pl.when(j == tile.start)(lambda: plgpu.barrier_arrive(r.q_empty.at[q_slot]))
-            ids = one_id(form, r, tile, j)
-            p_now, state, _ = softmax(self, r, s, tile, j, ids, start(form))
-            plgpu.barrier_wait(r.v_full.at[slot])
-            self.loader.prepare_values(r, tile, j, slot)
-            second = jnp.int32(1)
-            if scheduler.prefetches_late:
-                read_next = lambda: scheduler.ahead(r, second)  # noqa: E731
-                ahead = lax.cond(j == tile.start, read_next, lambda: (second - 1, None, None))
-            else:
-                ahead = scheduler.ahead(r, second)
-            p_now = narrowed(p_now)
-            carry = (i, ahead, tile, j, n, q_regs, p_now, state)
-
-            def has_work(carry):
-                _, (number, *_), tile, j, *_ = carry
-                return (number >= 0) | (j > tile.start)
-
-            carry = lax.while_loop(has_work, lambda carry: mainloop_step(carry, o_acc), carry)
-            i, _, tile, _, n, _, p_now, state = carry
-            slot = lax.rem(n, t.stages)
-            plgpu.wgmma(o_acc, p_now, values(slot))
-            finish_tile(tile, i, o_acc[...], state)
-            plgpu.wait_smem_to_gmem(0)
-            if form.unshifted:  # the buffer is used again if a tile is
-                plgpu.barrier_arrive(r.v_empty.at[slot])
-            if t.cluster > 1:  # no program exits while another may still signal to it
-                plgpu.barrier_arrive(r.done.at[0])
-                plgpu.barrier_wait(r.done.at[0])
-
-            return Counts(i + 1, n + 1)
-
-        return pl.run_scoped(mainloop, plgpu.ACC((ROWS, p.value_dim), F32))
+        return TileLoop(self, r, start_at).run()
 
     def run_tiles_twice(self, r: Any) -> None:
         """Computes the tiles of this program without maxima, then some with them where need be."""
