@@ -158,16 +158,33 @@ def find_chunk(cu, slot, sizes):
     return batch * sizes.rows + begin, tl.maximum(used - begin, 0), tl.maximum(end - begin, 0)
 
 
+class SequencePosition(NamedTuple):
+    """The position of a sequence and of its state.
+
+    Attributes:
+        batch: batch row.
+        state: number of its state.
+        has_state: whether it has one: rows past the last sequence are one more, which has none.
+        start, stop: its first row in the batch row, and the row past its last.
+        first_piece, stop_piece: its first piece in the batch row, and the piece past its last.
+        gap: pieces minus tiles of CHUNK rows before it.
+    """
+
+    batch: Any
+    state: Any
+    has_state: Any
+    start: Any
+    stop: Any
+    first_piece: Any
+    stop_piece: Any
+    gap: Any
+
+
 @triton.jit
 def find_sequence(cu, owner, sizes):
-    """Returns the position of a sequence.
-
-    (batch row, number of its state, whether it has one, its first row in the batch row, the row
-    past its last, its first piece, the piece past its last, pieces minus tiles). Rows past the last
-    sequence are one more sequence, which has no state.
-    """
+    """Returns the ``SequencePosition`` of a sequence, counted over all batch rows."""
     if cu is None:
-        return owner, owner, owner >= 0, 0, sizes.rows, 0, sizes.pieces, 0
+        return SequencePosition(owner, owner, owner >= 0, 0, sizes.rows, 0, sizes.pieces, 0)
     else:
         batch = owner // (sizes.sequences + 1)
         sequence = (owner % (sizes.sequences + 1)).to(tl.int32)
@@ -176,7 +193,50 @@ def find_sequence(cu, owner, sizes):
         stop = sequence_start(cu, sequence + 1, sizes.sequences, sizes.rows)
         first, last, _ = pieces_of(cu, sequence, sizes.sequences, sizes.rows, sizes.CHUNK)
         state = batch * sizes.sequences + sequence
-        return batch, state, sequence < sizes.sequences, start, stop, first, last, sequence
+        has_state = sequence < sizes.sequences
+        return SequencePosition(batch, state, has_state, start, stop, first, last, sequence)
+
+
+@triton.jit
+def find_program(sizes):
+    """Returns (first column, head, number of the sequence) of a program of a scan."""
+    across = (sizes.value_dim + sizes.COLUMNS - 1) // sizes.COLUMNS
+    program = tl.program_id(0)
+    column = program % across * sizes.COLUMNS
+    head = program // across % sizes.heads
+    return column, head, (program // across // sizes.heads).to(tl.int64)
+
+
+class ChunkPosition(NamedTuple):
+    """The position of a chunk of one head.
+
+    Attributes:
+        base: its first row, counted over all batch rows.
+        tokens: its rows that belong to a sequence with a state.
+        rows: its rows.
+        number: its number among the chunks of all heads.
+    """
+
+    base: Any
+    tokens: Any
+    rows: Any
+    number: Any
+
+
+@triton.jit
+def find_chunk_of_sequence(i, sequence, head, sizes, BACKWARDS: tl.constexpr):
+    """Returns the ``ChunkPosition`` of a sequence's i-th chunk, with BACKWARDS from its end."""
+    if BACKWARDS:
+        piece = sequence.stop_piece - 1 - i
+    else:
+        piece = sequence.first_piece + i
+    tile = piece - sequence.gap
+    begin = tl.maximum(tile * sizes.CHUNK, sequence.start)
+    rows = tl.minimum(sequence.stop, (tile + 1) * sizes.CHUNK) - begin
+    tokens = tl.where(sequence.has_state, rows, 0)
+    base = sequence.batch * sizes.rows + begin
+    number = (sequence.batch * sizes.pieces + piece) * sizes.heads + head
+    return ChunkPosition(base, tokens, rows, number)
 
 
 @triton.jit

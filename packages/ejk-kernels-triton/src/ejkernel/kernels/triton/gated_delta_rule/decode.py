@@ -39,28 +39,28 @@ def decode_tokens(
     head = program // across % sizes.heads
     kv_head = head // (sizes.heads // sizes.kv_heads)
     owner = (program // across // sizes.heads).to(tl.int64)
-    batch, slot, has_state, start, stop, _, _, _ = find_sequence(cu, owner, sizes)
+    sequence = find_sequence(cu, owner, sizes)
     d = tl.arange(0, DIM)
     c = tl.arange(0, COLUMNS)
-    in_key = (d < sizes.dim) & has_state
+    in_key = (d < sizes.dim) & sequence.has_state
     in_value = c < sizes.value_dim - column
-    offset = (slot * sizes.heads + head) * sizes.dim * sizes.value_dim + column
+    offset = (sequence.state * sizes.heads + head) * sizes.dim * sizes.value_dim + column
     offset += d[:, None] * sizes.value_dim + c[None, :]
     in_state = in_key[:, None] & in_value[None, :]
     state = tl.zeros([DIM, COLUMNS], tl.float32)
     if initial is not None:
         state = tl.load(initial + offset, mask=in_state, other=0.0).to(tl.float32)
-    for t in tl.range(0, stop - start):
+    for t in tl.range(0, sequence.stop - sequence.start):
         if sizes.REVERSED:
-            row = batch * sizes.rows + stop - 1 - t
+            row = sequence.batch * sizes.rows + sequence.stop - 1 - t
         else:
-            row = batch * sizes.rows + start + t
+            row = sequence.batch * sizes.rows + sequence.start + t
         at_key = (row * sizes.kv_heads + kv_head) * sizes.dim + d
         at = row * sizes.heads + head
         at_value = at * sizes.value_dim + column + c
         q = tl.load(query + at_key, mask=in_key, other=0.0).to(tl.float32)
         k = tl.load(key + at_key, mask=in_key, other=0.0).to(tl.float32)
-        v = tl.load(value + at_value, mask=in_value & has_state, other=0.0).to(tl.float32)
+        v = tl.load(value + at_value, mask=in_value & sequence.has_state, other=0.0).to(tl.float32)
         if NORMALIZE:
             q = q / tl.sqrt(tl.sum(q * q, 0) + EPSILON)
             k = k / tl.sqrt(tl.sum(k * k, 0) + EPSILON)
@@ -76,7 +76,7 @@ def decode_tokens(
         state += k[:, None] * update[None, :]
         o = tl.sum(q[:, None] * state, 0) * scale
         # rows past the last sequence may have any gate and beta
-        o = tl.where(has_state, o, 0.0)
+        o = tl.where(sequence.has_state, o, 0.0)
         tl.store(out + at_value, o.to(out.dtype.element_ty), mask=in_value)
     tl.store(final + offset, state, mask=in_state)
 

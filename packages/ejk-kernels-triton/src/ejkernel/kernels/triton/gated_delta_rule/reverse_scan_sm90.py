@@ -23,7 +23,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ejkernel.kernels.triton.gated_delta_rule.chunks import REVERSE_SCAN_OPERANDS
+from ejkernel.kernels.triton.gated_delta_rule.chunks import (
+    REVERSE_SCAN_OPERANDS,
+    find_program,
+    find_sequence,
+)
 from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
     CHUNK,
     COLUMNS,
@@ -43,7 +47,6 @@ from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
     allocate_tiles,
     allocate_vectors,
     find_position,
-    find_program,
     load_chunks,
     load_decay,
     load_state,
@@ -77,8 +80,9 @@ def compute_gradients(
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     q_tiles, k_tiles, do_tiles, entering_tiles, solved_tiles, weights_tiles = tiles
-    column, head, sequence = find_program(cu, sizes)
-    steps = sequence[6] - sequence[5]
+    column, head, owner = find_program(sizes)
+    sequence = find_sequence(cu, owner, sizes)
+    steps = sequence.stop_piece - sequence.first_piece
     dstate = load_state(dfinal, sequence, head, column, sizes, STATE)
     nothing = gl.zeros([COLUMNS, CHUNK], gl.float32, TOKENS)
     slot = 0
@@ -143,8 +147,9 @@ def store_gradients(
     BACKWARDS: gl.constexpr = not sizes.REVERSED
     PER_CHANNEL: gl.constexpr = factors is None
     do_tiles = tiles[2]
-    column, head, sequence = find_program(cu, sizes)
-    steps = sequence[6] - sequence[5]
+    column, head, owner = find_program(sizes)
+    sequence = find_sequence(cu, owner, sizes)
+    steps = sequence.stop_piece - sequence.first_piece
     width = sizes.value_dim - column
     row_stride = sizes.heads * sizes.value_dim
     token = gl.arange(0, CHUNK, gl.SliceLayout(1, STORED))
@@ -155,7 +160,7 @@ def store_gradients(
     for n in range(steps + 1):
         i = n - 1
         parity = n & 1
-        later = find_position(n, sequence, head, sizes, BACKWARDS)[3]
+        later = find_position(n, sequence, head, sizes, BACKWARDS).number
         pred = n < steps
         of_q, of_k, until, decay = load_vectors(factors, decays, later, pred, sizes)
         if not PER_CHANNEL:

@@ -16,7 +16,12 @@ from __future__ import annotations
 
 from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
 from ejkernel.kernels.triton.common.sequences import sequence_start
-from ejkernel.kernels.triton.gated_delta_rule.chunks import find_sequence
+from ejkernel.kernels.triton.gated_delta_rule.chunks import (
+    ChunkPosition,
+    find_chunk_of_sequence,
+    find_program,
+    find_sequence,
+)
 from ejkernel.kernels.triton.linear_attention import tiles as linear_tiles
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -86,18 +91,11 @@ def find_item(item, items, cu, sizes):
 
 
 @gluon.jit
-def find_position(i, sequence, head, sizes, REVERSED: gl.constexpr):
-    """Returns a chunk of a sequence: (its first row, its tokens, its rows, its number)."""
-    batch, _, has_state, start, stop, first, last, gap = sequence
-    if REVERSED:
-        piece = last - 1 - i
-    else:
-        piece = first + i
-    begin = gl.maximum((piece - gap) * CHUNK, start)
-    rows = gl.minimum(stop, (piece - gap + 1) * CHUNK) - begin
-    tokens = gl.where(has_state, rows, 0)
-    number = (batch * sizes.pieces + piece) * sizes.heads + head
-    return (batch * sizes.rows + begin).to(gl.int32), tokens, rows, number
+def find_position(i, sequence, head, sizes, BACKWARDS: gl.constexpr):
+    """Returns the ``ChunkPosition`` of a sequence's i-th chunk, with a base for the copy engine."""
+    position = find_chunk_of_sequence(i, sequence, head, sizes, BACKWARDS)
+    base = position.base.to(gl.int32)
+    return ChunkPosition(base, position.tokens, position.rows, position.number)
 
 
 @gluon.jit
@@ -189,8 +187,8 @@ def find_state(states, sequence, head, column, sizes, STATE: gl.constexpr):
     c = gl.arange(0, COLUMNS, gl.SliceLayout(1, STATE))[:, None]
     d = gl.arange(0, sizes.DIM, gl.SliceLayout(0, STATE))[None, :]
     state_size = sizes.dim * sizes.value_dim
-    state_offset = (sequence[1] * sizes.heads + head) * state_size + column
-    inside = (d < sizes.dim) & (c < sizes.value_dim - column) & sequence[2]
+    state_offset = (sequence.state * sizes.heads + head) * state_size + column
+    inside = (d < sizes.dim) & (c < sizes.value_dim - column) & sequence.has_state
     return states + state_offset + d * sizes.value_dim + c, inside
 
 
@@ -213,17 +211,6 @@ def store_state(target, state, sequence, head, column, sizes, STATE: gl.constexp
 
 
 @gluon.jit
-def find_program(cu, sizes):
-    """Returns (first column, head, sequence) of a program of a scan, see ``find_sequence``."""
-    across = (sizes.value_dim + COLUMNS - 1) // COLUMNS
-    program = gl.program_id(0)
-    column = program % across * COLUMNS
-    head = program // across % sizes.heads
-    owner = (program // across // sizes.heads).to(gl.int64)
-    return column, head, find_sequence(cu, owner, sizes)
-
-
-@gluon.jit
 def advance_slot(slot, phase, STAGES: gl.constexpr):
     """Returns (slot, phase) of the next chunk; the phase flips when the ring begins again."""
     slot = (gl.to_tensor(slot) + 1) % STAGES
@@ -236,10 +223,11 @@ def load_chunks(
     BACKWARDS: gl.constexpr,
 ):  # fmt: skip
     """Copies chunk after chunk: the part of the last warp of a program."""
-    column, head, sequence = find_program(cu, sizes)
+    column, head, owner = find_program(sizes)
+    sequence = find_sequence(cu, owner, sizes)
     slot = 0
     phase = 1  # the slots of the first round are empty
-    for i in range(sequence[6] - sequence[5]):
+    for i in range(sequence.stop_piece - sequence.first_piece):
         mbarrier.wait(empty.index(slot), phase)
         start_chunk(
             query, key, value, entering, inverse, scores, tiles, slot, full.index(slot),

@@ -35,6 +35,8 @@ from ejkernel.kernels.triton.gated_delta_rule.chunks import (
     FACTORS,
     SCAN_OPERANDS,
     ChunkLaunch,
+    find_chunk_of_sequence,
+    find_program,
     find_sequence,
     load_chunk_decay,
     load_factors,
@@ -56,34 +58,24 @@ def scan_chunks(
     COLUMNS: tl.constexpr = sizes.COLUMNS
     DTYPE: tl.constexpr = sizes.DTYPE
     PRECISION: tl.constexpr = sizes.PRECISION
-    across = (sizes.value_dim + COLUMNS - 1) // COLUMNS
-    program = tl.program_id(0)
-    column = program % across * COLUMNS
-    head = program // across % sizes.heads
+    column, head, owner = find_program(sizes)
     kv_head = head // (sizes.heads // sizes.kv_heads)
-    owner = (program // across // sizes.heads).to(tl.int64)
-    batch, slot_of_state, has_state, start, stop, first, last, gap = find_sequence(cu, owner, sizes)
+    sequence = find_sequence(cu, owner, sizes)
     d = tl.arange(0, DIM)[:, None]
     c = tl.arange(0, COLUMNS)[None, :]
     token = tl.arange(0, CHUNK)
     offset = column + d * sizes.value_dim + c
     inside = (d < sizes.dim) & (c < sizes.value_dim - column)
     state_size = sizes.dim * sizes.value_dim
-    state_offset = (slot_of_state * sizes.heads + head) * state_size + offset
-    in_state = inside & has_state
+    state_offset = (sequence.state * sizes.heads + head) * state_size + offset
+    in_state = inside & sequence.has_state
     state = tl.zeros([DIM, COLUMNS], tl.float32)
     if initial is not None:
         state = tl.load(initial + state_offset, mask=in_state, other=0.0).to(tl.float32)
-    for i in tl.range(0, last - first):
-        if sizes.REVERSED:
-            piece = last - 1 - i
-        else:
-            piece = first + i
-        begin = tl.maximum((piece - gap) * CHUNK, start)
-        rows = tl.minimum(stop, (piece - gap + 1) * CHUNK) - begin
-        tokens = tl.where(has_state, rows, 0)
-        base = batch * sizes.rows + begin
-        number = (batch * sizes.pieces + piece) * sizes.heads + head
+    for i in tl.range(0, sequence.stop_piece - sequence.first_piece):
+        base, tokens, rows, number = find_chunk_of_sequence(
+            i, sequence, head, sizes, sizes.REVERSED
+        )
         q_since, k_since, k_until = load_factors(factors, number, token, sizes, FACTORS)
         decay = load_chunk_decay(decays, number, d, sizes, factors is None)
         k = load_rows(

@@ -25,7 +25,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ejkernel.kernels.triton.gated_delta_rule.chunks import SCAN_OPERANDS
+from ejkernel.kernels.triton.gated_delta_rule.chunks import (
+    SCAN_OPERANDS,
+    find_program,
+    find_sequence,
+)
 from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
     CHUNK,
     COLUMNS,
@@ -43,7 +47,6 @@ from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
     allocate_tiles,
     allocate_vectors,
     find_position,
-    find_program,
     load_chunks,
     load_state,
     load_vectors,
@@ -81,17 +84,18 @@ def compute_chunks(
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     q_tiles, k_tiles, v_tiles, entering_tiles, solved_tiles, weights_tiles = tiles
-    column, head, sequence = find_program(cu, sizes)
-    steps = sequence[6] - sequence[5]
+    column, head, owner = find_program(sizes)
+    sequence = find_sequence(cu, owner, sizes)
+    steps = sequence.stop_piece - sequence.first_piece
     width = sizes.value_dim - column
     state = load_state(initial, sequence, head, column, sizes, STATE)
     position = find_position(0, sequence, head, sizes, sizes.REVERSED)
-    of_q, of_k, until, decay = load_vectors(factors, decays, position[3], steps > 0, sizes)
+    of_q, of_k, until, decay = load_vectors(factors, decays, position.number, steps > 0, sizes)
     store_vectors(vectors, 0, of_q, of_k, until, decay, PER_CHANNEL)
     gl.barrier()
     nothing = gl.zeros([COLUMNS, CHUNK], gl.float32, TOKENS)
     stored = gl.zeros([COLUMNS, CHUNK], gl.bfloat16, TOKENS)
-    stored_offset = position[0].to(gl.int64) * 0
+    stored_offset = position.base.to(gl.int64) * 0
     stored_rows = 0
     slot = 0
     phase = 0
@@ -102,7 +106,7 @@ def compute_chunks(
         parity = i & 1
         chunk_decay = decay
         later = find_position(i + 1, sequence, head, sizes, sizes.REVERSED)
-        of_q, of_k, until, decay = load_vectors(factors, decays, later[3], i + 1 < steps, sizes)
+        of_q, of_k, until, decay = load_vectors(factors, decays, later.number, i + 1 < steps, sizes)
         before = state.to(gl.bfloat16)
         left = gl.convert_layout(before, LEFT)
         mbarrier.wait(full.index(slot), phase)

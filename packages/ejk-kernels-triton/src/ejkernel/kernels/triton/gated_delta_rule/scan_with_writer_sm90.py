@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ejkernel.kernels.triton.gated_delta_rule.chunks import find_program, find_sequence
 from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
     CHUNK,
     COLUMNS,
@@ -29,7 +30,6 @@ from ejkernel.kernels.triton.gated_delta_rule.rows_sm90 import (
     allocate_tiles,
     allocate_vectors,
     find_position,
-    find_program,
     load_chunks,
     load_decay,
     load_state,
@@ -59,12 +59,13 @@ def compute_chunks(
     k_tiles = tiles[1]
     v_tiles = tiles[2]
     solved_tiles = tiles[4]
-    column, head, sequence = find_program(cu, sizes)
+    column, head, owner = find_program(sizes)
+    sequence = find_sequence(cu, owner, sizes)
     state = load_state(initial, sequence, head, column, sizes, STATE)
     nothing = gl.zeros([COLUMNS, CHUNK], gl.float32, TOKENS)
     slot = 0
     phase = 0
-    for i in range(sequence[6] - sequence[5]):
+    for i in range(sequence.stop_piece - sequence.first_piece):
         parity = i & 1
         before = state.to(gl.bfloat16)
         left = gl.convert_layout(before, LEFT)
@@ -100,8 +101,8 @@ def compute_chunks(
 def start_writer(factors, decays, sequence, head, vectors, taken, sizes):
     """Stores the vectors of the first two chunks, and says that their tiles are free."""
     for i in gl.static_range(2):
-        number = find_position(i, sequence, head, sizes, sizes.REVERSED)[3]
-        pred = i < sequence[6] - sequence[5]
+        number = find_position(i, sequence, head, sizes, sizes.REVERSED).number
+        pred = i < sequence.stop_piece - sequence.first_piece
         of_q, of_k, until, decay = load_vectors(factors, decays, number, pred, sizes)
         store_all_vectors(vectors, i, of_q, of_k, until, decay, False)
         mbarrier.arrive(taken.index(i))
@@ -117,8 +118,9 @@ def write_outputs(
     weights_tiles = tiles[5]
     token = gl.arange(0, CHUNK, gl.SliceLayout(1, TOKENS))
     nothing = gl.zeros([CHUNK, COLUMNS], gl.float32, TOKENS)
-    column, head, sequence = find_program(cu, sizes)
-    steps = sequence[6] - sequence[5]
+    column, head, owner = find_program(sizes)
+    sequence = find_sequence(cu, owner, sizes)
+    steps = sequence.stop_piece - sequence.first_piece
     width = sizes.value_dim - column
     row_stride = sizes.heads * sizes.value_dim
     start_writer(factors, decays, sequence, head, vectors, taken, sizes)
@@ -130,7 +132,7 @@ def write_outputs(
         row_offset = (base.to(gl.int64) * sizes.heads + head) * sizes.value_dim + column
         parity = i & 1
         tile = update_tiles.index(parity)
-        later = find_position(i + 2, sequence, head, sizes, sizes.REVERSED)[3]
+        later = find_position(i + 2, sequence, head, sizes, sizes.REVERSED).number
         of_q, of_k, until, decay = load_vectors(factors, decays, later, i + 2 < steps, sizes)
         since = gl.load(factors + number * (FACTORS * CHUNK) + token)
         mbarrier.wait(handed.index(parity), i >> 1 & 1)
@@ -163,8 +165,9 @@ def write_chunks(
 
     They also load the vectors of the chunk after the next one, which the chain has no time for.
     """
-    column, head, sequence = find_program(cu, sizes)
-    steps = sequence[6] - sequence[5]
+    column, head, owner = find_program(sizes)
+    sequence = find_sequence(cu, owner, sizes)
+    steps = sequence.stop_piece - sequence.first_piece
     width = sizes.value_dim - column
     row_stride = sizes.heads * sizes.value_dim
     start_writer(factors, decays, sequence, head, vectors, taken, sizes)
@@ -174,7 +177,7 @@ def write_chunks(
         base, _, rows, number = find_position(i, sequence, head, sizes, sizes.REVERSED)
         row_offset = (base.to(gl.int64) * sizes.heads + head) * sizes.value_dim + column
         parity = i & 1
-        later = find_position(i + 2, sequence, head, sizes, sizes.REVERSED)[3]
+        later = find_position(i + 2, sequence, head, sizes, sizes.REVERSED).number
         of_q, of_k, until, decay = load_vectors(factors, decays, later, i + 2 < steps, sizes)
         mbarrier.wait(handed.index(parity), i >> 1 & 1)
         # the chain has read the chunk before the one that it hands over
