@@ -109,15 +109,16 @@ def start_writer(factors, decays, sequence, head, vectors, taken, sizes):
 
 
 @gluon.jit
-def write_outputs(
-    factors, decays, cu, out, tiles, state_tiles, update_tiles, vectors, full, empty, handed, taken,
-    sizes,
+def write_chunks(
+    factors, decays, cu, out, states, updates, tiles, state_tiles, update_tiles, vectors, full,
+    empty, handed, taken, sizes,
 ):  # fmt: skip
-    """Computes and stores the outputs: the part of the next four warps, see ``write_chunks``."""
-    q_tiles = tiles[0]
-    weights_tiles = tiles[5]
+    """Writes what the chain hands over chunk after chunk: the part of the next four warps.
+
+    Computes and stores the outputs, or stores states and updates where ``out`` is None. These warps
+    also load the vectors of the chunk after the next one, which the chain has no time for.
+    """
     token = gl.arange(0, CHUNK, gl.SliceLayout(1, TOKENS))
-    nothing = gl.zeros([CHUNK, COLUMNS], gl.float32, TOKENS)
     column, head, owner = find_program(sizes)
     sequence = find_sequence(cu, owner, sizes)
     steps = sequence.stop_piece - sequence.first_piece
@@ -131,65 +132,45 @@ def write_outputs(
         base, _, rows, number = find_position(i, sequence, head, sizes, sizes.REVERSED)
         row_offset = (base.to(gl.int64) * sizes.heads + head) * sizes.value_dim + column
         parity = i & 1
-        tile = update_tiles.index(parity)
+        update_tile = update_tiles.index(parity)
         later = find_position(i + 2, sequence, head, sizes, sizes.REVERSED).number
         of_q, of_k, until, decay = load_vectors(factors, decays, later, i + 2 < steps, sizes)
-        since = gl.load(factors + number * (FACTORS * CHUNK) + token)
+        if out is not None:
+            since = gl.load(factors + number * (FACTORS * CHUNK) + token)
         mbarrier.wait(handed.index(parity), i >> 1 & 1)
         # the chain has read the chunk before the one that it hands over
         mbarrier.arrive(empty.index(last_slot), pred=i > 0)
-        mbarrier.wait(full.index(slot), phase)
-        q = q_tiles.index(slot)
-        o = warpgroup_mma(q, state_tiles.index(parity), nothing, use_acc=False, is_async=True)
-        o = warpgroup_mma_wait(0, deps=[o])
-        o = o * since[:, None]
-        o = warpgroup_mma(weights_tiles.index(slot), tile, o, is_async=True)
-        o = warpgroup_mma_wait(0, deps=[o])
-        # every warp has read the updates, whose tile takes the outputs
-        gl.barrier()
-        tile.store(o.to(gl.bfloat16))
-        gl.barrier()
-        store_tile(out, row_offset, tile, rows, width, row_stride)
+        if out is not None:
+            mbarrier.wait(full.index(slot), phase)
+            compute_outputs(tiles, slot, state_tiles.index(parity), update_tile, since)
+            store_tile(out, row_offset, update_tile, rows, width, row_stride)
+        else:
+            state_offset = number * (sizes.dim * sizes.value_dim) + column
+            state_tile = state_tiles.index(parity)
+            store_tile(states, state_offset, state_tile, sizes.dim, width, sizes.value_dim)
+            store_tile(updates, row_offset, update_tile, rows, width, row_stride)
         store_all_vectors(vectors, parity, of_q, of_k, until, decay, False)
         mbarrier.arrive(taken.index(parity))
         last_slot = slot
-        slot, phase = advance_slot(slot, phase, full.shape[0])
+        slot, phase = advance_slot(slot, phase, empty.shape[0])
 
 
 @gluon.jit
-def write_chunks(
-    states, updates, factors, decays, cu, state_tiles, update_tiles, vectors, empty, handed, taken,
-    sizes,
-):  # fmt: skip
-    """Stores states and updates: the part of the next four warps.
-
-    They also load the vectors of the chunk after the next one, which the chain has no time for.
-    """
-    column, head, owner = find_program(sizes)
-    sequence = find_sequence(cu, owner, sizes)
-    steps = sequence.stop_piece - sequence.first_piece
-    width = sizes.value_dim - column
-    row_stride = sizes.heads * sizes.value_dim
-    start_writer(factors, decays, sequence, head, vectors, taken, sizes)
-    slot = 0
-    last_slot = 0
-    for i in range(steps):
-        base, _, rows, number = find_position(i, sequence, head, sizes, sizes.REVERSED)
-        row_offset = (base.to(gl.int64) * sizes.heads + head) * sizes.value_dim + column
-        parity = i & 1
-        later = find_position(i + 2, sequence, head, sizes, sizes.REVERSED).number
-        of_q, of_k, until, decay = load_vectors(factors, decays, later, i + 2 < steps, sizes)
-        mbarrier.wait(handed.index(parity), i >> 1 & 1)
-        # the chain has read the chunk before the one that it hands over
-        mbarrier.arrive(empty.index(last_slot), pred=i > 0)
-        offset = number * (sizes.dim * sizes.value_dim) + column
-        tile = state_tiles.index(parity)
-        store_tile(states, offset, tile, sizes.dim, width, sizes.value_dim)
-        store_tile(updates, row_offset, update_tiles.index(parity), rows, width, row_stride)
-        store_all_vectors(vectors, parity, of_q, of_k, until, decay, False)
-        mbarrier.arrive(taken.index(parity))
-        last_slot = slot
-        slot = advance_slot(slot, 0, empty.shape[0])[0]
+def compute_outputs(tiles, slot, state_tile, update_tile, since):
+    """Computes the outputs of a chunk, ``since`` q S + scores u, in the tile of its updates u."""
+    q_tiles = tiles[0]
+    weights_tiles = tiles[5]
+    nothing = gl.zeros([CHUNK, COLUMNS], gl.float32, TOKENS)
+    q = q_tiles.index(slot)
+    o = warpgroup_mma(q, state_tile, nothing, use_acc=False, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    o = o * since[:, None]
+    o = warpgroup_mma(weights_tiles.index(slot), update_tile, o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    # every warp has read the updates, whose tile takes the outputs
+    gl.barrier()
+    update_tile.store(o.to(gl.bfloat16))
+    gl.barrier()
 
 
 @gluon.jit
@@ -206,44 +187,24 @@ def scan_with_writer_sm90(
     handed = allocate_barriers(2)
     taken = allocate_barriers(2)
     fence_async_shared()
-    if out is not None:
-        gl.warp_specialize(
-            [
-                (compute_chunks, (
-                    initial, cu, final, tiles, state_tiles, update_tiles, vectors, full, handed,
-                    taken, sizes,
-                )),
-                (write_outputs, (
-                    factors, decays, cu, out, tiles, state_tiles, update_tiles, vectors, full,
-                    empty, handed, taken, sizes,
-                )),
-                (load_chunks, (
-                    query, key, value, entering, inverse, scores, cu, tiles, full, empty, sizes,
-                    sizes.REVERSED,
-                )),
-            ],
-            [4, 1],
-            [WRITER_REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (compute_chunks, (
-                    initial, cu, final, tiles, state_tiles, update_tiles, vectors, full, handed,
-                    taken, sizes,
-                )),
-                (write_chunks, (
-                    states, updates, factors, decays, cu, state_tiles, update_tiles, vectors, empty,
-                    handed, taken, sizes,
-                )),
-                (load_chunks, (
-                    query, key, value, entering, inverse, scores, cu, tiles, full, empty, sizes,
-                    sizes.REVERSED,
-                )),
-            ],
-            [4, 1],
-            [WRITER_REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (compute_chunks, (
+                initial, cu, final, tiles, state_tiles, update_tiles, vectors, full, handed, taken,
+                sizes,
+            )),
+            (write_chunks, (
+                factors, decays, cu, out, states, updates, tiles, state_tiles, update_tiles,
+                vectors, full, empty, handed, taken, sizes,
+            )),
+            (load_chunks, (
+                query, key, value, entering, inverse, scores, cu, tiles, full, empty, sizes,
+                sizes.REVERSED,
+            )),
+        ],
+        [4, 1],
+        [WRITER_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
