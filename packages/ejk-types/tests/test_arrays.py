@@ -1,10 +1,11 @@
-"""What JAX's precision asks for, as backends that have three levels are told."""
+"""Levels of JAX's precision, and values rounded to a narrow dtype."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.types.arrays import precision_level
+from ejkernel.types.arrays import precision_level, quantise
 
 HIGH, F32 = jax.lax.Precision.HIGH, jax.lax.DotAlgorithmPreset.F32_F32_F32
 
@@ -33,3 +34,15 @@ def test_an_algorithm_is_no_level(dtype) -> None:
     sums = jax.lax.DotAlgorithm(np.float16, np.float16, np.float16)
     assert precision_level(sums, dtype) is None
     assert precision_level((sums, sums), dtype) is None
+
+
+def test_compilers_keep_the_rounding_of_quantised_values():
+    """XLA on GPUs drops a conversion to float8 that is converted back; not across a barrier."""
+
+    def round_trip(x):
+        return quantise(x, 0.5, jnp.float8_e4m3fn).astype(x.dtype)
+
+    x = jnp.asarray([[[1.0, 1.03, -700.0]]])
+    np.testing.assert_array_equal(jax.jit(round_trip)(x), [[[2.0, 2.0, -448.0]]])
+    converted, kept = jax.jit(round_trip).lower(x).as_text().split("optimization_barrier")
+    assert "f8E4M3FN" in converted and "f32" in kept
