@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -34,12 +35,17 @@ class Program:
     """A traced call.
 
     Attributes:
-        text: every operation and constant of the program.
+        closed: the program.
         read: names of the arrays that a result depends on.
     """
 
-    text: str
+    closed: Any
     read: frozenset[str]
+
+    @cached_property
+    def text(self) -> str:
+        """Every operation and constant of the program; takes longer to print than to trace."""
+        return _IRRELEVANT.sub("", f"{self.closed}\n{list(_constants(self.closed))}")
 
 
 def is_array(x: Any) -> bool:
@@ -52,9 +58,8 @@ def trace(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Program
     arrays = {name: arguments[name] for name in sorted(arguments) if is_array(arguments[name])}
     options = {name: x for name, x in arguments.items() if name not in arrays}
     closed = jax.make_jaxpr(lambda arrays: function(**arrays, **options))(arrays)
-    text = _IRRELEVANT.sub("", f"{closed}\n{list(_constants(closed))}")
     flags = _read(closed.jaxpr)[len(closed.jaxpr.invars) - len(arrays) :]
-    return Program(text, frozenset(n for n, read in zip(arrays, flags, strict=True) if read))
+    return Program(closed, frozenset(n for n, read in zip(arrays, flags, strict=True) if read))
 
 
 def _constants(closed: Any) -> Iterator[Any]:
