@@ -65,6 +65,10 @@ lanes() { # lanes FUNCTION...
     done
 }
 
+claim() { # claim NAME: whether no lane has claimed it before
+    mkdir "$scratch/claimed $1" 2>/dev/null
+}
+
 have_passed() { # whether no step so far failed
     ! grep -q '^FAILED' "$outcomes"
 }

@@ -35,6 +35,22 @@ def test_logs_are_whole_and_in_order(tmp_path):
     assert "all 5 steps passed" in summary
 
 
+def test_a_lane_that_is_free_claims_the_next(tmp_path):
+    lines = [
+        'work() { for n in 1 2 3 4; do claim "$n" && step "$1 $n" sleep "$2"; done; }',
+        "a() { work a 1.5; }",
+        "b() { work b 0; }",
+        "lanes a b",
+        "summary",
+    ]
+    done = subprocess.run(script(tmp_path, *lines), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, summary = done.stdout.split("=== summary\n")
+    steps = [line.partition(" s  ")[2] for line in summary.splitlines() if line.startswith("ok")]
+    assert sorted(step[2:] for step in steps) == ["1", "2", "3", "4"]
+    assert [step[0] for step in steps] == ["a", "b", "b", "b"]
+
+
 def test_failed_steps_and_lanes_that_died_fail_the_run(tmp_path):
     lines = [
         "a() { step 'a 1' sh -c 'exit 3'; step 'a 2' true; }",
