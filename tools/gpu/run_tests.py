@@ -58,6 +58,11 @@ class Worker:
         self.deadline, self.reports = deadline, reports
         self.lost = False
 
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:  # a file of tests that cannot be imported; those of other files run
+            reason = report.longreprtext.splitlines()[-1]
+            self.reports.put(Report(self.number, report.nodeid, "failed", 0.0, reason))
+
     def pytest_collection_finish(self, session: Any) -> None:
         self.reports.put([item.nodeid for item in session.items])
 
@@ -97,7 +102,7 @@ def run_worker(
     os.chdir(ROOT)
     import pytest
 
-    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--continue-on-collection-errors"]
     pytest.main([*options, *arguments], plugins=[Worker(number, counter, deadline, reports)])
 
 

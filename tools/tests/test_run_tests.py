@@ -59,6 +59,13 @@ def test_every_test_has_an_outcome(tmp_path):
         ), done.stdout
 
 
+def test_a_file_that_cannot_be_imported_fails_and_others_run(tmp_path):
+    (tmp_path / "test_other.py").write_text("def test_passes(): pass\n")
+    done = run_script(tmp_path, "import no_such_module\n", str(tmp_path / "test_other.py"))
+    assert done.returncode == 1 and "No module named 'no_such_module'" in done.stdout
+    assert done.stdout.splitlines()[-1].split() == ["test_other.py", "1", "0", "0", "0", "0"]
+
+
 def test_each_process_has_one_gpu_of_several(tmp_path):
     body = "import os, pytest\n\n"
     body += "@pytest.mark.parametrize('number', range(6))\n"
