@@ -7,13 +7,13 @@
 
 ``ejktest.random_calls`` draws the calls: lengths, heads, dims, page sizes, dtypes and options that
 no table of tests has together. The reference is the call in float64 on the CPU, by the XLA
-implementation, which the tests compare with numpy. Each platform runs a call twice, after freed
-memory of the device was filled with two patterns, the first of them NaN in every dtype: the bits of
-both runs are the same. A platform that refuses a call by ``KernelNotSupported`` is counted; any
-other exception, a result that is too far off, NaN, or other bits are failures, which are printed at
-once with the line that repeats them. The table is printed last: calls, refused, failed, and the
-largest error as a share of the bound. Without a GPU, kernels run in their interpreters. Exits with
-1 after a failure.
+implementation, which ``--platform numpy`` compares with the oracles of the tests. Each platform
+runs a call twice, after freed memory of the device was filled with two patterns, the first of them
+NaN in every dtype: the bits of both runs are the same. A platform that refuses a call by
+``KernelNotSupported`` is counted; any other exception, a result that is too far off, NaN, or other
+bits are failures, which are printed at once with the line that repeats them. The table is printed
+last: calls, refused, failed, and the largest error as a share of the bound. Without a GPU, kernels
+run in their interpreters. Exits with 1 after a failure.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ checkout.use()
 import numpy as np  # noqa: E402
 
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
+ORACLE = "numpy"
 # a kernel that fails in this way leaves nothing that later calls of the process could use
 LOST_CONTEXT = ("CUDA_ERROR", "illegal memory access", "unspecified launch failure", "INTERNAL:")
 CALL_SECONDS = 150
 """A call that takes longer has failed."""
 GRACE_SECONDS = 30
 """A call that runs at the limit has so many more."""
+FLOAT64 = 1e-10
+"""The RMS error of float64 that its rounding explains."""
 NAN, SMALL = 0xFF, 0x3C
 """Bytes in freed memory: NaN in every floating dtype, and about 0.01."""
 
@@ -98,10 +101,6 @@ def compute(call: Any, function: Any) -> Any:
     """Returns a jitted function of the arrays, in two parts, to outputs and gradients by name."""
     import jax
 
-    def cotangent(x: Any) -> Any:
-        drawn = np.random.default_rng(3).standard_normal(x.shape)
-        return jax.numpy.asarray(np.round(drawn * 64) / 64, x.dtype)  # exact in every dtype
-
     def both(smooth: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
         def outputs(smooth: dict[str, Any]) -> Any:
             leaves = jax.tree.leaves(function(**smooth, **fixed))
@@ -112,12 +111,20 @@ def compute(call: Any, function: Any) -> Any:
             gradients = {}
         else:
             floats, back, others = jax.vjp(outputs, smooth, has_aux=True)
-            gradients = back([cotangent(x) for x in floats])[0]
+            cotangents = [jax.numpy.asarray(cotangent(x), x.dtype) for x in floats]
+            # else XLA computes with them while it compiles
+            gradients = back(jax.lax.optimization_barrier(cotangents))[0]
         flat = {f"d{n}": jax.tree.leaves(x) for n, x in gradients.items()}
         named = {f"output {i}": x for i, x in enumerate([*floats, *others])}
         return named | {f"{n} {i}": x for n, xs in flat.items() for i, x in enumerate(xs)}
 
     return jax.jit(both)
+
+
+def cotangent(x: Any) -> np.ndarray:
+    """Draws the cotangent of an output, exact in every dtype."""
+    drawn = np.random.default_rng(3).standard_normal(x.shape)
+    return np.round(drawn * 64) / 64
 
 
 def split(call: Any, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -179,6 +186,24 @@ def dequantized(x: Any, scale: Any) -> np.ndarray:
     tokens = -(-x.shape[1] // max(scale.shape[2], 1)) or 1
     of_tokens = np.repeat(scale, tokens, 2)[:, :, : x.shape[1]]
     return x * of_tokens.swapaxes(1, 2)[..., None]
+
+
+def compare_oracle(call: Any, number: int, exact: dict[str, np.ndarray]) -> Outcome:
+    """Holds the reference to the oracle's formulas in numpy, in the parts that the oracle has."""
+    import jax
+
+    from ejktest.oracles import of_calls
+    from ejktest.random_calls import WIDE
+
+    widened = jax.tree.map(
+        lambda x: np.asarray(x).astype(np.float64) if is_wide(x) else x, call.arrays
+    )
+    static = {n: x for n, x in call.static.items() if n not in WIDE}
+    expected = of_calls.expected(call.operation, widened | static, cotangent)
+    common = {n: x for n, x in expected.items() if n in exact}
+    share, text, _ = worst_share(call, exact, common, {}, FLOAT64)
+    assert share <= 1, f"{text}, {share:.2f} of the bound"
+    return Outcome(call.operation, number, ORACLE, "passed", share, text)
 
 
 def fill_memory(device: Any, byte: int, sizes: Sequence[int]) -> None:
@@ -290,20 +315,31 @@ def outcomes_of(
     import jax
 
     from accuracy import have
+    from ejkernel.modules._table import OPERATIONS
     from ejkernel.ops import KernelNotSupported, batch_invariant
     from ejktest.random_calls import random_call
 
     call, on_gpu = random_call(operation, seed, number), jax.default_backend() == "gpu"
     if verbose:
         print(call, flush=True)
-    made_of = {"quantize_attention": "flash_attention"}.get(operation, operation)
-    present = [p for p in platforms if operation == "merge_attention" or have(made_of, p)]
-    present = present[:1] if operation == "merge_attention" else present
+    made_of = operation if operation in OPERATIONS else "flash_attention"
+    present = [p for p in platforms if p != ORACLE and have(made_of, p)]
+    if operation == "merge_attention":  # which is no kernel
+        present = [p for p in platforms if p == "xla"]
     try:
         exact = reference(call)
     except Exception as error:
         yield failure(call, operation, number, "float64", error)
         return
+    if ORACLE in platforms:
+        try:
+            yield compare_oracle(call, number, exact)
+        except NotImplementedError as error:
+            yield Outcome(operation, number, ORACLE, "refused", 0.0, str(error))
+        except Exception as error:
+            if verbose:
+                traceback.print_exc()
+            yield failure(call, operation, number, ORACLE, error)
     usual: dict[str, Error] = {}
     device = jax.devices()[0]
     for platform in present:
@@ -495,13 +531,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="operations, or one call as NAME:NUMBER")
-    parser.add_argument("--platform", action="append", choices=PLATFORMS)
+    parser.add_argument(
+        "--platform", action="append", choices=[*PLATFORMS, ORACLE],
+        help=f"all but {ORACLE}, which holds the reference to the formulas of the tests",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=500, help="no call starts after these")
     parser.add_argument("--count", type=int, help="calls of each operation; else until the limit")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--devices", type=int, default=0, help="spread processes over this many")
     options = parser.parse_args(argv)
-    platforms = tuple(p for p in PLATFORMS if p == "xla" or p in (options.platform or PLATFORMS))
+    selected = {*(options.platform or PLATFORMS)}
+    if selected != {ORACLE}:
+        selected.add("xla")  # whose error others may have too
+    platforms = tuple(p for p in (*PLATFORMS, ORACLE) if p in selected)
     names = options.only.split(",") if options.only else list(DRAWN)
     unknown = [name for name in names if name.partition(":")[0] not in DRAWN]
     if unknown:
