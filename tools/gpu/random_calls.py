@@ -45,7 +45,7 @@ PLATFORMS = ("xla", "triton", "pallas", "cuda")
 ORACLE = "numpy"
 # a kernel that fails in this way leaves nothing that later calls of the process could use
 LOST_CONTEXT = ("CUDA_ERROR", "illegal memory access", "unspecified launch failure", "INTERNAL:")
-CALL_SECONDS = 150
+CALL_SECONDS = 240
 """A call that takes longer has failed."""
 GRACE_SECONDS = 30
 """A call that runs at the limit has so many more."""

@@ -143,9 +143,15 @@ def native_sparse(_: str, a: dict[str, Any], __: Cotangent) -> Arrays:
 # ---- caches --------------------------------------------------------------------------------------
 
 
+POOLS = ("key_cache", "value_cache", "latent_cache", "kv_pages", "kv_cache")
+
+
 def cached(operation: str, a: dict[str, Any], _: Cotangent) -> Arrays:
     """Returns the outputs of an operation over a cache, in which NaN is memory of no token."""
-    a = {n: np.nan_to_num(x) if is_float(x) else x for n, x in a.items()}
+    if operation.endswith("v3") and not is_float(a["kv_cache"]):
+        raise NotImplementedError("a cache of 8 bits that is written")
+    caches = {name: a[name].astype(np.float64) for name in POOLS if name in a}
+    a = {n: np.nan_to_num(x) if is_float(x) else x for n, x in (a | caches).items()}
     query = a["queries" if operation.startswith("ragged_page") else "query"]
     window = a.get("sliding_window")
     both = (window, window) if isinstance(window, int) else window
@@ -177,16 +183,15 @@ def rows_of(query: np.ndarray) -> np.ndarray:
 
 
 def decode_pages(a: dict[str, Any], options: dict[str, Any]) -> Any:
-    caches = (np.asarray(a[n]).astype(np.float64) for n in ("key_cache", "value_cache"))
+    operands = rows_of(a["query"]), a["key_cache"], a["value_cache"]
     where = a["context_lens"], a["block_tables"]
-    return paged.page_attention(rows_of(a["query"]), *caches, *where, return_lse=True, **options)
+    return paged.page_attention(*operands, *where, return_lse=True, **options)
 
 
 def decode_latent(a: dict[str, Any], options: dict[str, Any]) -> Any:
-    q, cache = a["query"], np.asarray(a["latent_cache"]).astype(np.float64)
-    q = q if q.ndim == 4 else q[:, None]
+    q = a["query"] if a["query"].ndim == 4 else a["query"][:, None]
     where = a["context_lens"], a["block_tables"], a["latent_dim"]
-    return paged.mla_decode(q, cache, *where, **options)
+    return paged.mla_decode(q, a["latent_cache"], *where, **options)
 
 
 def decode_contiguous(a: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -198,20 +203,19 @@ def decode_contiguous(a: dict[str, Any], options: dict[str, Any]) -> Any:
 def attend_ragged(a: dict[str, Any], options: dict[str, Any]) -> Any:
     where = a["block_tables"], a["query_start_loc"]
     if "kv_pages" in a:
-        pages, count = np.asarray(a["kv_pages"]).astype(np.float64), int(a["num_seqs"][0])
+        pages, count = a["kv_pages"], int(a["num_seqs"][0])
         return paged.ragged_page_attention(
             a["queries"], pages, a["context_lens"], *where, count, return_lse=True, **options
         )
     pages = a["kv_cache"]
-    if not is_float(pages) or pages.ndim == 5 or "k_scale" in a or "v_scale" in a:
-        raise NotImplementedError("a cache of 8 bits or packed, or scales")
+    if pages.ndim == 5 or "k_scale" in a or "v_scale" in a:
+        raise NotImplementedError("a packed cache, or scales")
     count = int(a["distribution"][2])
     new = jax.numpy.asarray(a["keys"]), jax.numpy.asarray(a["values"])
     pages = paged.write_pages(jax.numpy.asarray(pages), *new, a["kv_lens"], *where, count)
-    out = paged.ragged_page_attention(
+    return paged.ragged_page_attention(
         a["queries"], pages, a["kv_lens"], *where, count, return_lse=True, **options
     )
-    return out  # the cache has NaN where the oracle has 0
 
 
 CACHED: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
