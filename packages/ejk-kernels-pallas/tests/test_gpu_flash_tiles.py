@@ -73,7 +73,7 @@ def test_capped_logits_are_shifted_by_a_constant_where_exponentials_fit(cap, dty
     if cap is None or cap > 55 or dtype == "float16":
         assert form.shift is None
         return
-    ends = np.float32(2.0) ** (np.float32([-1, 1]) * np.float32(form.log2_scale) - form.shift)
+    ends = np.float32(2.0) ** (np.float32([-1, 1]) * np.float32(form.log2_unit) - form.shift)
     tiny, huge = np.finfo(np.float32).tiny, np.finfo(np.float32).max
     assert ends[0] * 2.0**-40 > tiny  # a value of 2^-40 still counts
     assert ends[1] * 2.0**20 * 2.0**20 < huge  # a million keys, values of a million
@@ -510,8 +510,8 @@ def test_scales_become_factors_of_a_head():
     scale = jnp.asarray([[0.3, -2.0, 0.0, 1e9]])
     columns = np.moveaxis(np.asarray(factors(form, scale, scale)), 2, 0)
     table = dict(zip(FACTORS, columns, strict=True))
-    np.testing.assert_allclose(table["log2_scale"][0, :2], np.array([0.3, 2.0]) / np.log(2), 1e-6)
+    np.testing.assert_allclose(table["log2_unit"][0, :2], np.array([0.3, 2.0]) / np.log(2), 1e-6)
     assert table["negative"].tolist() == [[0, 1, 0, 0]]
     assert (table["power"] <= table["unit"]).all() and (2 * table["power"] > table["unit"]).all()
     assert (np.log2(table["power"]) % 1 == 0).all()
-    assert (table["log2_scale"] > 0).all() and np.isfinite(table["large"]).all()
+    assert (table["log2_unit"] > 0).all() and np.isfinite(table["large"]).all()

@@ -40,7 +40,7 @@ class Form:
         return self.problem.rules
 
     @property
-    def log2_scale(self) -> float:
+    def log2_unit(self) -> float:
         """Positive factor of base-2 logits: of tanh of capped ones, else of dot products."""
         return unit(self.problem) * LOG2E
 
@@ -76,11 +76,11 @@ class Form:
     @property
     def large(self) -> float:
         """Bound, 2^30 in base 2: values of at least this are multiplied by ``power``."""
-        return min(2.0**30 / self.log2_scale, float(np.finfo(np.float32).max))
+        return min(2.0**30 / self.log2_unit, float(np.finfo(np.float32).max))
 
     @property
     def power(self) -> float:
-        """A power of two for ``log2_scale``; finite logits stay finite."""
+        """A power of two for ``log2_unit``; finite logits stay finite."""
         return 2.0 ** math.floor(math.log2(unit(self.problem)))
 
     @property
@@ -91,7 +91,7 @@ class Form:
         [2^-80, 2^80], and float32 leaves 2^46 on either side for values and for the number of keys.
         float16 lacks that range for p.
         """
-        p, c = self.problem, math.ceil(self.log2_scale)
+        p, c = self.problem, math.ceil(self.log2_unit)
         if p.soft_cap is None or c > 80 or p.dtype != "bfloat16":
             return None
         return float(min(c, 80 - c))

@@ -31,7 +31,7 @@ ROWS = 64  # query rows of one warpgroup
 F32 = jnp.float32
 EXPONENT = 0x7F800000
 Hide = Callable[[jax.Array, float], jax.Array]
-FACTORS = ("log2_scale", "large", "power", "slack", "negative", "unit", "value")
+FACTORS = ("log2_unit", "large", "power", "slack", "negative", "unit", "value")
 """What the kernel reads of the scales of a head, see ``Form``: the columns of ``factors``."""
 
 
@@ -44,7 +44,7 @@ def factors(form: Form, scale: jax.Array, v_scale: jax.Array) -> jax.Array:
     c = unit * LOG2E
     bits = lax.bitcast_convert_type(unit, jnp.int32)
     columns = {
-        "log2_scale": c,
+        "log2_unit": c,
         "large": jnp.minimum(2.0**30 / c, jnp.finfo(F32).max),
         "power": lax.bitcast_convert_type(bits & EXPONENT, F32),
         "slack": form.tiles.slack / c,
@@ -194,7 +194,7 @@ def softmax_step(form: Form, s: jax.Array, one_id: tuple, state: tuple, hide: Hi
     (in base 2), and a power of two for c keeps e at 0 and differences large. float16 lacks the
     range for exp2(e): there m is subtracted first, one more instruction, and state is (m, total).
     """
-    p, c = form.problem, form.log2_scale
+    p, c = form.problem, form.log2_unit
     if p.soft_cap is not None:
         s = jnp.tanh(s * (p.scale / p.soft_cap))
     elif sign(p) < 0.0:
@@ -240,6 +240,6 @@ def start(form: Form) -> tuple:
     """Returns the state of rows that have seen no key."""
     if form.unshifted:
         return (plgpu.layout_cast(jnp.zeros((ROWS,), F32), ROW),)
-    low = -jnp.inf if form.shift is None else form.shift / form.log2_scale
+    low = -jnp.inf if form.shift is None else form.shift / form.log2_unit
     values = (low, 0.0, 0.0) if form.fused else (low, 0.0)
     return tuple(plgpu.layout_cast(jnp.full((ROWS,), x, F32), ROW) for x in values)

@@ -1,6 +1,6 @@
 """Latent decoding on Hopper: 64 query rows against a range of the paged cache, each row read once.
 
-    s_j = q . c_j,  p_j = exp2(c (s_j - m)),  l = sum_j p_j,  o = sum_j p_j c_j[:latent]
+    s_j = q . c_j,  p_j = exp2(u (s_j - m)),  l = sum_j p_j,  o = sum_j p_j c_j[:latent]
 
 Work split: a program has 64 query rows and one unit of the split schedule
 (``types.serving.split``), a range of steps of 64 tokens; in batch-invariant calls one of the splits
@@ -125,11 +125,11 @@ def scale_of(k_scale: Any, sequence: Any) -> jax.Array | None:
     return k_scale[sequence if k_scale.shape[0] > 1 else 0]
 
 
-def logit_unit(c: float, scale: jax.Array | None) -> Any:
-    """Returns the absolute base-2 logit of a dot product of 1 with such rows."""
+def scaled_unit(log2_unit: float, scale: jax.Array | None) -> Any:
+    """Returns the absolute base-2 logit of a dot product of 1 with rows of such a scale."""
     if scale is None:
-        return c
-    return jnp.maximum(jnp.abs(scale) * c, jnp.finfo(jnp.float32).tiny)
+        return log2_unit
+    return jnp.maximum(jnp.abs(scale) * log2_unit, jnp.finfo(jnp.float32).tiny)
 
 
 def _rows_of(value: float) -> jax.Array:
@@ -227,8 +227,8 @@ class MLADecodeKernel:
         return self.batch_invariant or self.problem.batch == 1
 
     @property
-    def c(self) -> float:
-        """Absolute base-2 logit of a dot product of 1."""
+    def log2_unit(self) -> float:
+        """Absolute base-2 logit of a dot product of 1: u above, for a cache without a scale."""
         return natural_unit(self.problem) * LOG2E
 
     @property
@@ -363,7 +363,7 @@ class MLADecodeKernel:
             )
             _, _, m, total = state
             pl.when(n + 1 < count)(lambda: loader.load_rope(r, boxes))
-            c = logit_unit(self.c, scale)
+            unit = scaled_unit(self.log2_unit, scale)
             s = -s if p.scale < 0.0 else s
             s = s if scale is None else s * jnp.where(scale < 0, -1.0, 1.0)
             left = at.length - (p.tokens - 1 - token) - at.j * STEP
@@ -372,11 +372,11 @@ class MLADecodeKernel:
                 return hide_outside(s, Band(), 0, columns_left=left)
 
             s = lax.cond(left < STEP, hide, lambda: s)
-            top = raise_maxima(m, s, SLACK / c)
+            top = raise_maxima(m, s, SLACK / unit)
             # a token before the last may see nothing of a partial result
             shift = top if p.tokens == 1 else jnp.where(top == -jnp.inf, 0.0, top)
-            alpha = jnp.exp2((m - shift) * c)
-            probs = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * c)
+            alpha = jnp.exp2((m - shift) * unit)
+            probs = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * unit)
             total = lane_sums(probs, total, alpha)
             probs = to_16_bit(probs, self.dtype)
             left = at.length - at.j * STEP

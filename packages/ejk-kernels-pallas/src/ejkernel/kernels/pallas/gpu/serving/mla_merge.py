@@ -1,6 +1,6 @@
 """Merge of latent decoding on Hopper: one output from the partial results of a sequence.
 
-    m = max_i m_i,  w_i = l_i exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i
+    m = max_i m_i,  w_i = l_i exp2(u (m_i - m)),  o = sum_i w_i o_i / sum_i w_i
 
 Outputs of complete sequences are in place already; sequences without tokens get zeros.
 
@@ -46,7 +46,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     vector,
 )
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
-from ejkernel.kernels.pallas.gpu.serving.mla_decode import ROWS, logit_unit, scale_of
+from ejkernel.kernels.pallas.gpu.serving.mla_decode import ROWS, scale_of, scaled_unit
 from ejkernel.types.serving.split import CutSequence, partial_number
 
 F32 = jnp.float32
@@ -59,13 +59,13 @@ ROWS_OF_FEW = 4  # rows whose loads are in flight together, of few partial resul
 
 
 def merge(
-    c: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array,
+    log2_unit: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array,
     cut_sequences: jax.Array, lengths: jax.Array, k_scale: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Returns ``o [b, rows, d]``, in place, with the rows of all sequences.
 
-    The arrays are ``MLADecodeKernel.outputs``; c is the absolute base-2 logit of a dot product of
-    1.
+    The arrays are ``MLADecodeKernel.outputs``; ``log2_unit``, u above, is the absolute base-2 logit
+    of a dot product of 1.
     """
     b, rows, d = o.shape
     units, programs = len(cut_sequences), PROGRAMS * rows // ROWS
@@ -82,7 +82,7 @@ def merge(
         unit, program = lax.axis_index("unit"), lax.axis_index("program")
         cut = CutSequence(*(cut_sequences[unit, i] for i in range(len(CutSequence._fields))))
         scale = scale_of(k_scale, cut.sequence)
-        factor = logit_unit(c, scale)
+        factor = scaled_unit(log2_unit, scale)
 
         def add_partials(together: int, rows: list) -> None:
             def add_some(i: Any, carry: Any) -> Any:
@@ -165,7 +165,7 @@ def merge(
 
 
 def merge_at_once(
-    c: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array,
+    log2_unit: float, o: jax.Array, partial_o: jax.Array, m: jax.Array, total: jax.Array,
     cut_sequences: jax.Array, lengths: jax.Array, k_scale: jax.Array | None = None,
     *, fixed: bool,
 ) -> jax.Array:  # fmt: skip
@@ -183,7 +183,7 @@ def merge_at_once(
     ) -> None:  # fmt: skip
         sequence, program = lax.axis_index("sequence"), lax.axis_index("program")
         cut = CutSequence(*(cut_sequences[sequence, i] for i in range(len(CutSequence._fields))))
-        factor = jnp.float32(logit_unit(c, scale_of(*scales or (None,), sequence)))
+        factor = jnp.float32(scaled_unit(log2_unit, scale_of(*scales or (None,), sequence)))
 
         def store(row: Any, x: jax.Array) -> None:
             out[sequence, row, :] = x.astype(out.dtype)
@@ -348,14 +348,14 @@ def sum_partials(
 
 
 def merge_lse(
-    c: float, m: jax.Array, total: jax.Array, cut_sequences: jax.Array, lengths: jax.Array,
+    log2_unit: float, m: jax.Array, total: jax.Array, cut_sequences: jax.Array, lengths: jax.Array,
     k_scale: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Returns the log-sum-exp of every row, float32 ``[b, rows]``; -inf of rows without keys.
 
     The arguments are the same as of ``merge``.
     """
-    factor: Any = c if k_scale is None else logit_unit(c, k_scale)[:, None]
+    factor: Any = log2_unit if k_scale is None else scaled_unit(log2_unit, k_scale)[:, None]
     owner = partial_owners(cut_sequences, lengths)
     mine = (owner == jnp.arange(len(lengths))[:, None])[..., None]
     top = jnp.max(jnp.where(mine, m, -jnp.inf), axis=1)
@@ -367,12 +367,12 @@ def merge_lse(
 
 
 def merge_fixed_lse(
-    c: float, m: jax.Array, total: jax.Array, cut_sequences: jax.Array, lengths: jax.Array,
+    log2_unit: float, m: jax.Array, total: jax.Array, cut_sequences: jax.Array, lengths: jax.Array,
     k_scale: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Returns the same as ``merge_lse`` of fixed splits, which are added in their order."""
     b = len(lengths)
-    factor: Any = c if k_scale is None else logit_unit(c, k_scale)[:, None]
+    factor: Any = log2_unit if k_scale is None else scaled_unit(log2_unit, k_scale)[:, None]
     partials = CutSequence(*cut_sequences.T).partials[:, None]
     split = jnp.arange(len(m) // b - 1)
     # a complete sequence is a last split
