@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
-from ejkernel.kernels.pallas.gpu.serving.mla_decode import LATENT, ROPE, ROWS, MLADecodeKernel
+from ejkernel.kernels.pallas.gpu.serving.mla_decode import ROWS, MLADecodeKernel
+from ejkernel.kernels.pallas.gpu.serving.mla_loader import LATENT, ROPE
 from ejkernel.kernels.pallas.gpu.serving.mla_merge import (
     merge,
     merge_at_once,

@@ -73,7 +73,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas import compat
 from ejkernel.kernels.pallas.common.units import unit as natural_unit
-from ejkernel.kernels.pallas.gpu.common.convert import convert_rows
 from ejkernel.kernels.pallas.gpu.common.lane_softmax import (
     lane_sums,
     raise_maxima,
@@ -86,6 +85,17 @@ from ejkernel.kernels.pallas.gpu.common.rows import clear_rows, scale_rows
 from ejkernel.kernels.pallas.gpu.common.tma import tiled
 from ejkernel.kernels.pallas.gpu.common.vector_rows import load_rows, store_rows
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
+from ejkernel.kernels.pallas.gpu.serving.mla_loader import (
+    COLUMNS,
+    HALF,
+    HALVES,
+    LATENT,
+    ROPE,
+    STEP,
+    EightBitLoader,
+    Loader,
+    Step,
+)
 from ejkernel.kernels.pallas.gpu.serving.mla_split import find_split, find_unit
 from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.masks.structure import Band
@@ -99,23 +109,14 @@ from ejkernel.types.serving.split import (
 )
 
 F32 = jnp.float32
-LATENT, ROPE = 512, 64
 ROWS = 64  # query rows of a program
-STEP_SHIFT = 6
-STEP = 1 << STEP_SHIFT  # tokens of a step
-HALVES = 2  # of the value columns, one for each value warpgroup
-HALF = LATENT // HALVES
-COLUMNS = 128  # of one matmul of values
 HELD = ((0, 0, 256), (1, 256, 192))  # (half, first column, columns) of queries in registers
 Q_TAIL = LATENT - 64  # first column of the queries in shared memory
 ALPHA, SHARE = range(2)  # rows of ``row_factors``
 SLACK = 8.0
 SCORES = HALVES  # number of the score warpgroup, after the value warpgroups
 REGISTERS = {"values": 160, "scores": 184}  # of a thread
-STAGES = 3  # steps of 16-bit values in shared memory
-EIGHT_BIT_STAGES = 2  # the same where the cache has 8 bits
 MAX_SORTED = 128  # sequences that every warp sorts: four of a lane, which take no memory
-EIGHT_BIT_STAGED = 2  # steps whose 8-bit rows are in shared memory
 
 
 def scale_of(k_scale: Any, sequence: Any) -> jax.Array | None:
@@ -134,28 +135,6 @@ def scaled_unit(log2_unit: float, scale: jax.Array | None) -> Any:
 
 def _rows_of(value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full((ROWS,), value, F32), ROW)
-
-
-class Step(NamedTuple):
-    """A step of a unit: its sequence, its number in the sequence, and the sequence's length."""
-
-    sequence: Any
-    j: Any
-    length: Any
-
-    @property
-    def steps(self) -> Any:
-        """Steps of the sequence."""
-        return lax.shift_right_logical(self.length + (STEP - 1), STEP_SHIFT)
-
-    @property
-    def is_last(self) -> Any:
-        """Returns whether it is the sequence's last step."""
-        return self.j + 1 == self.steps
-
-    def is_complete(self, n: Any) -> Any:
-        """Returns whether the unit, whose n-th step this is, has had all of the sequence."""
-        return (n >= self.j) & self.is_last
 
 
 @dataclass(frozen=True)
@@ -317,6 +296,7 @@ class MLADecodeKernel:
         return tuple(load_rows(r.q.at[sequence, rows, pl.ds(first, n)]) for _, first, n in HELD)
 
     def compute_scores(self, r: Any) -> None:
+        """Makes the probabilities of this program's unit: the part of the score warpgroup."""
         plgpu.set_max_registers(REGISTERS["scores"], action="increase")
         p, loader = self.problem, self.loader
         block = self.program_position()[1]
@@ -324,104 +304,14 @@ class MLADecodeKernel:
         early = self.load_queries(r, 0) if self.reads_early else None
         r.unit = self.find_range(r)
         count = r.unit.steps
-
-        def publish(n: Any, probs: Any, alpha: Any, m: Any, total: Any, is_last: Any) -> None:
-            """Writes the probabilities of step n, and after the last the share of the values."""
-            pl.when(n > 0)(lambda: plgpu.barrier_wait(r.p_empty))
-            r.p[...] = probs
-            r.row_factors[ALPHA] = alpha
-
-            @pl.when(is_last)
-            def divide() -> None:
-                row_sum = sum_over_lanes(total)
-                r.row_factors[SHARE] = 1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum)
-
-            plgpu.commit_smem()
-
-        def multiply(s_acc: Any, q_regs: Any, n: Any, has_probs: Any, before: list) -> Any:
-            slot = lax.rem(n, loader.stages)
-            plgpu.barrier_wait(r.main_full.at[slot])
-            for x, (half, _, columns) in zip(q_regs, HELD, strict=True):
-                plgpu.wgmma(s_acc, x, r.main.at[slot, half, :, pl.ds(0, columns)].T)
-            tail = r.main.at[slot, HALVES - 1, :, pl.ds(HALF - 64, 64)]
-            plgpu.wgmma(s_acc, r.q_tail.at[:, pl.ds(0, 64)], tail.T)
-            loader.wait_rope(r)
-            plgpu.wgmma(s_acc, r.q_tail.at[:, pl.ds(64, ROPE)], r.rope.T)
-            pl.when(has_probs)(lambda: publish(n - 1, *before, jnp.bool_(False)))
-            plgpu.wgmma_wait(1)  # the values of the step before start behind all but one matmul
-            pl.when(has_probs)(lambda: plgpu.barrier_arrive(r.p_full))
-            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-
-        def step(q_regs: Any, n: Any, at: Step, is_first: Any, state: Any) -> Any:
-            slot = lax.rem(n, loader.stages)
-            # read before the matmul, used after it
-            boxes = loader.boxes(r, self.next_step(r, at))
-            scale = scale_of(r.k_scale, at.sequence)
-            s = pl.run_scoped(
-                lambda acc: multiply(acc, q_regs, n, jnp.logical_not(is_first), state),
-                plgpu.ACC((ROWS, STEP), F32),
-            )
-            _, _, m, total = state
-            pl.when(n + 1 < count)(lambda: loader.load_rope(r, boxes))
-            unit = scaled_unit(self.log2_unit, scale)
-            s = -s if p.scale < 0.0 else s
-            s = s if scale is None else s * jnp.where(scale < 0, -1.0, 1.0)
-            left = at.length - (p.tokens - 1 - token) - at.j * STEP
-
-            def hide() -> jax.Array:
-                return hide_outside(s, Band(), 0, columns_left=left)
-
-            s = lax.cond(left < STEP, hide, lambda: s)
-            top = raise_maxima(m, s, SLACK / unit)
-            # a token before the last may see nothing of a partial result
-            shift = top if p.tokens == 1 else jnp.where(top == -jnp.inf, 0.0, top)
-            alpha = jnp.exp2((m - shift) * unit)
-            probs = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * unit)
-            total = lane_sums(probs, total, alpha)
-            probs = to_16_bit(probs, self.dtype)
-            left = at.length - at.j * STEP
-            pl.when(left < STEP)(lambda: _clear_values(r.main.at[slot], left))
-
-            return probs, alpha, top, total
+        self.store_cut(r, block)
+        loop = ScoreLoop(self, r, block, token, count)
 
         def attend(n: Any, at: Step) -> tuple[Any, Step]:
-            """Computes the steps of one sequence, of which the n-th of the unit is the first.
-
-            Queries are read here and not in the mainloop, where registers that a branch may write
-            are spilled and read again in every step.
-            """
+            # read here and not in the mainloop, where registers that a branch may write are spilled
+            # and read again in every step
             q_regs = self.load_queries(r, at.sequence) if early is None else early
-            steps = jnp.minimum(count - n, at.steps - at.j)
-            plgpu.barrier_wait(r.q_full)
-
-            def some_step(i: Any, carry: Any) -> Any:
-                at, *state = carry
-                state = step(q_regs, n + i, at, i == 0, state)
-                return at._replace(j=at.j + 1), *state
-
-            no_probs = plgpu.layout_cast(jnp.zeros((ROWS, STEP), self.dtype), LAYOUT)
-            state = (no_probs, _rows_of(0.0), _rows_of(-jnp.inf), _rows_of(0.0))
-            _, *state = lax.fori_loop(0, steps, some_step, (at, *state))
-            # accumulated and written while the next queries are loaded
-            last = n + steps - 1
-            publish(last, *state, jnp.bool_(True))
-            plgpu.barrier_arrive(r.p_full)
-            at = at._replace(j=at.j + steps - 1)
-            _, _, top, total = state
-            target = (self.partial(r, at, last), pl.ds(block * ROWS, ROWS))
-            compat.store_registers(r.m.at[target], top)
-            compat.store_registers(r.total.at[target], sum_over_lanes(total))
-            return last + 1, self.next_step(r, at)
-
-        unit = self.program_position()[0]
-        stores, line = unit < self.cut_units, unit
-        if self.batch_invariant:
-            stores, line = r.split == 0, r.unit.sequence
-
-        @pl.when((block == 0) & stores)
-        def store_cut() -> None:  # for the merge
-            for i, x in enumerate(r.unit.cut):
-                r.cut_sequences[line, i] = x
+            return loop.attend(q_regs, n, at)
 
         @pl.when(count > 0)
         def compute() -> None:
@@ -435,6 +325,18 @@ class MLADecodeKernel:
 
         if early is not None:  # no copy may arrive behind the end of a program
             pl.when(count == 0)(lambda: plgpu.barrier_wait(r.q_full))
+
+    def store_cut(self, r: Any, block: Any) -> None:
+        """Stores the unit's ``CutSequence`` for the merge, in one program of the unit."""
+        unit = self.program_position()[0]
+        stores, line = unit < self.cut_units, unit
+        if self.batch_invariant:
+            stores, line = r.split == 0, r.unit.sequence
+
+        @pl.when((block == 0) & stores)
+        def store() -> None:
+            for i, x in enumerate(r.unit.cut):
+                r.cut_sequences[line, i] = x
 
     # ---- values -----------------------------------------------------------------------------
 
@@ -565,179 +467,133 @@ class MLADecodeKernel:
         return kernel(*inputs.values())
 
 
+class Softmax(NamedTuple):
+    """The softmax of a sequence up to a step.
+
+    Attributes:
+        probs: 16-bit probabilities of the step.
+        alpha: factor of the values accumulated before it.
+        m: shift of each row, its maximum or up to ``SLACK`` less.
+        total: sum of probabilities in each lane.
+    """
+
+    probs: Any
+    alpha: Any
+    m: Any
+    total: Any
+
+
+@dataclass(frozen=True)
+class ScoreLoop:
+    """The loop of the score warpgroup over the steps of a sequence.
+
+    Attributes:
+        kernel: the kernel.
+        r: references.
+        block: block of query rows.
+        token: new token of these rows.
+        count: steps of the unit.
+    """
+
+    kernel: MLADecodeKernel
+    r: Any
+    block: Any
+    token: Any
+    count: Any
+
+    def attend(self, q_regs: Any, n: Any, at: Step) -> tuple[Any, Step]:
+        """Computes the steps of one sequence, of which the n-th of the unit is the first.
+
+        Returns the number of the next step and the step.
+        """
+        r, kernel = self.r, self.kernel
+        steps = jnp.minimum(self.count - n, at.steps - at.j)
+        plgpu.barrier_wait(r.q_full)
+
+        def some_step(i: Any, carry: Any) -> Any:
+            at, *state = carry
+            state = self.step(q_regs, n + i, at, i == 0, Softmax(*state))
+            return at._replace(j=at.j + 1), *state
+
+        no_probs = plgpu.layout_cast(jnp.zeros((ROWS, STEP), kernel.dtype), LAYOUT)
+        state = (no_probs, _rows_of(0.0), _rows_of(-jnp.inf), _rows_of(0.0))
+        _, *state = lax.fori_loop(0, steps, some_step, (at, *state))
+        softmax = Softmax(*state)
+        # accumulated and written while the next queries are loaded
+        last = n + steps - 1
+        self.publish(last, softmax, jnp.bool_(True))
+        plgpu.barrier_arrive(r.p_full)
+        at = at._replace(j=at.j + steps - 1)
+        target = (kernel.partial(r, at, last), pl.ds(self.block * ROWS, ROWS))
+        compat.store_registers(r.m.at[target], softmax.m)
+        compat.store_registers(r.total.at[target], sum_over_lanes(softmax.total))
+        return last + 1, kernel.next_step(r, at)
+
+    def step(self, q_regs: Any, n: Any, at: Step, is_first: Any, before: Softmax) -> Softmax:
+        """Returns the softmax after step n; publishes that of the step before."""
+        r, kernel, p = self.r, self.kernel, self.kernel.problem
+        loader = kernel.loader
+        slot = lax.rem(n, loader.stages)
+        # read before the matmul, used after it
+        boxes = loader.boxes(r, kernel.next_step(r, at))
+        scale = scale_of(r.k_scale, at.sequence)
+        s = pl.run_scoped(
+            lambda acc: self.multiply(acc, q_regs, n, jnp.logical_not(is_first), before),
+            plgpu.ACC((ROWS, STEP), F32),
+        )
+        pl.when(n + 1 < self.count)(lambda: loader.load_rope(r, boxes))
+        unit = scaled_unit(kernel.log2_unit, scale)
+        s = -s if p.scale < 0.0 else s
+        s = s if scale is None else s * jnp.where(scale < 0, -1.0, 1.0)
+        left = at.length - (p.tokens - 1 - self.token) - at.j * STEP
+
+        def hide() -> jax.Array:
+            return hide_outside(s, Band(), 0, columns_left=left)
+
+        s = lax.cond(left < STEP, hide, lambda: s)
+        m = raise_maxima(before.m, s, SLACK / unit)
+        # a token before the last may see nothing of a partial result
+        shift = m if p.tokens == 1 else jnp.where(m == -jnp.inf, 0.0, m)
+        alpha = jnp.exp2((before.m - shift) * unit)
+        probs = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * unit)
+        total = lane_sums(probs, before.total, alpha)
+        probs = to_16_bit(probs, kernel.dtype)
+        left = at.length - at.j * STEP
+        pl.when(left < STEP)(lambda: _clear_values(r.main.at[slot], left))
+        return Softmax(probs, alpha, m, total)
+
+    def multiply(self, s_acc: Any, q_regs: Any, n: Any, has_probs: Any, before: Softmax) -> Any:
+        """Returns the dot products of step n; publishes ``before`` while they are computed."""
+        r, loader = self.r, self.kernel.loader
+        slot = lax.rem(n, loader.stages)
+        plgpu.barrier_wait(r.main_full.at[slot])
+        for x, (half, _, columns) in zip(q_regs, HELD, strict=True):
+            plgpu.wgmma(s_acc, x, r.main.at[slot, half, :, pl.ds(0, columns)].T)
+        tail = r.main.at[slot, HALVES - 1, :, pl.ds(HALF - 64, 64)]
+        plgpu.wgmma(s_acc, r.q_tail.at[:, pl.ds(0, 64)], tail.T)
+        loader.wait_rope(r)
+        plgpu.wgmma(s_acc, r.q_tail.at[:, pl.ds(64, ROPE)], r.rope.T)
+        pl.when(has_probs)(lambda: self.publish(n - 1, before, jnp.bool_(False)))
+        plgpu.wgmma_wait(1)  # the values of the step before start behind all but one matmul
+        pl.when(has_probs)(lambda: plgpu.barrier_arrive(r.p_full))
+        return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+    def publish(self, n: Any, softmax: Softmax, is_last: Any) -> None:
+        """Writes the probabilities of step n, and after the last the share of the values."""
+        r = self.r
+        pl.when(n > 0)(lambda: plgpu.barrier_wait(r.p_empty))
+        r.p[...] = softmax.probs
+        r.row_factors[ALPHA] = softmax.alpha
+
+        @pl.when(is_last)
+        def divide() -> None:
+            row_sum = sum_over_lanes(softmax.total)
+            r.row_factors[SHARE] = 1.0 / jnp.where(row_sum == 0.0, 1.0, row_sum)
+
+        plgpu.commit_smem()
+
+
 def _clear_values(values: Any, left: Any) -> None:
     """Zeroes the rows of a step from the ``left``-th on, whatever they were."""
     for i in range(HALVES):
         clear_rows(values.at[i], 0, left)
-
-
-@dataclass(frozen=True)
-class Loader:
-    """Brings steps of a 16-bit cache to shared memory.
-
-    The value warpgroups call ``load_first``, and in every step ``boxes_before_wait``,
-    ``during_matmuls``, ``after_matmuls`` and ``after_step``, in this order.
-    """
-
-    kernel: MLADecodeKernel
-
-    stages = STAGES
-
-    @property
-    def box_tokens(self) -> int:
-        """Tokens of one copy."""
-        return min(self.kernel.problem.page_size, STEP)
-
-    def boxes(self, r: Any, at: Step) -> list[tuple[int, Any, Any]]:
-        """Returns (first token in the step, page, first token in the page) of every copy."""
-        p, boxes = self.kernel.problem, []
-        page_size = p.page_size
-        for token in range(0, STEP, self.box_tokens):
-            column = jnp.minimum(lax.div(at.j * STEP + token, page_size), p.max_pages - 1)
-            page = jnp.clip(r.tables[at.sequence, column], 0, p.pages - 1)
-            first = 0 if page_size <= STEP else lax.rem(at.j, page_size // STEP) * STEP
-            boxes.append((token, page, first))
-        return boxes
-
-    def load(self, r: Any, boxes: list, columns: Any, target: Any, full: Any) -> None:
-        for token, page, first in boxes:
-            source = r.cache.at[page, pl.ds(first, self.box_tokens), columns]
-            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(token, self.box_tokens)], full)
-
-    def load_rope(self, r: Any, boxes: list) -> None:
-        self.load(r, boxes, pl.ds(LATENT, ROPE), r.rope, r.rope_full)
-
-    def wait_rope(self, r: Any) -> None:
-        plgpu.barrier_wait(r.rope_full)
-
-    def load_half(self, r: Any, boxes: list, n: Any, half: Any) -> None:
-        """Starts to copy half of the columns of step n's values."""
-        slot, columns = lax.rem(n, self.stages), pl.ds(half * HALF, HALF)
-        self.load(r, boxes, columns, r.main.at[slot, half], r.main_full.at[slot])
-
-    def load_first(self, r: Any, half: Any, count: Any) -> Step:
-        """Starts to copy the first steps; returns the first step that is not started."""
-        ahead = self.kernel.first_step(r)
-        for n in range(self.stages):
-
-            @pl.when(n < count)
-            def load(n: int = n, at: Any = ahead) -> None:
-                self.load_half(r, self.boxes(r, at), jnp.int32(n), half)
-
-            ahead = self.kernel.next_step(r, ahead)
-        return ahead
-
-    def boxes_before_wait(self, r: Any, ahead: Step) -> Any:
-        return self.boxes(r, ahead)
-
-    def during_matmuls(self, r: Any, n: Any, half: Any, count: Any) -> None:
-        """Does nothing: the buffer of step n is being read."""
-
-    def after_matmuls(self, r: Any, n: Any, boxes: Any, half: Any, count: Any) -> None:
-        """Starts the next copy to the buffer of step n, which is free."""
-        n = n + self.stages
-        pl.when(n < count)(lambda: self.load_half(r, boxes, n, half))
-
-    def after_step(self, r: Any, n: Any, ahead: Step, half: Any, count: Any) -> None:
-        """Does nothing more."""
-
-    def named(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arrays of a program by name, with a name for each view of one buffer."""
-        return arrays
-
-    def scratch(self) -> dict[str, Any]:
-        dtype, boxes = self.kernel.dtype, STEP // self.box_tokens
-        return {
-            "main": tiled((self.stages, HALVES, STEP, HALF), dtype),
-            "rope": tiled((STEP, ROPE), dtype),
-            "main_full": plgpu.Barrier(num_arrivals=HALVES * boxes, num_barriers=self.stages),
-            "rope_full": plgpu.Barrier(num_arrivals=boxes),
-        }
-
-
-@dataclass(frozen=True)
-class EightBitLoader(Loader):
-    """Brings steps of an 8-bit cache to shared memory, and converts them to 16 bits there."""
-
-    stages = EIGHT_BIT_STAGES
-
-    @property
-    def cache_dtype(self) -> str:
-        return self.kernel.problem.key_dtype
-
-    def load_rope(self, r: Any, boxes: list) -> None:
-        self.load(r, boxes, pl.ds(LATENT, ROPE), r.rope_bytes.at[1], r.rope_full)
-
-    def wait_rope(self, r: Any) -> None:
-        super().wait_rope(r)
-        convert_rows(r.rope_bytes.at[1], r.rope, self.cache_dtype)
-        plgpu.commit_smem()
-
-    def load_half(self, r: Any, boxes: list, n: Any, half: Any) -> None:
-        staged = lax.rem(n, EIGHT_BIT_STAGED)
-        target = r.main_bytes.at[staged, half]
-        bytes_full = r.bytes_full.at[half * EIGHT_BIT_STAGED + staged]
-        self.load(r, boxes, pl.ds(half * HALF, HALF), target, bytes_full)
-
-    def convert_part(self, r: Any, n: Any, half: Any, part: int) -> None:
-        """Converts the columns that one of the matmuls of values reads in step n."""
-        staged, slot = lax.rem(n, EIGHT_BIT_STAGED), lax.rem(n, self.stages)
-        columns = pl.ds(part * COLUMNS, COLUMNS)
-        source = r.main_bytes.at[staged, half, :, columns]
-        convert_rows(source, r.main.at[slot, half, :, columns], self.cache_dtype)
-
-    def convert_first(self, r: Any, n: Any, half: Any) -> None:
-        bytes_full = half * EIGHT_BIT_STAGED + lax.rem(n, EIGHT_BIT_STAGED)
-        plgpu.barrier_wait(r.bytes_full.at[bytes_full])
-        self.convert_part(r, n, half, 0)
-
-    def convert_others(self, r: Any, n: Any, half: Any) -> None:
-        for part in range(1, HALF // COLUMNS):
-            self.convert_part(r, n, half, part)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(r.main_full.at[lax.rem(n, self.stages)])
-
-    def load_first(self, r: Any, half: Any, count: Any) -> Step:
-        ahead = super().load_first(r, half, count)
-        for n in (jnp.int32(n) for n in range(self.stages)):
-            pl.when(n < count)(lambda n=n: self.convert_first(r, n, half))
-            self.after_step(r, n - self.stages, ahead, half, count)
-            ahead = self.kernel.next_step(r, ahead)
-        return ahead
-
-    def boxes_before_wait(self, r: Any, ahead: Step) -> Any:
-        """Returns nothing: copies start after the step, and have two steps to arrive."""
-
-    def during_matmuls(self, r: Any, n: Any, half: Any, count: Any) -> None:
-        """Converts the first columns of a later step, whose buffer the first matmul has read."""
-        n = n + self.stages
-
-        @pl.when(n < count)
-        def convert() -> None:
-            plgpu.wgmma_wait(HALF // COLUMNS - 1)
-            self.convert_first(r, n, half)
-
-    def after_matmuls(self, r: Any, n: Any, boxes: Any, half: Any, count: Any) -> None:
-        """Does nothing: the other columns are converted after the step."""
-
-    def after_step(self, r: Any, n: Any, ahead: Step, half: Any, count: Any) -> None:
-        """Converts the other columns of the later step, and starts the next copy."""
-        n = n + self.stages
-        pl.when(n < count)(lambda: self.convert_others(r, n, half))
-        following = n + EIGHT_BIT_STAGED
-        load = lambda: self.load_half(r, self.boxes(r, ahead), following, half)  # noqa: E731
-        pl.when(following < count)(load)
-
-    def named(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        rope, rope_bytes = arrays["rope"]
-        return arrays | {"rope": rope, "rope_bytes": rope_bytes}
-
-    def scratch(self) -> dict[str, Any]:
-        scratch, boxes = super().scratch(), STEP // self.box_tokens
-        dtype = jnp.dtype(self.cache_dtype)
-        return scratch | {
-            "main_bytes": plgpu.SMEM((EIGHT_BIT_STAGED, HALVES, STEP, HALF), dtype),
-            "rope": plgpu.RefUnion(scratch["rope"], plgpu.SMEM((2, STEP, ROPE), dtype)),
-            "bytes_full": plgpu.Barrier(num_arrivals=boxes, num_barriers=EIGHT_BIT_STAGED * HALVES),
-            "main_full": plgpu.Barrier(num_arrivals=HALVES, num_barriers=self.stages),
-        }
