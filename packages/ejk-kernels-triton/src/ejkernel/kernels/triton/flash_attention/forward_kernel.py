@@ -186,47 +186,64 @@ def flash_fwd(
                 acc, p, v_tiles, v, keys, j0, (phase == 1) and not EVEN_KV, PRECISION
             )
 
+    factor = finish_rows(
+        m, l, e, softmax, logits, dropout, scales, sinks, lse, base, base_tail, rows, i, b, h, hk,
+        sizes,
+    )  # fmt: skip
+    acc = [part * factor[:, None] for part in acc]
+    store_tiles(o, acc, v, queries, first)
+
+
+@triton.jit
+def finish_rows(
+    m, l, e, softmax, logits, dropout, scales, sinks, lse, base, base_tail, rows, i, b, h, hk,  # noqa: E741
+    sizes,
+):  # fmt: skip
+    """Stores the log-sum-exps of the rows i, and returns the factor of their outputs.
+
+    m, l, e: maximum, sum, and exponent of a common factor of both sums (``fused_softmax``).
+    """
     alive = l != 0.0  # NaN is: a merge of parts drops those with an lse of -inf
     # the largest logit in natural units
     top = tl.where(alive, m, 0.0) * softmax.unit + softmax.shift
     # undo the common factor exp2(e) of fused_softmax
-    shrink = tl.exp2(-e) if MULTIPLY_ADD and not FIXED else 1.0
-    low = tl.where(alive, l, 1.0) * shrink
+    shrink = tl.exp2(-e) if softmax.MULTIPLY_ADD and not softmax.FIXED else 1.0
+    row_sum = tl.where(alive, l, 1.0) * shrink
     if sinks is not None:
         # one more logit per row, never in the output; a row without keys stays empty
-        extra = tl.load(sinks.array + b * sinks.batch + h)
-        new_top = tl.maximum(top, extra)
+        sink = tl.load(sinks.array + b * sinks.batch + h)
+        new_top = tl.maximum(top, sink)
         above = (new_top - top) * LOG2E
         share = tl.exp2(-above)
-        low = low * share + tl.exp2((extra - new_top) * LOG2E)
-        factor = share * shrink / low
+        row_sum = row_sum * share + tl.exp2((sink - new_top) * LOG2E)
+        factor = share * shrink / row_sum
         top = new_top
-        low = tl.log2(low)
-        less = low + above
+        log2_sum = tl.log2(row_sum)
+        log2_tail = log2_sum + above
     else:
-        factor = shrink / low
-        low = tl.log2(low)
-        less = low
+        factor = shrink / row_sum
+        log2_sum = tl.log2(row_sum)
+        log2_tail = log2_sum
     if dropout is not None:
         factor = factor * dropout.scale
     if scales is not None:
         factor = factor * value_scale(scales, b, hk, sizes)
     factor = tl.where(alive, factor, 0.0)
-    tl.store(lse + rows + i, tl.where(alive, top + low * LN2, float("-inf")), mask=i < q_len)
+    inside = i < sizes.q_len
+    tl.store(lse + rows + i, tl.where(alive, top + log2_sum * LN2, float("-inf")), mask=inside)
     # lse for the backward kernels is in the units of m, in which the largest logit is exact. Adding
     # log l to a large m rounds it away, so with a bias, where rows often have one large logit, it
     # is stored separately
     if base_tail is not None:
         separate = alive & (tl.abs(m) >= LARGE)
-        tl.store(base_tail + rows + i, tl.where(separate, less, 0.0), mask=i < q_len)
-        less = tl.where(separate, 0.0, less)
-    if FIXED:
-        less += softmax.peak
-    row_base = (m * logits.slope + less) if logits.FUSED else (m + less / logits.slope)
+        tl.store(base_tail + rows + i, tl.where(separate, log2_tail, 0.0), mask=inside)
+        log2_tail = tl.where(separate, 0.0, log2_tail)
+    if softmax.FIXED:
+        log2_tail += softmax.peak
+    row_base = (m * logits.slope + log2_tail) if logits.FUSED else (m + log2_tail / logits.slope)
     row_base = tl.where(alive, row_base, float("inf"))
-    tl.store(base + rows + i, row_base, mask=i < q_len)
-    acc = [part * factor[:, None] for part in acc]
-    store_tiles(o, acc, v, queries, first)
+    tl.store(base + rows + i, row_base, mask=inside)
+    return factor
 
 
 @dataclass(frozen=True)
