@@ -190,7 +190,7 @@ def merge_at_once(
 
         def merge_row(row: Any) -> None:
             x = sum_partials(
-                partial_o, m, total, (row, cut.first_partial, cut.partials), factor,
+                partial_o, m, total, row, cut.first_partial, cut.partials, factor,
                 stride=1 if fixed else 2, most=splits,
             )  # fmt: skip
             store(row, x)
@@ -242,7 +242,7 @@ def _strided(d: int) -> Any:
 
 
 def sum_partials(
-    partial_o: Any, m: Any, total: Any, places: tuple[Any, ...], factor: Any,
+    partial_o: Any, m: Any, total: Any, row: Any, first: Any, count: Any, factor: Any,
     *, stride: int, most: int,
 ) -> jax.Array:  # fmt: skip
     """Returns the weighted sum of the partial results of a row, float32 ``[d]``.
@@ -254,79 +254,32 @@ def sum_partials(
     Args:
         partial_o: 16-bit ``[partials, rows, d]``.
         m, total: float32 ``[any, rows]``.
-        places: the row, its first partial result, and their number.
+        row, first, count: the row, its first partial result, and the number of them.
         factor: the absolute base-2 logit of a dot product of 1.
         stride: from a partial result to the next.
         most: a bound of their number.
     """
     d = partial_o.shape[2]
     kind = plgpu.ShapeDtypeStruct((d,), F32, layout=_strided(d))
-    scalars = (SCALAR,) * (len(places) + 1)
+    scalars = (row, first, count, factor)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + scalars, return_type=kind)
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * 3 + (SCALAR,) * len(scalars), return_type=kind
+    )
     def apply(_: Any, partial_o: Any, m: Any, total: Any, *scalars: Any) -> Any:
         row, first, count, factor = (x.registers.item() for x in scalars)
-        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
-
+        f32 = ir.F32Type.get()
         lane = arith.andi(thread(), constant(LANES - 1))
         column = arith.muli(arith.andi(thread(), constant(THREADS - 1)), constant(d // THREADS))
-
-        def load(text: str, kind: Any, ref: Any, start: Any, column: Any, step: int) -> list[Any]:
-            """Returns what ``text`` loads of every ``step``-th partial result from ``start`` on.
-
-            ``start`` is counted from the row's first. Behind the last one it is ``text``'s default.
-            """
-            ref_type = ir.MemRefType(ref.type)
-            itemsize = mgpu.utils.bytewidth(ref_type.element_type)
-            (by_partial, by_row, *_), _ = ref_type.get_strides_and_offset()
-            number = arith.addi(first, arith.muli(start, constant(stride)))
-            at = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
-            for x, size in ((number, by_partial), (row, by_row), (column, 1)):
-                at = arith.addi(at, arith.muli(arith.extui(i64, x), wide(size * itemsize)))
-            text = "{ .reg .pred p; setp.lt.s32 p, " + text + " }"
-            registers = "=&r,=&r" if kind is pair else "=&f"
-            loaded = []
-            for k in range(0, most, step):
-                address = arith.addi(at, wide(k * stride * by_partial * itemsize))
-                i = arith.addi(start, constant(k))
-                loaded.append(asm(text, f"{registers},l,r,r", kind, address, i, count))
-            return loaded
-
-        def wide(n: int) -> Any:
-            return arith.constant(i64, ir.IntegerAttr.get(i64, n))
-
-        pair = ir.Type.parse("!llvm.struct<(i32, i32)>")
-        # relaxed loads keep their order: ptxas would start others behind the first use of weights
-        text = (
-            "$3, $4; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.relaxed.gpu.global.v2.b32 {$0, $1}, [$2];"
+        load = functools.partial(
+            _load_partials, row=row, first=first, count=count, stride=stride, most=most
         )
-        loaded = load(text, pair, partial_o, constant(0), column, 1)
-        text = "$2, $3; mov.f32 $0, {}; @p ld.relaxed.gpu.global.f32 $0, [$1];"
+        loaded = load(_LOAD_WORDS, _word_pair(), partial_o, constant(0), column, 1)
         highs, shares = (
-            load(text.format(default), f32, ref, lane, constant(0), LANES)
+            load(_LOAD_FLOAT.format(default), f32, ref, lane, constant(0), LANES)
             for ref, default in ((m, "0fFF800000"), (total, "0f00000000"))  # -inf, 0
         )
-
-        def over_lanes(combine: Any, values: list) -> Any:
-            x = functools.reduce(combine, values)
-            for distance in (16, 8, 4, 2, 1):
-                x = combine(x, other_lane(x, distance))
-            return x
-
-        def none(x: Any, value: float, other: float) -> Any:
-            """Returns ``other`` where x is ``value``."""
-            is_none = arith.cmpf(arith.CmpFPredicate.OEQ, x, constant(value))
-            return arith.select(is_none, constant(other), x)
-
-        shift = none(over_lanes(arith.maxnumf, highs), -math.inf, 0.0)
-        weights = []
-        for high, share in zip(highs, shares, strict=True):
-            logit = arith.mulf(arith.subf(high, shift), factor)
-            power = asm("ex2.approx.ftz.f32 $0, $1;", "=f,f", f32, logit)
-            weights.append(arith.mulf(share, power))
-        norm = none(over_lanes(arith.addf, weights), 0.0, 1.0)
-        weights = [arith.divf(x, norm) for x in weights]
-
+        weights = _weights_of_lane(highs, shares, factor)
         sums = [constant(0.0)] * (d // THREADS)
         element_type = ir.MemRefType(partial_o.type).element_type
         for k, words in enumerate(loaded):
@@ -344,7 +297,74 @@ def sum_partials(
         layout = _strided(d).to_mgpu()
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return apply(partial_o, m, total, *places, factor)
+    return apply(partial_o, m, total, *scalars)
+
+
+# relaxed loads keep their order: ptxas would start others behind the first use of weights
+_LOAD_WORDS = (
+    "$3, $4; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.relaxed.gpu.global.v2.b32 {$0, $1}, [$2];"
+)
+_LOAD_FLOAT = "$2, $3; mov.f32 $0, {}; @p ld.relaxed.gpu.global.f32 $0, [$1];"
+
+
+def _word_pair() -> ir.Type:
+    """Returns the type of two registers of 32 bits."""
+    return ir.Type.parse("!llvm.struct<(i32, i32)>")
+
+
+def _load_partials(
+    text: str, kind: Any, ref: Any, start: Any, column: Any, step: int,
+    *, row: Any, first: Any, count: Any, stride: int, most: int,
+) -> list[Any]:  # fmt: skip
+    """Returns what ``text`` loads of every ``step``-th partial result of a row from ``start`` on.
+
+    ``start`` is counted from the row's first. Behind the last one it is ``text``'s default.
+    ``kind``: float32, or ``_word_pair``; the others are as of ``sum_partials``.
+    """
+    i64 = ir.IntegerType.get_signless(64)
+
+    def wide(n: int) -> Any:
+        return arith.constant(i64, ir.IntegerAttr.get(i64, n))
+
+    ref_type = ir.MemRefType(ref.type)
+    itemsize = mgpu.utils.bytewidth(ref_type.element_type)
+    (by_partial, by_row, *_), _ = ref_type.get_strides_and_offset()
+    number = arith.addi(first, arith.muli(start, constant(stride)))
+    at = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
+    for x, size in ((number, by_partial), (row, by_row), (column, 1)):
+        at = arith.addi(at, arith.muli(arith.extui(i64, x), wide(size * itemsize)))
+    text = "{ .reg .pred p; setp.lt.s32 p, " + text + " }"
+    registers = "=&r,=&r" if kind == _word_pair() else "=&f"
+    loaded = []
+    for k in range(0, most, step):
+        address = arith.addi(at, wide(k * stride * by_partial * itemsize))
+        i = arith.addi(start, constant(k))
+        loaded.append(asm(text, f"{registers},l,r,r", kind, address, i, count))
+    return loaded
+
+
+def _weights_of_lane(highs: list[Any], shares: list[Any], factor: Any) -> list[Any]:
+    """Returns the weights of a lane's partial results: their shares of the sum of the row."""
+
+    def over_lanes(combine: Any, values: list) -> Any:
+        x = functools.reduce(combine, values)
+        for distance in (16, 8, 4, 2, 1):
+            x = combine(x, other_lane(x, distance))
+        return x
+
+    def replace(x: Any, value: float, other: float) -> Any:
+        """Returns ``other`` where x is ``value``."""
+        is_value = arith.cmpf(arith.CmpFPredicate.OEQ, x, constant(value))
+        return arith.select(is_value, constant(other), x)
+
+    shift = replace(over_lanes(arith.maxnumf, highs), -math.inf, 0.0)
+    weights = []
+    for high, share in zip(highs, shares, strict=True):
+        logit = arith.mulf(arith.subf(high, shift), factor)
+        power = asm("ex2.approx.ftz.f32 $0, $1;", "=f,f", ir.F32Type.get(), logit)
+        weights.append(arith.mulf(share, power))
+    norm = replace(over_lanes(arith.addf, weights), 0.0, 1.0)
+    return [arith.divf(x, norm) for x in weights]
 
 
 def merge_lse(
