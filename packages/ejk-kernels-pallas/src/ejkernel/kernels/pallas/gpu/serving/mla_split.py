@@ -140,78 +140,115 @@ def find_unit(lengths: Any, unit: jax.Array, *, units: int, step: int, capacity:
     ``cut`` is arbitrary where its ``partials`` are 0, and so is the sequence of a unit without
     steps.
     """
-    b = lengths.shape[0]
-    lane_count, unit_count = -(-b // LANES), -(-b // units)  # sequences of a lane, of a unit
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
     results = (scalar,) * (len(SplitUnit._fields) - 1 + len(CutSequence._fields))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=results)
     def apply(_: Any, lengths: Any, unit: Any) -> tuple[Any, ...]:
-        unit = unit.registers.item()
-        lane = arith.andi(thread(), constant(LANES - 1))
+        search = _UnitSearch(lengths, unit.registers.item(), units, step, capacity)
+        return tuple(map(splat, search.find()))
 
-        def steps_of(i: Any) -> Any:
-            return _load_steps(lengths, i, step, capacity)
+    *work_range, sequence, first_partial, partials, units_before = apply(lengths, unit)
+    cut = CutSequence(sequence, first_partial, partials, units_before)
+    return SplitUnit(*work_range, cut)
 
-        def if_less(a: Any, b: Any, x: Any) -> Any:
-            return arith.select(compare("slt", a, b), x, constant(0))
 
-        top = arith.muli(lane, constant(lane_count))  # this lane's first sequence
-        complete_from = arith.muli(unit, constant(unit_count))
-        complete_to = arith.addi(complete_from, constant(unit_count))
+def _if_less(a: Any, b: Any, x: Any) -> Any:
+    """Returns x where a < b, else 0."""
+    return arith.select(compare("slt", a, b), x, constant(0))
 
-        def count(t: Any, total: Any, filled: Any, before: Any, inside: Any) -> list[Any]:
-            i = arith.addi(top, t)
-            x = steps_of(i)
-            to_end = if_less(i, complete_to, x)
-            to_start = if_less(i, complete_from, x)
-            return [
-                arith.addi(total, x),
-                arith.addi(filled, if_less(constant(0), x, constant(1))),
-                arith.addi(before, to_start),
-                arith.addi(inside, arith.subi(to_end, to_start)),
-            ]
 
-        lane_steps, filled, before, inside = _for(lane_count, [constant(0)] * 4, count)
+class _UnitSearch:
+    """Finds the work range of a unit; each lane reads the lengths of some sequences in a row."""
+
+    def __init__(self, lengths: Any, unit: Any, units: int, step: int, capacity: int) -> None:
+        (self.b,) = ir.MemRefType(lengths.type).shape
+        self.lengths, self.unit, self.units = lengths, unit, units
+        self.step, self.capacity = step, capacity
+        # sequences of a lane, of a unit
+        self.lane_count, self.unit_count = -(-self.b // LANES), -(-self.b // units)
+        self.lane = arith.andi(thread(), constant(LANES - 1))
+        self.top = arith.muli(self.lane, constant(self.lane_count))  # this lane's first sequence
+
+    def find(self) -> tuple[Any, ...]:
+        """Returns the fields of the unit's ``SplitUnit``, and of its ``CutSequence``."""
+        lane_steps, filled, before, inside = self.count_steps()
         all_steps, before, inside = (_over_warp("add", x) for x in (lane_steps, before, inside))
-        overhead = arith.divui(all_steps, constant(OVERHEAD_SHARE * units))
-        overhead = arith.minsi(overhead, constant(SEQUENCE_OVERHEAD))
-
-        def cost(x: Any) -> Any:
-            return if_less(constant(0), x, arith.addi(x, overhead))
-
-        lane_cost = arith.addi(lane_steps, arith.muli(filled, overhead))
+        overhead = arith.divui(all_steps, constant(OVERHEAD_SHARE * self.units))
+        self.overhead = arith.minsi(overhead, constant(SEQUENCE_OVERHEAD))
+        lane_cost = arith.addi(lane_steps, arith.muli(filled, self.overhead))
         all_cost = _over_warp("add", lane_cost)
         start = arith.subi(_sum_to_lane(lane_steps), lane_steps)
         cost_start = arith.subi(_sum_to_lane(lane_cost), lane_cost)
-
-        def longer(n: Any, longest: Any) -> list[Any]:
-            first = arith.addi(lane, arith.muli(n, constant(LANES)))
-            first = arith.muli(first, constant(unit_count))
-            (x,) = _for(
-                unit_count,
-                [constant(0)],
-                lambda t, x: [arith.addi(x, cost(steps_of(arith.addi(first, t))))],
-            )
-            return [arith.maxsi(longest, x)]
-
-        # units past the last have no sequences
-        (longest,) = _for(-(-units // LANES), [constant(0)], longer)
-        longest = _over_warp("max", longest)
-        even = arith.divui(arith.addi(all_cost, constant(units - 1)), constant(units))
+        longest = self.longest_unit()
+        even = arith.divui(arith.addi(all_cost, constant(self.units - 1)), constant(self.units))
         even = arith.maxsi(even, constant(MIN_STEPS))
         up, down = EVENNESS
         complete = compare(
             "sle", arith.muli(longest, constant(down)), arith.muli(even, constant(up))
         )
-        cut_from = arith.muli(unit, even)
+        first, to, cut = self.cut_evenly(even, cost_start)
+        bound = arith.select(complete, before, first)
+        steps = arith.select(complete, inside, arith.subi(to, first))
+        sequence, step_in_sequence = self.find_sequence(bound, start)
+        return (sequence, step_in_sequence, steps, *self.cut_sequence(even, complete, *cut))
+
+    def steps_of(self, i: Any) -> Any:
+        return _load_steps(self.lengths, i, self.step, self.capacity)
+
+    def cost(self, steps: Any) -> Any:
+        """Returns the cost of a sequence: its steps and, if it has any, the overhead."""
+        return _if_less(constant(0), steps, arith.addi(steps, self.overhead))
+
+    def count_steps(self) -> list[Any]:
+        """Counts this lane's steps, its sequences with steps, and its steps before and in the unit
+        if units are complete sequences."""
+        complete_from = arith.muli(self.unit, constant(self.unit_count))
+        complete_to = arith.addi(complete_from, constant(self.unit_count))
+
+        def add(t: Any, total: Any, filled: Any, before: Any, inside: Any) -> list[Any]:
+            i = arith.addi(self.top, t)
+            x = self.steps_of(i)
+            to_end = _if_less(i, complete_to, x)
+            to_start = _if_less(i, complete_from, x)
+            return [
+                arith.addi(total, x),
+                arith.addi(filled, _if_less(constant(0), x, constant(1))),
+                arith.addi(before, to_start),
+                arith.addi(inside, arith.subi(to_end, to_start)),
+            ]
+
+        return _for(self.lane_count, [constant(0)] * 4, add)
+
+    def longest_unit(self) -> Any:
+        """Returns the largest cost of a unit if units are complete sequences."""
+
+        def longer(n: Any, longest: Any) -> list[Any]:
+            first = arith.addi(self.lane, arith.muli(n, constant(LANES)))
+            first = arith.muli(first, constant(self.unit_count))
+            (x,) = _for(
+                self.unit_count,
+                [constant(0)],
+                lambda t, x: [arith.addi(x, self.cost(self.steps_of(arith.addi(first, t))))],
+            )
+            return [arith.maxsi(longest, x)]
+
+        # units past the last have no sequences
+        (longest,) = _for(-(-self.units // LANES), [constant(0)], longer)
+        return _over_warp("max", longest)
+
+    def cut_evenly(self, even: Any, cost_start: Any) -> tuple[Any, Any, list[Any]]:
+        """Returns the steps before either bound of the unit if units have the cost ``even``.
+
+        Third are the sequence around the second bound, and the costs before it and with it.
+        """
+        cut_from = arith.muli(self.unit, even)
         cut_to = arith.addi(cut_from, even)
 
-        def within(t: Any, at: Any, first: Any, to: Any, *chosen: Any) -> list[Any]:
-            """Counts steps before both bounds; finds the sequence around the second bound."""
-            i = arith.addi(top, t)
-            x = steps_of(i)
-            begin, end = arith.addi(at, overhead), arith.addi(at, cost(x))
+        def add(t: Any, at: Any, first: Any, to: Any, *chosen: Any) -> list[Any]:
+            i = arith.addi(self.top, t)
+            x = self.steps_of(i)
+            begin, end = arith.addi(at, self.overhead), arith.addi(at, self.cost(x))
             to_bounds = [
                 arith.minsi(arith.maxsi(arith.subi(bound, begin), constant(0)), x)
                 for bound in (cut_from, cut_to)
@@ -221,39 +258,41 @@ def find_unit(lengths: Any, unit: jax.Array, *, units: int, step: int, capacity:
             selected = [arith.select(over, n, f) for n, f in zip(candidate, chosen, strict=True)]
             return [end, arith.addi(first, to_bounds[0]), arith.addi(to, to_bounds[1]), *selected]
 
-        _, first, to, *cut = _for(lane_count, [cost_start, *[constant(0)] * 5], within)
+        _, first, to, *cut = _for(self.lane_count, [cost_start, *[constant(0)] * 5], add)
         first, to = (_over_warp("add", x) for x in (first, to))
-        sequence, at, end = (_over_warp("max", x) for x in cut)
-        bound = arith.select(complete, before, first)
-        taken = arith.select(complete, inside, arith.subi(to, first))
+        return first, to, [_over_warp("max", x) for x in cut]
 
-        def ended_before(t: Any, end: Any, ended: Any, last: Any) -> list[Any]:
-            i = arith.addi(top, t)
-            end = arith.addi(end, steps_of(i))
-            over = arith.andi(compare("sle", end, bound), compare("slt", i, constant(b)))
+    def find_sequence(self, bound: Any, start: Any) -> tuple[Any, Any]:
+        """Returns the sequence of step ``bound`` of all sequences, and the step in it.
+
+        ``start``: steps before this lane's first sequence.
+        """
+
+        def add(t: Any, end: Any, ended: Any, last: Any) -> list[Any]:
+            i = arith.addi(self.top, t)
+            end = arith.addi(end, self.steps_of(i))
+            over = arith.andi(compare("sle", end, bound), compare("slt", i, constant(self.b)))
             ended = arith.addi(ended, arith.extui(i32(), over))
             return [end, ended, arith.select(over, arith.maxsi(last, end), last)]
 
-        _, ended, last = _for(lane_count, [start, constant(0), constant(0)], ended_before)
-        first = arith.minsi(_over_warp("add", ended), constant(b - 1))
-        step_in_first = arith.subi(bound, _over_warp("max", last))
-        # the unit of the cut sequence's first step, and whether another sequence begins that unit
-        began = arith.divui(arith.addi(at, overhead), even)
+        _, ended, last = _for(self.lane_count, [start, constant(0), constant(0)], add)
+        sequence = arith.minsi(_over_warp("add", ended), constant(self.b - 1))
+        return sequence, arith.subi(bound, _over_warp("max", last))
+
+    def cut_sequence(
+        self, even: Any, complete: Any, sequence: Any, at: Any, end: Any
+    ) -> tuple[Any, ...]:
+        """Returns the fields of ``CutSequence`` of a sequence with the costs from ``at`` to
+        ``end``."""
+        # the unit of the sequence's first step, and whether another sequence begins that unit
+        began = arith.divui(arith.addi(at, self.overhead), even)
         later = arith.extui(i32(), compare("sgt", at, arith.muli(began, even)))
         ending = arith.divui(arith.subi(end, constant(1)), even)
         none = arith.ori(complete, compare("eq", end, constant(0)))
         partials = arith.addi(arith.subi(ending, began), constant(1))
-        values = (
-            first,
-            step_in_first,
-            taken,
+        return (
             sequence,
             arith.addi(arith.muli(began, constant(2)), later),
             arith.select(none, constant(0), partials),
-            arith.subi(unit, began),
+            arith.subi(self.unit, began),
         )
-        return tuple(map(splat, values))
-
-    *work_range, sequence, first_partial, partials, units_before = apply(lengths, unit)
-    cut = CutSequence(sequence, first_partial, partials, units_before)
-    return SplitUnit(*work_range, cut)
