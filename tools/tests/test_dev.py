@@ -98,7 +98,7 @@ def test_interrupt_ends_quietly(clone):
     assert (process.returncode, out, err) == (130, "", "")
 
 
-def test_usage(clone):
+def test_usage_is_printed_for_unknown_commands(clone):
     assert "python3 tools/dev.py COMMAND" in call(clone, "help").stdout
     assert call(clone).returncode == 2
     done = call(clone, "tset")

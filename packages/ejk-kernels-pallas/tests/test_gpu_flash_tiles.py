@@ -351,7 +351,7 @@ def test_programs_that_wrap_around_are_launched_by_teams(heads, kv_heads, n_q, n
                                          "causal": True}),
     ],
 )  # fmt: skip
-def test_reasons(reason, shape, dtype, options):
+def test_reasons_name_the_argument(reason, shape, dtype, options):
     x = struct(1, 64, 2, shape, dtype=dtype)
     arguments = {"query": x, "key": x, "value": x, **options}
     with on(H200):

@@ -53,13 +53,13 @@ def check(args, cu_seqlens=None, **options):
 
 
 @pytest.mark.parametrize("dtype", cover(["bfloat16", "float32"], "bfloat16"))
-def test_batch(dtype):
+def test_blocks_past_the_end_match_the_reference(dtype):
     """Rows of two sequences in a block, and a block of which 90 % lies outside."""
     check(make(b=2, s=50, c=160, width=4, dtype=dtype), activation="silu")
 
 
 @pytest.mark.parametrize("width", cover([2, 8], 8))
-def test_packed(width):
+def test_packed_sequences_match_the_reference(width):
     """Sequences empty, shorter than the taps, across blocks; NaN in rows of no sequence."""
     cu = np.array([0, 0, 3, 3, 31, 33, 90], np.int32)
     args = make(b=1, s=110, c=24, width=width, states=6)
@@ -82,7 +82,7 @@ def test_a_state_that_nobody_gets():
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])
-def test_lowers(kind):
+def test_lowers_to_mosaic_kernels(kind):
     shapes = [jax.ShapeDtypeStruct(size, "bfloat16") for size in ((2, 512, 1024), (1024, 4))]
 
     def loss(x, weight):

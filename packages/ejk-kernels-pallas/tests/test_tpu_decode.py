@@ -207,7 +207,7 @@ def test_tiles_fit(kind):
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])
-def test_lowers(kind):
+def test_lowers_to_mosaic_kernels(kind):
     arrays = [
         jax.ShapeDtypeStruct((4, 16, 128), "bfloat16"),
         *[jax.ShapeDtypeStruct((64, 16, 8, 128), "int8")] * 2,

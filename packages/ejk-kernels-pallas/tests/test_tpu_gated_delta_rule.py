@@ -119,7 +119,7 @@ def test_channels_that_forget_or_keep():
 
 
 @pytest.mark.parametrize(("kind", "channels"), [("TPU v4", ()), ("TPU7x", (128,))])
-def test_lowers(kind, channels):
+def test_lowers_to_mosaic_kernels(kind, channels):
     shapes = [jax.ShapeDtypeStruct((1, 512, h, 128), "bfloat16") for h in (2, 2, 4)]
     gates = [jax.ShapeDtypeStruct((1, 512, 4, *more), "float32") for more in (channels, ())]
 

@@ -162,7 +162,7 @@ def test_tiles_fit(kind, model):
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])
-def test_lowers(kind):
+def test_lowers_to_mosaic_kernels(kind):
     """The result and both gradients become Mosaic kernels, with matrices of 8 bits too."""
     lhs, rhs, sizes = (jax.ShapeDtypeStruct(*x) for x in (
         ((512, 384), "bfloat16"), ((8, 384, 640), "bfloat16"), ((8,), "int32")

@@ -74,7 +74,7 @@ def test_packed_in_reverse(monkeypatch):
     assert not o[:, CU[-1] :].any() and not grads["g"][:, CU[-1] :].any()
 
 
-def test_lightning():
+def test_lightning_is_linear_attention_with_slopes():
     args = make((), **DIMS)
     o, state = lightning_attention(**args, layer_idx=1, num_layers=4, return_state=True)
     want = oracle.linear_attention(**args, g_gamma=oracle.slopes(2, 1, 4))
@@ -88,7 +88,7 @@ def test_no_decay():
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])
-def test_lowers(kind):
+def test_lowers_to_mosaic_kernels(kind):
     shapes = [jax.ShapeDtypeStruct((1, 512, h, 128), "bfloat16") for h in (4, 2, 2)]
     gate = jax.ShapeDtypeStruct((1, 512, 4), "float32")
 

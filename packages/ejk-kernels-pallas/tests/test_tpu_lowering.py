@@ -45,7 +45,7 @@ def gradients(**options):
 
 
 @pytest.mark.parametrize("chip", without(CHIPS, "v4", "v5p"))
-def test_lowers(chip):
+def test_lowers_to_mosaic_kernels(chip):
     """Forward and gradients become Mosaic kernels, under a mask of every kind."""
     ids = jax.ShapeDtypeStruct((1, 1000), "int32")
     options = {"causal": True, "sliding_window": (300, 0), "logits_soft_cap": 30.0}
@@ -109,7 +109,7 @@ def call(*arrays, **options):
     return bound(flash_attention.call, **dict(zip(names, arrays, strict=True)), **options)
 
 
-def test_hooks():
+def test_hooks_follow_the_chip():
     request = call(*shapes(128, 4096))
     with on_chip(CHIPS["v5e"]):
         assert flash_attention.supports(request) is None
@@ -121,7 +121,7 @@ def test_hooks():
     assert all(128 <= n <= 1024 and n & (n - 1) == 0 for n in sizes)
 
 
-def test_reasons():
+def test_reasons_name_the_argument():
     q, k, v = shapes(128)
     with on_chip(CHIPS["v6e"]):
         assert "bias" in (
@@ -152,7 +152,7 @@ COMPILED_ON |= {chip: COMPILED[i::3] for i, chip in enumerate(("v4", "v5p", "v6e
     importlib.util.find_spec("libtpu") is None, reason="libtpu, TPU's compiler, is not installed"
 )
 @pytest.mark.parametrize("chip", CHIPS)
-def test_compiles(chip):
+def test_shipped_calls_compile(chip):
     """Some shipped calls, by TPU's own compiler; all of them: tools/tpu/check_tpu.py."""
     script = ROOT / "tools/tpu/check_tpu.py"
     if not script.exists():

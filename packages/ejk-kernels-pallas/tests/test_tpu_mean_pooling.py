@@ -47,7 +47,7 @@ def check(x, cu=None, mask=None, chunk=None):
     ("chunk", "masked"),
     cover(itertools.product([None, 5, 16], [False, True]), (None, True), (5, False), (16, True)),
 )
-def test_chunks(chunk, masked):
+def test_chunks_match_the_reference(chunk, masked):
     mask = np.random.default_rng(0).integers(0, 2, (2, 35))
     mask[1, :16] = 0
     dtype = jnp.bfloat16 if chunk == 16 else jnp.float32
@@ -64,7 +64,7 @@ def test_several_blocks(blocks, monkeypatch):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_packed(masked):
+def test_packed_sequences_match_the_reference(masked):
     mask = np.random.default_rng(1).integers(0, 2, 230).astype(bool)
     mask[:6] = False
     out = check(normal(230, 5, 4), CU, mask if masked else None)
@@ -102,7 +102,7 @@ def test_tiles_fit(kind, p):
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])
-def test_lowers(kind):
+def test_lowers_to_mosaic_kernels(kind):
     x, cu = jax.ShapeDtypeStruct((512, 256), "bfloat16"), jax.ShapeDtypeStruct((5,), "int32")
     mask = jax.ShapeDtypeStruct((512,), "bool")
 

@@ -198,7 +198,7 @@ def test_half_precision_and_wide_blocks():
 
 
 @pytest.mark.parametrize(("kind", "flash"), [("TPU v4", 3), ("TPU7x", 2)])
-def test_lowers(kind, flash):
+def test_lowers_to_mosaic_kernels(kind, flash):
     """Two kernels of the selected branch, those of flash attention, and the choice of blocks."""
     shapes = [jax.ShapeDtypeStruct((1, 2048, h, 128), "bfloat16") for h in (16, 1, 1)]
     gate = jax.ShapeDtypeStruct((1, 2048, 16), "float32")

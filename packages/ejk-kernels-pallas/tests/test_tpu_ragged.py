@@ -132,7 +132,7 @@ TREE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "name", cover(TREE_CASES, "float32, lse", "bfloat16, window of positions, cap, sinks")
 )
-def test_trees(name):
+def test_trees_match_the_reference(name):
     shape, options = TREE_CASES[name]
     rows, lens = TREES
     q, _, _, pool, tables, starts = draw(**shape, rows=rows, lens=lens)

@@ -32,7 +32,7 @@ HOPPER, AMPERE = cuda_target(90), cuda_target(80)
 # -- the launcher -------------------------------------------------------------------------------
 
 
-def test_lowering(launcher) -> None:
+def test_lowers_to_one_custom_call(launcher) -> None:
     x = numbers(2, 520)
     text = lowered(lambda x, y: call(Affine(2, 520, a=3.0), x=x, y=y)["out"], x, x)
     ((name, _, types),) = custom_calls(text)

@@ -38,7 +38,7 @@ def check(call: str, chip: str) -> dict:
 
 
 @pytest.mark.parametrize(("call", "chip"), SAMPLE)
-def test_sample(call: str, chip: str) -> None:
+def test_sampled_calls_compile(call: str, chip: str) -> None:
     check(call, chip)
 
 

@@ -62,7 +62,7 @@ def test_values_and_gradients(width, s, c, activation):
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
-def test_packed(width):
+def test_packed_sequences_match_the_reference(width):
     check(make(b=1, s=24, c=3, width=width, states=5), CU, "silu")
 
 
@@ -109,7 +109,7 @@ def test_no_tokens(cu):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow(dtype):
+def test_16_bit_dtypes_match_the_reference(dtype):
     check(make(b=1, s=24, c=3, width=4, states=5, dtype=dtype), CU, "silu")
 
 
@@ -124,7 +124,7 @@ def test_taps_wider_than_tokens():
     np.testing.assert_allclose(y.astype(jnp.float32), want[0], rtol=2**-8)
 
 
-def test_transformations():
+def test_transformations_keep_results():
     args = make(b=1, s=9, c=3, width=4)
     pairs = {name: jnp.stack([x, 0.5 * x]) for name, x in args.items()}
     run = partial(causal_conv1d, activation="silu", return_state=True, cfg=SMALL)
@@ -139,13 +139,13 @@ def test_vmap_of_shared_taps():
         np.testing.assert_array_equal(both[i], causal_conv1d(x[i], **args))
 
 
-def test_refuses():
+def test_unsupported_calls_are_refused():
     with jax.enable_x64(True), pytest.raises(Unsupported, match=r"^weight: float64"):
         causal_conv1d(np.zeros((2, 3, 4), np.float32), np.zeros((4, 2)))
 
 
 @pytest.mark.parametrize("call", cover(["convolution", "convolution packed"], "convolution packed"))
-def test_registers(call):
+def test_twelve_warps_have_registers(call):
     """Registers for twelve warps per multiprocessor, which hide the latency of the memory."""
     for kernel, used in resources(call, "sm_90").items():
         print(f"{call} {kernel}: {used}")

@@ -222,7 +222,7 @@ def traced(rows, n, writes, target, heads=32, kv_heads=8, dtype="bfloat16", max_
     ("rows", "n", "reads", "writes"),
     [(1, 1, 1, 2), (8, 8, 1, 2), (4, 100, 1, 2), (16, 16, 1, 2), (16, 1, 4, 5), (64, 64, 4, 5)],
 )
-def test_launches(rows, n, reads, writes):
+def test_shapes_with_a_prefill_have_launches_for_it(rows, n, reads, writes):
     """Shapes that may hold a prefill worth its own tiles have launches for it."""
     target = cuda_target(90)
     assert len(traced(rows, n, False, target)) == reads

@@ -274,7 +274,7 @@ def test_shard_map(check_vma: bool) -> None:
 
 
 @pytest.mark.parametrize(("q_len", "kv_len", "b"), [(0, 8, 2), (8, 0, 2), (8, 8, 0)])
-def test_empty(q_len: int, kv_len: int, b: int) -> None:
+def test_empty_arrays_give_empty_results(q_len: int, kv_len: int, b: int) -> None:
     q, k = jnp.ones((b, q_len, 2, 16)), jnp.ones((b, kv_len, 2, 16))
     o, lse = flash_attention(q, k, k, return_lse=True)
     assert o.shape == q.shape and not o.any()

@@ -78,7 +78,7 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize("change", ACCEPTED, ids=range(len(ACCEPTED)))
-def test_accepted(change) -> None:
+def test_supported_calls_are_accepted(change) -> None:
     assert reason(**change) is None
 
 
@@ -174,7 +174,7 @@ def test_heuristic_is_a_candidate_and_a_config(target) -> None:
                 assert flash_attention.fields(tiles) == config
 
 
-def test_registered() -> None:
+def test_every_line_of_the_table_resolves() -> None:
     """Every line of the table resolves; a forced platform is refused where there is no GPU."""
     registry = KernelRegistry()
     package.register(registry)

@@ -93,7 +93,7 @@ def test_reverse_and_normalized(s, gate):
 @pytest.mark.parametrize(
     ("gate", "reverse"), without([("head", 0), ("head", 1), ("channel", 1)], ("head", 1))
 )
-def test_packed(gate, reverse):
+def test_packed_sequences_match_the_reference(gate, reverse):
     o, *_ = check(make(gate, **PACKED), CU, reverse=bool(reverse))
     np.testing.assert_array_equal(o[:, 40:], 0)
 
@@ -189,7 +189,7 @@ def test_beta_between_zero_and_two():
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow(dtype, gate):
+def test_16_bit_dtypes_match_the_reference(dtype, gate):
     check(make(gate, **NUMBERS, dtype=dtype))
 
 
@@ -233,13 +233,13 @@ def test_decoding_continues():
     np.testing.assert_allclose(state, last, atol=2e-6)
 
 
-def test_transformations():
+def test_transformations_keep_results():
     args = make("head", b=1, s=18, h=2, hk=1, dk=4, dv=3)
     pairs = {name: jnp.stack([x, 0.5 * x]) for name, x in args.items()}
     check_transformations(partial(gated_delta_rule, cfg=SMALL), pairs)
 
 
-def test_refuses():
+def test_unsupported_calls_are_refused():
     wide = make("head", b=1, s=1, h=1, hk=1, dk=136, dv=8)
     with pytest.raises(Unsupported, match=r"^query: head dim 136"):
         gated_delta_rule(**wide)

@@ -63,7 +63,7 @@ def test_against_float64(dims, cu, reverse, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", [-0.001, -50.0])
-def test_decays(level, dtype):
+def test_slow_and_fast_decays_match_the_reference(level, dtype):
     """Runs of tokens that hardly decay, between tokens at ``level``; all keys without gates."""
     args = make("head", b=1, s=256, h=2, hk=1, dk=128, dv=128, dtype=dtype)
     args["g"] = jnp.where(jnp.arange(256)[None, :, None] % 7 < 3, level, args["g"] * 1e-2)

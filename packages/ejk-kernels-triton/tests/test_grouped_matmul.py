@@ -88,7 +88,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_sizes(sizes):
+def test_group_sizes_match_the_reference(sizes):
     given = [max(n, 0) for n in SIZES[sizes]]
     check(normal(M, K), normal(G, K, N), given)
     if given != SIZES[sizes]:
@@ -156,7 +156,7 @@ def test_rows_of_others_may_hold_anything():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow(dtype):
+def test_16_bit_dtypes_match_the_reference(dtype):
     lhs, rhs = normal(M, K, dtype=dtype), normal(G, K, N, dtype=dtype)
     existing = normal(M, N, seed=3)
     assert check(lhs, rhs, SIZES["around a tile"], None, existing).dtype == dtype
@@ -264,7 +264,7 @@ def mapped(product, axes):
         ((0, None, 0, 0, None), 8),
     ],
 )
-def test_vmap(axes, most, monkeypatch):
+def test_vmap_matches_single_calls(axes, most, monkeypatch):
     """Folded into one launch, or with too many groups for one, call after call."""
     monkeypatch.setattr(launch, "MAX_LANES", most)
     sizes = jnp.array([[10, 3, 20, 4], [1, 0, 70, 2]])
@@ -374,7 +374,7 @@ def test_precision_in_tritons_words():
         (dict(rhs=np.zeros((G, K, 7), np.int8)), Unsupported, "rhs: 8-bit .* last axis 7 is odd"),
     ],
 )
-def test_refuses(change, error, name):
+def test_unsupported_calls_are_refused(change, error, name):
     right = dict(lhs=normal(M, K), rhs=normal(G, K, N), group_sizes=np.full(G, 2))
     with pytest.raises(error, match=name):
         grouped_matmul(**{**right, **change})

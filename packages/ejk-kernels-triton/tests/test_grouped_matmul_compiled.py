@@ -101,7 +101,7 @@ def check(shape, which, chip):
 
 
 @pytest.mark.parametrize(("shape", "which", "chip"), SAMPLE)
-def test_sample(shape, which, chip):
+def test_sampled_calls_compile(shape, which, chip):
     check(shape, which, chip)
 
 
@@ -120,7 +120,7 @@ def test_all_eight_bit_matrices(shape, kind, chip):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "which", "chip"), [c for c in ALL if c not in SAMPLE])
-def test_all(shape, which, chip):
+def test_all_calls_compile(shape, which, chip):
     check(shape, which, chip)
 
 

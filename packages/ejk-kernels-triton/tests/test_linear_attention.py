@@ -81,12 +81,12 @@ def test_values_and_gradients(kind):
     check(make(KINDS[kind], **DIMS))
 
 
-def test_reverse(long_segments):
+def test_reverse_matches_the_reference(long_segments):
     check(make(KINDS["per head"], **RUNS), reverse=True, softmax_scale=-0.7)
 
 
 @pytest.mark.parametrize(("kind", "reverse"), [("per head", False), ("all", True)])
-def test_packed(kind, reverse, long_segments):
+def test_packed_sequences_match_the_reference(kind, reverse, long_segments):
     args = make(KINDS[kind], **{**RUNS, "s": 40}, states=4)
     o, *_ = check(args, CU, reverse=reverse)
     np.testing.assert_array_equal(o[:, 38:], 0)
@@ -183,7 +183,7 @@ def test_strong_gates_that_cancel():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow(dtype):
+def test_16_bit_dtypes_match_the_reference(dtype):
     args = make(KINDS["per key channel" if dtype == "bfloat16" else "per head"], **RUNS)
     check({name: x.astype(dtype) for name, x in args.items()})
 
@@ -237,7 +237,7 @@ def test_lightning_is_recurrent_with_slopes():
         check_close(grads[name], want.grads[name], name=f"d{name}")
 
 
-def test_transformations():
+def test_transformations_keep_results():
     args = make(KINDS["per head"], **{**RUNS, "s": 18}, states=2)
     pairs = {name: jnp.stack([x, x / 2]) for name, x in args.items()}
     pairs["cu_seqlens"] = jnp.array([[0, 7, 18], [0, 0, 16]])
@@ -252,7 +252,7 @@ def test_no_tokens(cu):
     np.testing.assert_array_equal(state, args["initial_state"])
 
 
-def test_refuses():
+def test_unsupported_calls_are_refused():
     args = make((), **DIMS)
     with pytest.raises(InvalidArgument, match="query"):
         recurrent_attention(**{**args, "query": args["query"][0]})

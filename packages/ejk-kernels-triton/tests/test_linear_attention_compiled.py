@@ -222,11 +222,11 @@ def test_a_loop_with_constant_gates_spills_nothing():
 
 
 @pytest.mark.parametrize(("shape", "which", "chip"), SAMPLE)
-def test_sample(shape, which, chip):
+def test_sampled_calls_compile(shape, which, chip):
     check(shape, which, chip)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "which", "chip"), [c for c in ALL if c not in SAMPLE])
-def test_all(shape, which, chip):
+def test_all_calls_compile(shape, which, chip):
     check(shape, which, chip)

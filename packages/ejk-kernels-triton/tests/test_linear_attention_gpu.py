@@ -163,7 +163,7 @@ def test_a_few_tokens(cu):
         ((3000, 256), [0, 1000, 2999], 100),
     ],
 )
-def test_pooling(shape, cu, chunk, dtype):
+def test_mean_pooling_matches_the_reference(shape, cu, chunk, dtype):
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
     cu = None if cu is None else np.asarray(cu, np.int32)
     out, back = jax.vjp(lambda x: mean_pooling(x, cu, chunk_size=chunk), x)

@@ -43,7 +43,7 @@ def check(x, cu=None, mask=None, chunk=None, cfg=SMALL):
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, 16, 100])
-def test_batched(chunk):
+def test_batches_match_the_reference(chunk):
     mask = np.random.default_rng(0).integers(0, 2, (2, 35))
     mask[1, :12] = 0
     check(normal(2, 35, 20), None, mask, chunk)
@@ -52,7 +52,7 @@ def test_batched(chunk):
 
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("masked", [False, True])
-def test_packed(chunk, masked):
+def test_packed_sequences_match_the_reference(chunk, masked):
     mask = np.random.default_rng(1).integers(0, 2, 23).astype(bool)
     mask[:6] = False
     out = check(normal(23, 5, 4), CU, mask if masked else None, chunk)
@@ -97,12 +97,12 @@ def test_many_sequences(monkeypatch):
     check(normal(24, 3), np.array([0, 0, 2, 2, 2, 9, 10, 10, 20, 20, 20], np.int32))
 
 
-def test_transformations():
+def test_transformations_keep_results():
     pairs = {"x": normal(2, 23, 2), "cu_seqlens": jnp.stack([CU, CU // 2])}
     check_transformations(partial(mean_pooling, chunk_size=5), pairs)
 
 
-def test_refuses():
+def test_unsupported_calls_are_refused():
     with jax.enable_x64(True), pytest.raises(Unsupported, match="float64"):
         mean_pooling(np.zeros((2, 3, 4)))
 
@@ -132,7 +132,7 @@ CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
         *(pytest.param(n, c, marks=pytest.mark.slow) for n in COMPILED for c in CHIPS),
     ],
 )
-def test_compiles(call, chip):
+def test_calls_compile_without_spills(call, chip):
     for kernel, used in resources(COMPILED[call], chip).items():
         print(f"{call} {kernel} {chip}: {used}")
         assert used.spills == 0

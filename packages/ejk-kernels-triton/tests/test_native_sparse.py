@@ -437,7 +437,7 @@ def test_memory_is_linear_in_the_length():
     assert largest(2 * length) <= 2 * largest(length) < 4 * length * 64 * (length // 64)
 
 
-def test_refuses():
+def test_unsupported_calls_are_refused():
     q, k, v = inputs(2, gates=0)
     with pytest.raises(Unsupported, match=r"head dim 12"):
         native_sparse_attention(q, k, v[..., :1].repeat(12, -1))

@@ -96,7 +96,7 @@ def used(shape: str, kind: str, target: Target) -> Resources:
 
 
 @pytest.mark.parametrize("kind", ["pieces", "ranks"])
-def test_compiles(kind):
+def test_matmuls_are_not_serialized(kind):
     found = used("64:4 d128", kind, TARGETS["sm_90"])
     assert found.spills == 0 and found.products > 0 and not found.serialized
 

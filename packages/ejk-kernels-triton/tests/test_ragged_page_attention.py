@@ -375,7 +375,7 @@ def test_gradients_beside_an_8_bit_cache():
     assert grad.dtype == q.dtype and np.isfinite(np.asarray(grad, np.float32)).all()
 
 
-def test_refusals():
+def test_unsupported_calls_are_refused():
     q, kv, lens, tables, starts, count = draw(rows=(1,), lens=(5,))
     given = dict(queries=q, kv_pages=kv, context_lens=lens, block_tables=tables,
                  query_start_loc=starts, num_seqs=count)  # fmt: skip

@@ -206,7 +206,7 @@ def test_shared_memory_limit(monkeypatch, tmp_path) -> None:
             current_target()
 
 
-def test_targets() -> None:
+def test_targets_have_the_limits_of_their_chips() -> None:
     assert (HOPPER.hopper, AMPERE.hopper) == (True, False)
     assert rocm_target("gfx942").warp_size == 64 and rocm_target("gfx1100").warp_size == 32
     assert (AMPERE.shared_limit, HOPPER.shared_limit) == (166912, 232448)

@@ -29,7 +29,7 @@ def kernel(call: Call, **options):
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_attention(call: Call) -> None:
+def test_attention_matches_the_reference(call: Call) -> None:
     x = arrays(call)
     names = [n for n in ("q", "k", "v", "bias", "sinks") if x[n] is not None]
     given = {n: jnp.asarray(x[n]) for n in names}

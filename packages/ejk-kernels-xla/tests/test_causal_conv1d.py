@@ -45,7 +45,7 @@ def test_values_and_gradients(width, s, activation):
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
-def test_packed(width):
+def test_packed_sequences_match_the_reference(width):
     check(make(b=1, s=20, c=3, width=width, states=5), CU, "silu")
 
 
@@ -90,11 +90,11 @@ def test_no_tokens(cu):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow(dtype):
+def test_16_bit_dtypes_match_the_reference(dtype):
     check(make(b=1, s=20, c=3, width=4, states=5, dtype=dtype), CU, "silu")
 
 
-def test_float64():
+def test_float64_matches_the_reference():
     with jax.enable_x64(True):
         args = make(b=2, s=9, c=3, width=4, dtype=np.float64)
         check(args, activation="silu")
@@ -102,7 +102,7 @@ def test_float64():
         assert y.dtype == state.dtype == jnp.float32
 
 
-def test_transformations():
+def test_transformations_keep_results():
     args = make(b=1, s=9, c=3, width=4)
     pairs = {name: jnp.stack([x, 0.5 * x]) for name, x in args.items()}
     check_transformations(partial(causal_conv1d, activation="silu", return_state=True), pairs)

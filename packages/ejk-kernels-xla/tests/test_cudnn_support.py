@@ -51,7 +51,7 @@ def on_hopper(monkeypatch):
     ],
     ids=str,
 )
-def test_accepted(change) -> None:
+def test_supported_calls_are_accepted(change) -> None:
     assert reason(**change) is None
 
 

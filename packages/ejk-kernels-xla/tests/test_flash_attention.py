@@ -87,7 +87,7 @@ def test_against_oracle(call: Call) -> None:
     ],
     ids=str,
 )
-def test_float64(call: Call) -> None:
+def test_float64_matches_the_reference(call: Call) -> None:
     with jax.enable_x64(True):
         x = arrays(call)
         o, lse, grads = run(flash_attention, call, x)

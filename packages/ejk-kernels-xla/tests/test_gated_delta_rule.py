@@ -59,7 +59,7 @@ def test_reverse_and_normalized(s):
 
 
 @pytest.mark.parametrize(("gate", "reverse"), [("head", False), ("channel", True)])
-def test_packed(gate, reverse):
+def test_packed_sequences_match_the_reference(gate, reverse):
     check(make(gate, **PACKED), CU, reverse=reverse)
 
 
@@ -175,7 +175,7 @@ def test_triangular_systems():
     check_close(dn, np.tril(-want_dr @ want.T, -1))
 
 
-def test_long():
+def test_rounding_does_not_grow_with_length():
     """Tokens that hardly decay: rounding does not accumulate."""
     args = make("head", b=1, s=2048, h=1, hk=1, dk=8, dv=8)
     args["g"] = args["g"] * 1e-3
@@ -223,11 +223,11 @@ def test_no_tokens(cu):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow(dtype):
+def test_16_bit_dtypes_match_the_reference(dtype):
     check(make("head", **DIMS, dtype=dtype))
 
 
-def test_float64():
+def test_float64_matches_the_reference():
     with jax.enable_x64(True):
         args = make("channel", **DIMS, dtype=np.float64)
         check(args)
@@ -255,7 +255,7 @@ def test_nothing_is_promoted(gate, cu):
         jax.eval_shape(partial(differentiate.__wrapped__, options=options), args, cu)
 
 
-def test_memory():
+def test_gradients_keep_a_state_per_chunk():
     """The gradient keeps a state per chunk, none per token."""
     s, d = 4096, 64
     args = make("head", b=1, s=s, h=1, hk=1, dk=d, dv=d)
@@ -265,7 +265,7 @@ def test_memory():
     assert used < 24
 
 
-def test_transformations():
+def test_transformations_keep_results():
     args = make("channel", b=1, s=18, h=2, hk=1, dk=4, dv=3)
     pairs = {name: jnp.stack([x, 0.5 * x]) for name, x in args.items()}
     check_transformations(partial(gated_delta_rule, cfg={"time_tile": 4}), pairs)

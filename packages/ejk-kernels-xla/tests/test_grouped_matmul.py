@@ -75,7 +75,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_sizes(sizes):
+def test_group_sizes_match_the_reference(sizes):
     check(normal(M, K), normal(G, K, N), SIZES[sizes])
     check(normal(M, K), normal(G, N, K), SIZES[sizes], transpose_rhs=True)
 
@@ -124,7 +124,7 @@ def test_rows_of_nobody_may_hold_anything():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow(dtype):
+def test_16_bit_dtypes_match_the_reference(dtype):
     lhs, rhs = normal(M, K, dtype=dtype), normal(G, K, N, dtype=dtype)
     assert check(lhs, rhs, SIZES["exact"]).dtype == dtype
     out = check(lhs, rhs, SIZES["exact"], preferred_element_type=np.dtype(np.float32))
@@ -132,7 +132,7 @@ def test_narrow(dtype):
     assert check(lhs, rhs.astype(jnp.float32), SIZES["exact"]).dtype == jnp.float32
 
 
-def test_float64():
+def test_float64_matches_the_reference():
     with jax.enable_x64(True):
         check(normal(M, K, dtype=jnp.float64), normal(G, K, N, dtype=jnp.float64), SIZES["exact"])
 
@@ -246,7 +246,7 @@ def test_forward_mode_and_second_order():
 
 
 @pytest.mark.parametrize("axes", [(0, None, 0), (1, 1, None)])
-def test_vmap(axes):
+def test_vmap_matches_single_calls(axes):
     sizes = jnp.array([[10, 3, 20, 4], [1, 0, 30, 2]])
     full = (normal(2, M, K), normal(2, G, K, N), sizes)
     args = [

@@ -33,7 +33,7 @@ CASES = [c for c in large_logits.CASES if str(c) not in ("bias_bfloat16", "bias_
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_flash(case: large_logits.Case) -> None:
+def test_flash_attention_matches_the_reference(case: large_logits.Case) -> None:
     large_logits.check(case, flash_attention)
 
 

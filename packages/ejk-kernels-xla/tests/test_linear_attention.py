@@ -76,12 +76,12 @@ def test_values_and_gradients(kind):
 
 
 @pytest.mark.parametrize(("kind", "s"), [("per key channel", 5), ("head and value", 40)])
-def test_reverse(kind, s):
+def test_reverse_matches_the_reference(kind, s):
     check(make(KINDS[kind], **{**DIMS, "s": s}), reverse=True, softmax_scale=-0.7)
 
 
 @pytest.mark.parametrize(("kind", "reverse"), [("all", False), ("per head", True)])
-def test_packed(kind, reverse):
+def test_packed_sequences_match_the_reference(kind, reverse):
     # an empty sequence, one longer than a chunk, one that ends on a chunk, rows of padding
     cu = np.array([0, 3, 3, 40, 56], np.int32)
     args = make(KINDS[kind], **{**DIMS, "b": 1, "s": 60}, states=4)
@@ -132,7 +132,7 @@ def test_strong_decay(kind, level):
     check(args, tile=None if kind == "per key channel" else 16)
 
 
-def test_growth():
+def test_positive_gates_match_the_reference():
     """Positive gates are what they say, and strong ones that cancel do no harm."""
     args = make(("g4",), **{**DIMS, "s": 40})
     sign = jnp.where(jnp.arange(40)[None, :, None, None] % 2 == 0, 30.0, -30.5)
@@ -150,12 +150,12 @@ def test_minus_infinity_forgets():
     np.testing.assert_array_equal(grads["g"][:, 20], 0)
 
 
-def test_long():
+def test_rounding_does_not_grow_with_length():
     """64k tokens that hardly decay: rounding does not accumulate."""
     check(make(("g4",), b=1, s=65536, h=1, hk=1, dk=4, dv=4, size=1e-3), tile=None)
 
 
-def test_memory():
+def test_gradients_keep_a_state_per_chunk():
     """The gradient keeps a state per chunk, none per token."""
     s, d = 4096, 64
     args = make(("g3",), b=1, s=s, h=1, hk=1, dk=d, dv=d)
@@ -166,12 +166,12 @@ def test_memory():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow(dtype):
+def test_16_bit_dtypes_match_the_reference(dtype):
     args = make(KINDS["all"], **DIMS)
     check({n: x.astype(dtype) for n, x in args.items()})
 
 
-def test_float64():
+def test_float64_matches_the_reference():
     with jax.enable_x64(True):
         args = make(KINDS["all"], **DIMS, dtype=np.float64)
         check(args)
@@ -226,7 +226,7 @@ def test_gla_is_recurrent():
     np.testing.assert_array_equal(gla_attention(**args), recurrent_attention(**args))
 
 
-def test_lightning():
+def test_lightning_is_linear_attention_with_slopes():
     args = make((), **DIMS)
     slopes = oracle.slopes(4, 1, 3)
     o, state = lightning_attention(**args, layer_idx=1, num_layers=3, return_state=True)
@@ -238,7 +238,7 @@ def test_lightning():
             lightning_attention(**args, layer_idx=layer, num_layers=3)
 
 
-def test_transformations():
+def test_transformations_keep_results():
     args = make(("g3", "gv"), **{**DIMS, "s": 18})
     pairs = {name: jnp.stack([x, 0.5 * x]) for name, x in args.items()}
     check_transformations(partial(recurrent_attention, cfg=TILE), pairs)

@@ -34,7 +34,7 @@ def check(x, cu=None, mask=None, chunk=None, block=4):
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, 6, 100])
 @pytest.mark.parametrize("masked", [False, True])
-def test_batched(chunk, masked):
+def test_batches_match_the_reference(chunk, masked):
     mask = np.random.default_rng(0).integers(0, 2, (3, 23))
     mask[1, :12] = 0
     check(normal(3, 23, 2), None, mask if masked else None, chunk)
@@ -42,7 +42,7 @@ def test_batched(chunk, masked):
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, 6, 100])
 @pytest.mark.parametrize("masked", [False, True])
-def test_packed(chunk, masked):
+def test_packed_sequences_match_the_reference(chunk, masked):
     mask = np.random.default_rng(1).integers(0, 2, 23).astype(bool)
     mask[:6] = False
     out = check(normal(23, 2), CU, mask if masked else None, chunk)
@@ -56,14 +56,14 @@ def test_channels_and_default_block():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_dtypes(dtype):
+def test_dtypes_match_the_reference(dtype):
     with jax.enable_x64(dtype == "float64"):
         check(normal(2, 40, 3, dtype=dtype), chunk=7)
         check(normal(40, 3, dtype=dtype), CU)
 
 
 @pytest.mark.parametrize("chunk", [None, 50000])
-def test_long(chunk):
+def test_rounding_does_not_grow_with_length(chunk):
     """64k rows with a mean: float32 sums lose nothing that matters."""
     x = 1 + normal(65536, 2)
     cu = np.array([0, 65000, 65536], np.int32)
@@ -100,7 +100,7 @@ def test_any_lengths(rows, bounds, chunk):
     check(normal(rows, 2), cu, None, chunk, block=3)
 
 
-def test_transformations():
+def test_transformations_keep_results():
     pairs = {"x": normal(2, 23, 2), "cu": jnp.stack([CU, CU // 2])}
     pool = partial(run, mask=None, chunk=5)
     check_transformations(pool, pairs)

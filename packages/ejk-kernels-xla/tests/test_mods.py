@@ -26,7 +26,7 @@ def test_against_oracle(form) -> None:
     mods.check(form, x, *mods.run_form(flash_attention, form, x, cfg=CFG))
 
 
-def test_bfloat16() -> None:
+def test_bfloat16_matches_the_reference() -> None:
     x = mods.arrays(FORMS[0], jnp.bfloat16)
     mods.check(FORMS[0], x, *mods.run_form(flash_attention, FORMS[0], x, cfg=CFG))
 
@@ -92,7 +92,7 @@ def close(a, b) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-4, rtol=2e-5), a, b)
 
 
-def test_transformations() -> None:
+def test_transformations_keep_results() -> None:
     x = small_arrays(2)
     alone = (jax.jit(grad)(*(a[i] for a in x)) for i in (0, 1))
     stacked = jax.tree.map(lambda *g: jnp.stack(g), *alone)
@@ -115,7 +115,7 @@ def test_captured_arrays_are_read_anew() -> None:
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
-def test_sharded() -> None:
+def test_sharded_mods_see_indices_of_the_whole_call() -> None:
     """Indices are those of the whole call under plain jit."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     q, k, v, w = small_arrays()

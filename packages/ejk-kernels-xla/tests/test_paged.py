@@ -361,7 +361,7 @@ def test_transformations_and_empty_shapes():
     assert empty.shape == (B, H, D) and not np.asarray(empty).any()
 
 
-def test_float64():
+def test_float64_matches_the_reference():
     with jax.enable_x64(True):
         q, k, v = (
             normal(*s, dtype=np.float64)

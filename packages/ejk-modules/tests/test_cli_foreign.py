@@ -236,7 +236,7 @@ def test_names_in_files_are_not_obeyed_by_the_terminal(tmp_path):
     assert "\x1b" not in (tmp_path / "p.html").read_text()
 
 
-def test_printable():
+def test_unprintable_characters_are_escaped():
     assert printable("plain é 漢 ✔\nnext") == "plain é 漢 ✔\nnext"
     assert printable("\x1b[0m\ud800\u202e\t") == "\\x1b[0m\\ud800\\u202e\\t"
 

@@ -130,7 +130,7 @@ def test_the_working_folder_is_searched_last(tmp_path, monkeypatch, capsys):
     assert done.returncode == 2 and f"No module named '{name}'" in done.stderr
 
 
-def test_completion(capsys, tmp_path):
+def test_completion_knows_every_command(capsys, tmp_path):
     known = completion.words()
     assert set(known) == set(app.COMMANDS) and "flash_attention" in known["explain"]
     assert "--recorded" in known["tune"] and {"ls", "export"} <= set(known["cache"])

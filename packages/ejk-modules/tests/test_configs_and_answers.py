@@ -22,7 +22,7 @@ HOPPER = dict(q_blocksize=192, kv_blocksize=128, num_stages=2, warpgroups=3)
 
 
 @pytest.mark.parametrize("operation", sorted(CALLS))
-def test_configs(operation):
+def test_configs_are_exported_with_their_fields(operation):
     cls = operation_class(operation)
     config = cls.config_cls
     assert cls().config_cls is config and getattr(modules, config.__name__) is config
@@ -87,7 +87,7 @@ def test_supports_and_forced_platforms():
     assert error.algorithm == FLASH and error.platform == "triton" and error.nearest == "xla"
 
 
-def test_explain(capsys):
+def test_explain_takes_an_operation_in_any_form(capsys):
     c = call(FLASH)
     for operation in (
         FLASH,

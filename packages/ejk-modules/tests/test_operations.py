@@ -49,7 +49,7 @@ def test_a_class_in_place_of_the_function_names_the_function(operation):
 
 
 @pytest.mark.parametrize("operation", ALL)
-def test_transformations(operation):
+def test_transformations_keep_results(operation):
     c = call(operation)
     function = getattr(modules, operation)
 
@@ -183,7 +183,7 @@ def test_aliases_are_the_same_object():
     assert modules.RaggedPageAttentionv2Config is modules.RaggedPageAttentionConfig
 
 
-def test_exports():
+def test_exported_names_exist():
     for name in modules.__all__:
         assert getattr(modules, name) is not None
         assert name in dir(modules)

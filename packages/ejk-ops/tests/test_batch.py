@@ -50,7 +50,7 @@ def data(n):
     return x, {"w": x + 1}, x + 2
 
 
-def test_vmap(executor):
+def test_vmap_matches_single_calls(executor):
     x, w, bias = data(4)
     run = vmap_with_config(Affine(), executor=executor)
     np.testing.assert_allclose(run(x, w, bias=bias, scale=2.0), 2 * x * (x + 1) + bias)
@@ -77,7 +77,7 @@ def test_vmap_gradient_and_bad_axes(executor):
         vmap_with_config(Affine(), in_axes=(2, 0), executor=executor)(x, w)
 
 
-def test_pmap(executor):
+def test_pmap_matches_single_calls(executor):
     count = jax.local_device_count()
     for n in sorted({count, 1, max(1, count // 2)}):
         x, w, bias = data(n)

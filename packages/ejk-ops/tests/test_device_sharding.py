@@ -26,7 +26,7 @@ from ejkernel.ops.utils.buckets import bucket, bucket_shape
 from ejktest.device import described
 
 
-def test_here():
+def test_cpu_has_a_kind_and_a_fingerprint():
     cpu = jax.devices("cpu")[0]
     assert device_kind(cpu) == device_kind("cpu") == "cpu"
     assert get_device_platform(cpu) == "xla"
@@ -163,7 +163,7 @@ def test_real_arrays_over_several_devices():
     assert run.stdout.split("\n")[:3] == [f"{expected} {expected}", "None None", here], run.stderr
 
 
-def test_buckets():
+def test_buckets_are_powers_of_two():
     assert [bucket(n) for n in (0, 1, 16, 17, 100, 128, 129, 4096)] == [
         *(16, 16, 16, 32, 128, 128, 256, 4096)
     ]

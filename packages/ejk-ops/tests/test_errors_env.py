@@ -80,7 +80,7 @@ READERS = {
 }
 
 
-def test_defaults():
+def test_variables_have_defaults():
     assert {name: read() for name, read in READERS.items()} == {
         env.AUTOTUNE_POLICY: "autotune",
         env.AUTOTUNE_BUDGET_S: 60.0,

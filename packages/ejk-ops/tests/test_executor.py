@@ -153,7 +153,7 @@ def test_layers_share_what_was_traced_of_a_derivative(x):
     assert len(calls) > len({id(c) for c in calls}) > 0
 
 
-def test_transformations(x):
+def test_transformations_keep_results(x):
     executor, kernel = Executor(), Scale()
     run = lambda x: executor(kernel, x, cfg=Config(3.0))  # noqa: E731
     np.testing.assert_allclose(jax.grad(lambda x: run(x).sum())(x), 3 * np.ones(4))
@@ -272,7 +272,7 @@ def test_bad_input(x):
 # ---- stamps -------------------------------------------------------------------------------------
 
 
-def test_stamps(x, monkeypatch):
+def test_stamps_appear_in_lowered_text(x, monkeypatch):
     from ejkernel.ops import find_labels_in_lowered, labels_to_configs
 
     executor, kernel = Executor(), Scale()

@@ -93,7 +93,7 @@ def stamps_of(cfg, mode, key=KEY):
     return find_labels_in_lowered(lowered(f))
 
 
-def test_stamps():
+def test_stamps_have_the_requested_form():
     cfg = FwdParams(q_blocksize=64)
     assert stamps_of(cfg, "none") == []
     assert stamps_of(cfg, "hash") == ["my_kernel.v2#0123456789abcdef"]

@@ -163,7 +163,7 @@ def test_dispatch_and_configs(kernel):
     assert jax.vmap(jax.grad(lambda x: executor(kernel, x[None])[0]))(X)[0] == 2
 
 
-def test_explain(kernel):
+def test_explain_names_what_was_skipped(kernel):
     explained = Executor().explain(kernel, X)
     assert explained.implementation == "double/xla/any" and explained.platform == "xla"
     ((name, why),) = explained.skipped

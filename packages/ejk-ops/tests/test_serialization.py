@@ -181,7 +181,7 @@ def test_infinities_survive():
     assert from_json(to_json(MyConfig(scale=math.inf)), MyConfig).scale == math.inf
 
 
-def test_abstractify():
+def test_abstractify_keeps_shapes_dtypes_and_shardings():
     mesh = jax.make_mesh((1,), ("x",))
     sharded = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, PartitionSpec("x")))
     tree = {

@@ -145,7 +145,7 @@ def test_another_device_another_version(table):
     assert executor(False).explanation(kernel, x(64)).tier == "heuristics"
 
 
-def test_distances():
+def test_distances_grow_with_what_differs():
     def payload(*args, **kwargs):
         return Invocation(make(), args, kwargs).payload
 

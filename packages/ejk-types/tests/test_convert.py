@@ -68,7 +68,7 @@ def test_padding_masks_and_lengths():
     assert dense.q_lens.tolist() == [1] and dense.kv_lens.tolist() == [1]
 
 
-def test_positions():
+def test_positions_count_from_the_segment_start():
     mask = MaskInfo.from_segments(IDS)
     q, kv = both_ways(lambda m: m.get_or_compute_positions(), mask)
     assert q.tolist() == [[0, 1, 0, 1, 2, -1], [0, 0, 1, -1, -1, -1]]

@@ -319,7 +319,7 @@ def test_shardings_ignore_axes_the_mesh_lacks():
     assert mask.get_empty_sharding().q_segment_ids is None
 
 
-def test_visualize(capsys):
+def test_visualize_draws_the_mask(capsys):
     mask = MaskInfo.from_causal().apply_sliding_window((4, 0))
     text = mask.visualize(4, q_len=12, kv_len=12, charset="ascii", return_str=True)
     assert text.splitlines()[1:4] == ["+..", "++.", ".++"]

@@ -47,7 +47,7 @@ def interpreted():
         ("mean_pooling", WIDE, {"chunk_size": 16}),
     ],
 )
-def test_rows(name, sizes, options):
+def test_rows_have_the_same_bits_in_any_batch(name, sizes, options):
     check_bits(partial(dense_results, name, "pallas", s=sizes, **options), FEW[:2])
 
 
@@ -59,7 +59,7 @@ def test_sequences_over_pages(name):
     check_bits(partial(paged_results, name, "pallas", s=WIDE), FEW[:2])
 
 
-def test_groups():
+def test_groups_have_the_same_bits_in_any_batch():
     check_bits(partial(grouped_results, "pallas"), FEW[:2])
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not PAGES.is_dir(), reason="the pages are in the
 
 
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
-def test_page(operation):
+def test_page_has_its_title_and_entry(operation):
     text = (PAGES / f"{operation}.md").read_text()
     assert text.startswith(f"# {operation}\n")
     assert f"[{operation}]({operation}.md)" in (PAGES / "README.md").read_text()
