@@ -269,6 +269,11 @@ def dense(d: Draw, operation: str) -> RandomCall:
             "value": d.normal(b, k, hk, dv),
         }
     optional, static = softmax_options(d, b, q, k, h, ALLOWED[operation], packed)
+    if operation == "flash_attention" and d.option(0.1):
+        for name, heads in (("q_scale", h), ("k_scale", hk), ("v_scale", hk)):
+            optional[name] = d.normal(*d.pick(((), (b, heads), (1, 1))), dtype="float32")
+    if operation == "flash_attention" and d.option(0.1):
+        static["out_dtype"] = jnp.float32
     if operation == "blocksparse_attention":
         rows, keys = (d.pick((16, 50, 64, 128, 128)) for _ in range(2))
         lead = d.pick(((), (1, 1), (b, 1), (b, h)))
@@ -280,7 +285,8 @@ def dense(d: Draw, operation: str) -> RandomCall:
     if operation == "attention" and d.chance(0.2):
         optional["dropout_rng"] = jax.random.PRNGKey(d.integer(0, 1000))
         static |= {"dropout_prob": 0.3, "deterministic": False}
-    smooth = (*operands, *(n for n in ("bias", "softmax_aux") if n in optional))
+    others = ("bias", "softmax_aux", "q_scale", "k_scale", "v_scale")
+    smooth = (*operands, *(n for n in others if n in optional))
     return RandomCall(operation, operands | optional | arrays, static, smooth, d.dtype)
 
 
@@ -347,6 +353,8 @@ def native_sparse(d: Draw, operation: str) -> RandomCall:
         b = 1
         arrays["cu_seqlens"] = d.cumulative(s, d.integer(1, 4))
     smooth = ["query", "key", "value"]
+    if d.chance(0.2):
+        static["softmax_scale"] = 0.1
     if d.chance(0.3):
         static["sliding_window"] = d.pick((0, 5, 64))
     for gate in ("g_cmp", "g_slc", "g_swa"):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ejktest.random_calls
 from ejkernel import modules
 from ejktest.random_calls import DRAWN, random_call
+from ejktest.variants import SPECS
 from gpu import random_calls
 
 
@@ -32,6 +35,17 @@ def test_calls_are_legal(operation):
     for number in range(8):
         call = random_call(operation, 1, number)
         modules.check_call(operation, **call.arrays, **call.static)
+
+
+OMITTED = {"dtype", "softmax_dtype", "logits_dtype", "init_bias", "mask_builder"}
+"""Arguments that cast others, or make what another argument is."""
+
+
+def test_every_argument_of_every_operation_is_drawn():
+    source = Path(ejktest.random_calls.__file__).read_text()
+    assert {*SPECS} - {*DRAWN} == {"ring_attention"}  # which needs several devices
+    names = {name for operation in {*DRAWN} - COMPOSED for name in SPECS[operation].boundary.names}
+    assert {name for name in names - OMITTED if f'"{name}"' not in source} == set()
 
 
 def outcomes(*call, platforms=("xla",)):

@@ -43,8 +43,11 @@ def seen_keys(a: dict[str, Any], b: int, h: int, q: int, k: int) -> np.ndarray:
     rules = {name: a[name] for name in RULES if a.get(name) is not None}
     if "cu_seqlens" in a:
         rules["cum_seqlens_q"] = a["cu_seqlens"]
+    mask = a.get("mask_info")
+    if mask is not None and "cum_seqlens_q" not in rules:  # rules of the call use its positions
+        rules |= {"q_positions": mask.q_positions, "kv_positions": mask.kv_positions}
     see = attention.visible(b, q, k, **rules)
-    if (mask := a.get("mask_info")) is not None:
+    if mask is not None:
         fields = {name: getattr(mask, name) for name in POSITIONS}
         see = see & attention.visible(b, q, k, **fields)
     if (blocks := a.get("block_mask")) is not None:
@@ -57,8 +60,8 @@ def seen_keys(a: dict[str, Any], b: int, h: int, q: int, k: int) -> np.ndarray:
 
 def dense(operation: str, a: dict[str, Any], cotangent: Cotangent) -> Arrays:
     """Returns the results of attention on dense arrays."""
-    if "score_mod" in a:
-        raise NotImplementedError("score_mod")
+    if "score_mod" in a or "q_scale" in a:
+        raise NotImplementedError("score_mod, or scales")
     latent = operation == "mla_attention"
     (b, q, h, _), k = a["query"].shape, a["key_value" if latent else "key"].shape[1]
     seed = a.get("dropout_seed", 0)
