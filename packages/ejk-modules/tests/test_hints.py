@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,18 +68,22 @@ INT8 = [
 @pytest.mark.parametrize(("operation", "caches", "scales"), INT8)
 def test_an_int8_cache_without_scales_warns_once(operation, caches, scales):
     c = call(operation)
-    arguments = c.arguments | {name: c.arrays[name].astype(jnp.int8) for name in caches}
+    arrays = c.arrays | {name: c.arrays[name].astype(jnp.int8) for name in caches}
+
+    def trace(function, arrays, **options):  # dtypes decide, before anything is computed
+        jax.eval_shape(lambda arrays: function(**arrays, **c.static, **options), arrays)
+
     reset_warnings()
     with pytest.warns(EjkernelWarning) as caught:
         for function in (getattr(modules, operation), getattr(xla, operation)):
-            function(**arguments)
+            trace(function, arrays)
     (message,) = [str(w.message) for w in caught if w.category is EjkernelWarning]
     assert message.startswith(f"{operation}: an int8 cache without {scales} counts its integers")
     reset_warnings()
     with warnings.catch_warnings():
         warnings.simplefilter("error", EjkernelWarning)
-        getattr(modules, operation)(**arguments, **dict.fromkeys(scales.split(" and "), 0.5))
-        getattr(modules, operation)(**c.arguments)
+        trace(getattr(modules, operation), arrays, **dict.fromkeys(scales.split(" and "), 0.5))
+        trace(getattr(modules, operation), c.arrays)
 
 
 def test_the_error_that_the_warning_states():
