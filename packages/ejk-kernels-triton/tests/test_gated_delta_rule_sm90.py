@@ -15,6 +15,7 @@ from ejkernel.ops import interpret_mode
 from ejktest.cases.delta import check_delta
 from ejktest.cases.delta import delta_arguments as make
 from ejktest.cases.linear import cotangents
+from ejktest.grids import without
 
 HOPPER = cuda_target(90)
 
@@ -43,8 +44,14 @@ def kernels():
     return scan_chunks_sm90, scan_with_writer_sm90, scan_gradients_sm90, row_gradients_sm90
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["early", "late"])
-@pytest.mark.parametrize("name", CASES)
+# late: each kernel, and pipelines that wrap around
+@pytest.mark.parametrize(
+    ("name", "eager"),
+    without(
+        [(name, eager) for name in CASES for eager in (True, False)],
+        *((name, False) for name in ("groups of heads", "wide", "reversed", "wide channels")),
+    ),
+)
 def test_values_and_gradients(name, eager):
     """Whichever partition of a program runs ahead."""
     from ejktest.gluon_interpreter import interpreted_gluon
