@@ -12,6 +12,7 @@ KERNELS = ("tpu_custom_call", "mosaic_gpu", "triton_kernel_call")
 """Parts of the names of custom calls that are kernels."""
 
 NAME = re.compile(r"%[\w.-]+")
+CALLED = re.compile(r"\bcalls=(%[\w.-]+)")
 INSTRUCTION = re.compile(r"^ +(?:ROOT )?(%[\w.-]+) = (.*?) ([\w-]+)\((.*)$")
 ARRAY = re.compile(r"\b[a-z]+(\d+)\w*\[([\d,]*)\]")
 
@@ -38,12 +39,19 @@ def transfers(program: str) -> Iterator[Transfer]:
     """
     under_way: dict[str, list[Any]] = {}
     computation = ""
+    with_kernels: set[str] = set()  # computations, which stand before those that call them
     for line in program.splitlines():
         instruction = INSTRUCTION.match(line)
         if instruction is None:
             computation = line.split(" ")[1 if line.startswith("ENTRY") else 0]
             continue
         name, types, kind, operands = instruction.groups()
+        called = CALLED.search(operands)
+        is_kernel = any(kernel in operands for kernel in KERNELS) or (
+            called is not None and called[1] in with_kernels
+        )
+        if is_kernel:
+            with_kernels.add(computation)
         start = re.fullmatch(f"({COLLECTIVES})-start", kind)
         if start is not None:
             under_way[name] = [start[1], 0]
@@ -52,7 +60,7 @@ def transfers(program: str) -> Iterator[Transfer]:
             yield Transfer(begun, computation, kernels, _size(types))
         elif re.fullmatch(COLLECTIVES, kind):
             yield Transfer(kind, computation, 0, _size(types))
-        elif kind in ("while", "conditional") or any(kernel in operands for kernel in KERNELS):
+        elif kind in ("while", "conditional") or is_kernel:
             for transfer in under_way.values():
                 transfer[1] += 1
 

@@ -1,13 +1,13 @@
 """Compile attention over a sequence on two H100, and see which communication kernels hide.
 
-python tools/gpu/sharing.py                     # no GPU; needs the wheels of JAX's CUDA plugin
+python tools/gpu/sharing.py                     # no GPU; JAX 0.11 and its CUDA plugin
 python tools/gpu/sharing.py --forms ring ring_packed --tokens 131072
 
 The compiler starts a transfer and waits for it at two places of a program. A transfer is hidden
 where a kernel, or a loop or branch that holds one, runs between the two. Each form is compiled as
 XLA schedules it by default, and with several transfers under way at once. This reads programs and
-times nothing. The plugin is ``jax-cuda12-plugin`` with ``jax-cuda12-pjrt`` of JAX's version and
-``nvidia-cuda-nvcc-cu12``, or JAX's extra ``cuda12``.
+times nothing. The plugin is JAX's extra ``cuda13`` or ``cuda12``, or of these the wheels of the
+plugin, of its PJRT client and of ``nvcc`` alone.
 """
 
 from __future__ import annotations
@@ -69,9 +69,14 @@ def prepare_environment() -> None:
     """Lets XLA find the compiler of the plugin's wheels; before JAX is imported."""
     packages = importlib.util.find_spec("nvidia")
     folders = (packages and packages.submodule_search_locations) or ()
-    compilers = [path for folder in folders if (path := Path(folder) / "cuda_nvcc").is_dir()]
+    compilers = [
+        path
+        for folder in folders
+        for name in ("cu13", "cuda_nvcc")
+        if (path := Path(folder) / name).is_dir()
+    ]
     if not compilers or importlib.util.find_spec("jax_plugins") is None:
-        raise SystemExit("needs the wheels of JAX's CUDA plugin: pip install 'jax[cuda12]'")
+        raise SystemExit("needs the wheels of JAX's CUDA plugin: pip install 'jax[cuda13]'")
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_cuda_data_dir={compilers[0]}".strip()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -88,14 +93,13 @@ def devices(count: int) -> Any:
 def compile_on(
     gpus: Any, form: tuple[str, str], tokens: int, *, backward: bool, options: Mapping[str, int]
 ) -> Any:
-    """Returns the compiled program of one form of ring attention, causal, by Triton's kernels."""
-    from ejkernel.kernels.triton import ring_attention
-    from ejkernel.kernels.triton.targets import compile_for, cuda_target
+    """Returns the compiled program of one form of ring attention, causal, by Hopper's kernels."""
+    from ejkernel.kernels.pallas import ring_attention
     from ejktest.device import described
     from ejktest.transfers import trace_shared
 
     cores, shape = H100["core_count"], (1, tokens, 16, 128)
-    with described("NVIDIA H100 80GB HBM3", "gpu", cores), compile_for(cuda_target(90, cores)):
+    with described("NVIDIA H100 80GB HBM3", "gpu", cores):
         traced = trace_shared(ring_attention, gpus, form, shape, backward=backward)
         lowered = traced.lower(lowering_platforms=("cuda",))
         return lowered.compile(compiler_options=dict(options) or None)

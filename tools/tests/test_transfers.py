@@ -48,7 +48,21 @@ def test_kernels_of_gpus():
     assert hidden == {"mosaic_gpu_v2": [1, 1], "triton_kernel_call": [1, 1], "cub_sort": [0, 0]}
 
 
+def test_a_kernel_in_a_fusion():
+    """XLA puts a kernel of a slice of its operand into a fusion with that slice."""
+    called = """%sliced (p: bf16[8]) -> bf16[8] {
+  ROOT %call = bf16[8]{0} custom-call(%p), custom_call_target="mosaic_gpu_v2"
+}
+
+%body"""
+    program = PROGRAM.replace("%body", called, 1)
+    for target, kernels in (("%sliced", 1), ("%added", 0)):
+        fusion = f"fusion(%p), kind=kCustom, calls={target}"
+        sent = list(transfers(program.replace("conditional(%p, %p)", fusion)))
+        assert [transfer.kernels for transfer in sent] == [kernels, kernels, 0, 0]
+
+
 def test_the_wheels_that_are_missing_are_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"pip install 'jax\[cuda12\]'"):
+    with pytest.raises(SystemExit, match=r"pip install 'jax\[cuda13\]'"):
         sharing.prepare_environment()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ejkernel.types import Rule
 from ejkernel.types.attention.context.pieces import Chunks, Piece
-from ejkernel.types.attention.context.ring import Plan, Ring
+from ejkernel.types.attention.context.ring import Plan, Ring, Run, Schedule, run_steps
 from ejkernel.types.attention.context.strategy import count_head_groups
 
 BOTH, FIRST, LAST = Chunks(0, 2), Chunks(0, 1), Chunks(1, 1)
@@ -90,6 +90,40 @@ def test_contiguous_steps_are_causal_full_or_empty() -> None:
     assert forms[0] == [(0,)] * 4
     assert forms[1] == [(), (None,), (None,), (None,)]
     assert forms[3] == [(), (), (), (None,)]
+
+
+@given(
+    size=st.integers(1, 9),
+    start=st.integers(0, 8),
+    count=st.integers(1, 9),
+    backward=st.booleans(),
+)
+def test_own_keys_are_used_while_others_travel(
+    size: int, start: int, count: int, backward: bool
+) -> None:
+    """Every step once, by moves that are as long as each run says; own keys at one end."""
+    ring, schedule = Ring("sp", size, False), Schedule(start % size, min(count, size))
+    own, order = schedule.own_step(ring), schedule.order(ring, backward=backward)
+    assert sorted(order) == list(range(schedule.count))
+    assert own is None or order[-1 if backward else 0] == own
+    runs = Run.split(order, own)
+    assert [step for run in runs for step in run.steps] == list(order)
+    for run in runs:
+        for step in run.steps:
+            i = order.index(step)
+            assert run.before == (None if i == 0 else step - order[i - 1])
+            assert run.after == (None if i == len(order) - 1 else order[i + 1] - step)
+        # a loop sends the same arrays by the same places in every turn, and never home
+        assert len(run.steps) == 1 or (run.before == run.after == 1 and own not in run.steps)
+        assert len(run.steps) == 1 or run.steps.stop != own
+    taken = jnp.full(len(order), -1)
+
+    def record(step: Any, state: Any, run: Run) -> Any:
+        taken, i = state
+        return taken.at[i].set(step), i + 1
+
+    taken, _ = run_steps(runs, record, (taken, 0))
+    assert taken.tolist() == list(order)
 
 
 def test_a_window_needs_its_neighbours_alone() -> None:

@@ -3,8 +3,9 @@
     forward   output and normaliser of the visiting keys are merged into those so far; sinks are
               counted once, at the end.
     backward  dq stays; k and v travel again, and with them the accumulators dk and dv, one step
-              behind, which arrive at the device that owns the keys. Every piece uses the
-              normaliser and delta of the full row, so the gradients of the pieces add up.
+              behind. A device's own keys come last: the gradients of the others come home during
+              that step. Every piece uses the normaliser and delta of the full row, so the gradients
+              of the pieces add up.
 
 The next keys are sent before the current ones are used, and the accumulators while a piece is
 computed, so that communication overlaps with computation. Devices that compute different pieces in
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 
 from ejkernel.types.attention.context import masks
 from ejkernel.types.attention.context.pieces import Chunks, Piece
-from ejkernel.types.attention.context.ring import run_steps
+from ejkernel.types.attention.context.ring import Run, run_steps
 from ejkernel.types.attention.rows import (
     Rows,
     RowScales,
@@ -68,13 +69,28 @@ class Pass:
         return self.plan.schedule.source(self.ring, step) if self.ring.size > 1 else 0
 
     def switch(
-        self, step: Any, steps: Sequence[int], branch: Callable[[Pieces], Any], *operands: Any
+        self,
+        step: Any,
+        steps: Sequence[int],
+        branch: Callable[[Pieces], Any],
+        *operands: Any,
+        is_late: bool = False,
     ) -> Any:
-        """Runs ``branch`` of this device's pieces; ``step`` is one of ``steps``, perhaps traced."""
+        """Runs ``branch`` of this device's pieces; ``step`` is one of ``steps``, perhaps traced.
+
+        ``is_late``: what it needs is in memory already when the pass begins. XLA for CPUs would
+        make its copies then and keep them; inside a conditional it makes them in time.
+        """
         table = [self.plan.pieces[t] for t in steps]
         every = tuple(dict.fromkeys(pieces for row in table for pieces in row))
-        if len(every) == 1:
+        if len(every) == 1 and not is_late:
             return branch(every[0])(*operands)
+        if len(every) == 1:
+            # no device takes the second branch; other compilers see it, and drop the conditional
+            zero = jax.lax.platform_dependent(
+                self.device, cpu=lambda x: x // self.ring.size, default=lambda x: x * 0
+            )
+            return jax.lax.switch(zero, [branch(every[0]), branch(())], *operands)
         index = jnp.asarray([[every.index(pieces) for pieces in row] for row in table], jnp.int32)
         chosen = index[step - steps[0], self.device]
         return jax.lax.switch(chosen, [branch(pieces) for pieces in every], *operands)
@@ -138,32 +154,24 @@ def _seed(p: Pass, first: tuple[Any, Any]) -> jax.Array:
 def forward(work: Any, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Array], RowScales]:
     """Returns o ``[b, q, h, dv]``, lse ``[b, q, h]`` and the row values that gradients need."""
     p = Pass(work.kernel, work.problem, arrays, work)
-    last_step = p.plan.schedule.count - 1
     transport = work.kernel.transport(work, p)
 
-    def step(t: Any, state: Any, first: bool, last: bool) -> Any:
+    def step(t: Any, state: Any, run: Run) -> Any:
         parts, visitors = state
-        coming = None if last else transport.following(visitors, t)
-        steps = _steps_of(t, first, last, last_step)
+        coming = transport.following(visitors, run)
         # a loop carries one dtype
-        wide = not first or _is_merged(p, steps)
+        wide = run.before is not None or _is_merged(p, run.steps)
 
         def branch(pieces: Pieces) -> Callable[..., Any]:
-            return partial(_forward_pieces, p, pieces, wide=wide, finish=last)
+            return partial(_forward_pieces, p, pieces, wide=wide, finish=run.after is None)
 
-        parts = p.switch(t, steps, branch, parts, transport.keys(visitors, t), p.source(t))
+        parts = p.switch(t, run.steps, branch, parts, transport.keys(visitors, t), p.source(t))
         return parts, coming
 
-    (o, lse, scales), _ = run_steps(
-        last_step + 1, step, (None, transport.start()), first_differs=True, convert=_widened
-    )
+    runs = transport.runs()
+    state = (None, transport.start(runs[0].steps[0]))
+    (o, lse, scales), _ = run_steps(runs, step, state, convert=_widened)
     return (o, lse), scales
-
-
-def _steps_of(t: Any, first: bool, last: bool, last_step: int) -> range:
-    if first or last or isinstance(t, int):
-        return range(t, t + 1)
-    return range(1, last_step)
 
 
 def _is_merged(p: Pass, steps: range, side: str = "q") -> bool:
@@ -231,7 +239,6 @@ def backward(
 ) -> Mapping[str, Any]:
     """Returns gradients by the names of the arrays."""
     p = Pass(work.kernel, work.problem, arrays, work)
-    last_step = p.plan.schedule.count - 1
     (o, _), (do, dlse) = outputs, cotangents
     acc = scales.m.dtype
     dlse = dlse.astype(acc)
@@ -250,27 +257,32 @@ def backward(
     staying |= captured_floats(p.problem.mods, arrays)
     sums = {name: p.vary(jnp.zeros(x.shape, acc)) for name, x in staying.items()}
 
-    def step(t: Any, state: Any, first: bool, last: bool) -> Any:
+    dtypes = [arrays[name].dtype for name in KEYS]
+
+    def step(t: Any, state: Any, run: Run) -> Any:
         (dq, accumulators), sums, visitors = state
-        coming = None if last else transport.following(visitors, t)
-        arriving = None if first else transport.accumulators(accumulators)
-        steps = _steps_of(t, first, last, last_step)
-        wide = (not first or _is_merged(p, steps), _is_merged(p, steps, "kv"))
+        coming = transport.following(visitors, run)
+        arriving = transport.accumulators(accumulators, run)
+        wide = run.before is not None or _is_merged(p, run.steps), _is_merged(p, run.steps, "kv")
 
         def branch(pieces: Pieces) -> Callable[..., Any]:
-            return partial(_backward_pieces, p, rows, pieces, wide=wide, finish=last)
+            finish = run.after is None
+            return partial(_backward_pieces, p, rows, pieces, wide=wide, finish=finish)
 
         keys, source = transport.keys(visitors, t), p.source(t)
-        dq, sums, new = p.switch(t, steps, branch, dq, sums, keys, source)
-        dtypes = [arrays[name].dtype for name in KEYS] if last else None
-        accumulators = transport.accumulated(arriving, new, t, dtypes)
+        is_late = run.before is not None and run.after is None
+        if is_late:
+            # a compiler may not run this step before the others: nothing would hide the transfer
+            dq, keys = jax.lax.optimization_barrier((dq, keys))
+        dq, sums, new = p.switch(t, run.steps, branch, dq, sums, keys, source, is_late=is_late)
+        accumulators = transport.accumulated(arriving, new, t, run, dtypes)
         return (dq, accumulators), sums, coming
 
-    state = ((None, None), sums, transport.start())
-    (dq, accumulators), sums, _ = run_steps(
-        last_step + 1, step, state, first_differs=True, convert=_widened
-    )
-    of_keys = dict(zip(KEYS, transport.returned(accumulators), strict=True))
+    runs = transport.runs(backward=True)
+    state = ((None, None), sums, transport.start(runs[0].steps[0]))
+    (dq, accumulators), sums, _ = run_steps(runs, step, state, convert=_widened)
+    returned = transport.returned(accumulators, runs[-1].steps[-1])
+    of_keys = dict(zip(KEYS, returned, strict=True))
     return {**gradients, "query": dq, **of_keys, **sums}
 
 

@@ -8,8 +8,10 @@ Source: Liu et al. 2023, Ring Attention (arXiv 2310.01889), section 3.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,6 +69,23 @@ class Schedule:
 
     start: int
     count: int
+
+    def own_step(self, ring: Ring) -> int | None:
+        """Returns the step of a device's own keys; None: there is none."""
+        step = -self.start % ring.size
+        return step if step < self.count else None
+
+    def order(self, ring: Ring, *, backward: bool = False) -> tuple[int, ...]:
+        """Returns all steps in the order of a pass.
+
+        That of the device's own keys, which never travel, is the first one, so that the first
+        transfer is hidden; in a backward pass it is the last, to hide the gradients' way home.
+        """
+        own_step = self.own_step(ring)
+        others = tuple(step for step in range(self.count) if step != own_step)
+        if own_step is None:
+            return others
+        return (*others, own_step) if backward else (own_step, *others)
 
     def source(self, ring: Ring, step: Any) -> Any:
         """The device whose keys this device works on in ``step``."""
@@ -149,30 +168,62 @@ class Plan:
         return tuple(dict.fromkeys(every))
 
 
+@dataclass(frozen=True)
+class Run:
+    """Steps of one form, one after the other: a loop if there are several.
+
+    Attributes:
+        steps: the steps.
+        before: places by which keys have moved since the step before each; None: it is the first.
+        after: places by which they move to the step after each; None: it is the last.
+        regular: whether a loop may hold the steps.
+    """
+
+    steps: range
+    before: int | None
+    after: int | None
+    regular: bool = False
+
+    @classmethod
+    def split(cls, steps: Sequence[int], apart: int | None = None) -> tuple[Run, ...]:
+        """Returns runs of ``steps``, as long as possible.
+
+        The first and the last stand alone, as nothing has arrived before the one and nothing is
+        sent on after the other; so do those at a gap, and the one before ``apart``.
+        """
+        moves = [b - a for a, b in itertools.pairwise(steps)]
+        runs: list[Run] = []
+        for step, before, after in zip(steps, [None, *moves], [*moves, None], strict=True):
+            regular = before == after == 1 and step + 1 != apart
+            if regular and runs and runs[-1].regular and runs[-1].steps.stop == step:
+                runs[-1] = replace(runs[-1], steps=range(runs[-1].steps.start, step + 1))
+            else:
+                runs.append(cls(range(step, step + 1), before, after, regular))
+        return tuple(runs)
+
+
 def run_steps(
-    count: int,
+    runs: Sequence[Run],
     body: Callable[..., Any],
     state: Any,
     *,
-    first_differs: bool = False,
     convert: Callable[[Any], Any] = lambda state: state,
     unroll: int = 1,
 ) -> Any:
-    """``state = body(step, state, first, last)`` for every step; one loop for those in between.
+    """``state = body(step, state, run)`` for every step of every run; a loop for a long one.
 
-    The last step stands alone because nothing is sent on after it, the first one where nothing has
-    arrived before it. ``convert``: makes the state of the first step what a loop carries.
-    ``unroll``: steps in a turn of the loop.
+    ``convert``: makes the state of the first step what a loop carries. ``unroll``: steps in a turn
+    of a loop.
     """
-    begin = 0
-    if first_differs and count > 1:
-        state, begin = body(0, state, True, False), 1
-    if count - 1 - begin == 1:
-        state = body(begin, state, begin == 0, False)
-    elif count - 1 > begin:
+    for run in runs:
+        if len(run.steps) == 1:
+            state = body(run.steps.start, state, run)
+        else:
+            turn = partial(_turned, body, run)
+            first, end = run.steps.start, run.steps.stop
+            state = jax.lax.fori_loop(first, end, turn, convert(state), unroll=unroll)
+    return state
 
-        def between(t: Any, s: Any) -> Any:
-            return body(t, s, False, False)
 
-        state = jax.lax.fori_loop(begin, count - 1, between, convert(state), unroll=unroll)
-    return body(count - 1, state, count == 1, True)
+def _turned(body: Callable[..., Any], run: Run, step: Any, state: Any) -> Any:
+    return body(step, state, run)

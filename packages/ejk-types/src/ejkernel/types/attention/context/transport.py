@@ -9,45 +9,56 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.types.attention.context.ring import Ring, Schedule
+from ejkernel.types.attention.context.ring import Ring, Run, Schedule
 
 
 class RingTransport:
-    """Keys go from device to device; their accumulators follow, one step behind."""
+    """Keys go from device to device; their accumulators follow, one step behind.
+
+    The device's own keys are used first and, in the backward pass, last: the gradients that other
+    devices have accumulated come home meanwhile, and are added to its own, which are never sent.
+    """
 
     def __init__(self, ring: Ring, schedule: Schedule, local_keys: Any) -> None:
         self.ring, self.schedule, self.local_keys = ring, schedule, local_keys
+        self.own_step = schedule.own_step(ring)
 
-    def start(self) -> Any:
-        """Returns the keys that visit first."""
-        return self.ring.shift(self.local_keys, self.schedule.start)
+    def runs(self, *, backward: bool = False) -> tuple[Run, ...]:
+        """Returns the steps in their order."""
+        return Run.split(self.schedule.order(self.ring, backward=backward), self.own_step)
 
-    def following(self, visitors: Any, step: Any) -> Any:
-        """Sends the keys on and returns those that visit next."""
-        return self.ring.shift(visitors, 1)
+    def start(self, step: int) -> Any:
+        """Returns the keys of ``step``, which is the first."""
+        return self.ring.shift(self.local_keys, self.schedule.start + step)
+
+    def following(self, visitors: Any, run: Run) -> Any:
+        """Sends the keys on and returns those that visit next; none before the device's own."""
+        if run.after is None or run.steps[-1] + run.after == self.own_step:
+            return None
+        return self.ring.shift(visitors, run.after)
 
     def keys(self, visitors: Any, step: Any) -> Any:
         """Returns the keys of this step."""
-        return visitors
+        return self.local_keys if isinstance(step, int) and step == self.own_step else visitors
 
-    def accumulators(self, sums: Any) -> Any:
-        """Sends the gradients so far after their keys."""
-        return self.ring.shift(sums, 1)
+    def accumulators(self, sums: Any, run: Run) -> Any:
+        """Sends the gradients so far after their keys; in a last step of the device's own, home."""
+        return None if run.before is None else self.ring.shift(sums, run.before)
 
     def accumulated(
-        self, sums: Any, new: Sequence[jax.Array], step: Any, dtypes: Sequence[Any] | None
+        self, sums: Any, new: Sequence[jax.Array], step: Any, run: Run, dtypes: Sequence[Any]
     ) -> Any:
-        """Adds the gradients of a step; ``dtypes``: of the results, in the last step."""
+        """Adds the gradients of a step; ``dtypes``: of sums that go home or are home."""
         if sums is not None:
             wide = jnp.promote_types(new[0].dtype, jnp.float32)
             new = [a.astype(wide) + b.astype(wide) for a, b in zip(sums, new, strict=True)]
-        if dtypes is not None:
+        if run.after is None or run.steps[-1] + run.after == self.own_step:
             new = [x.astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
         return tuple(new)
 
-    def returned(self, sums: Any) -> Any:
-        """Returns the gradients of this device's own keys."""
-        return self.ring.shift(sums, -(self.schedule.start + self.schedule.count - 1))
+    def returned(self, sums: Any, step: int) -> Any:
+        """Returns the gradients of this device's own keys, after the last ``step``."""
+        return self.ring.shift(sums, -(self.schedule.start + step))
 
 
 class PackedRingTransport(RingTransport):
@@ -75,25 +86,29 @@ class PackedRingTransport(RingTransport):
         parts = arrays[0][:size], arrays[0][size:]
         return tuple(x.reshape(shape) for x, shape in zip(parts, self.shapes, strict=True))
 
-    def start(self) -> Any:
+    def start(self, step: int) -> Any:
         """Returns the keys that visit first, packed."""
         k, v, *others = self.local_keys
-        return self.ring.shift((self.packed(k, v), *others), self.schedule.start)
+        return self.ring.shift((self.packed(k, v), *others), self.schedule.start + step)
 
     def keys(self, visitors: Any, step: Any) -> Any:
         """Returns the keys of this step; the device's own need not be unpacked."""
-        if isinstance(step, int) and (self.schedule.start + step) % self.ring.size == 0:
+        if isinstance(step, int) and step == self.own_step:
             return self.local_keys
         packed, *others = visitors
         return (*self.unpacked(packed), *others)
 
-    def accumulators(self, sums: Any) -> Any:
+    def accumulators(self, sums: Any, run: Run) -> Any:
         """Sends the gradients so far after their keys."""
-        return self.unpacked(super().accumulators(self.packed(*sums)))
+        if run.before is None:
+            return None
+        return self.unpacked(super().accumulators(self.packed(*sums), run))
 
-    def returned(self, sums: Any) -> Any:
+    def returned(self, sums: Any, step: int) -> Any:
         """Returns the gradients of this device's own keys."""
-        return self.unpacked(super().returned(self.packed(*sums)))
+        if step == self.own_step:
+            return sums
+        return self.unpacked(super().returned(self.packed(*sums), step))
 
 
 class GatheredTransport:
@@ -102,11 +117,15 @@ class GatheredTransport:
     def __init__(self, ring: Ring, schedule: Schedule, local_keys: Any) -> None:
         self.ring, self.schedule, self.local_keys = ring, schedule, local_keys
 
-    def start(self) -> Any:
+    def runs(self, *, backward: bool = False) -> tuple[Run, ...]:
+        """Returns the steps in their order."""
+        return Run.split(range(self.schedule.count))
+
+    def start(self, step: int) -> Any:
         """Returns the keys of all devices, with an axis of devices in front."""
         return jax.tree.map(lambda x: jax.lax.all_gather(x, self.ring.axis_name), self.local_keys)
 
-    def following(self, visitors: Any, step: Any) -> Any:
+    def following(self, visitors: Any, run: Run) -> Any:
         """Returns the gathered keys, which stay."""
         return visitors
 
@@ -115,19 +134,19 @@ class GatheredTransport:
 
         The device's own do not wait until all are gathered.
         """
-        if isinstance(step, int) and (self.schedule.start + step) % self.ring.size == 0:
+        if isinstance(step, int) and step == self.schedule.own_step(self.ring):
             return self.local_keys
         source = self.schedule.source(self.ring, step)
         return jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, source, 0, keepdims=False), visitors
         )
 
-    def accumulators(self, sums: Any) -> Any:
+    def accumulators(self, sums: Any, run: Run) -> Any:
         """Returns the gradients so far, which stay."""
         return sums
 
     def accumulated(
-        self, sums: Any, new: Sequence[jax.Array], step: Any, dtypes: Sequence[Any] | None
+        self, sums: Any, new: Sequence[jax.Array], step: Any, run: Run, dtypes: Sequence[Any]
     ) -> Any:
         """Stores the gradients of a step, whose keys are in no other step."""
         if sums is None:
@@ -141,7 +160,7 @@ class GatheredTransport:
             for total, x in zip(sums, new, strict=True)
         )
 
-    def returned(self, sums: Any) -> Any:
+    def returned(self, sums: Any, step: int) -> Any:
         """Returns the gradients of this device's own keys, summed over the devices."""
         return tuple(jax.lax.psum_scatter(x, self.ring.axis_name) for x in sums)
 

@@ -249,7 +249,8 @@ class RingAttention(ContextParallel, PallasKernel):
     def choose(self, problem: ContextProblem, target: Chip) -> ContextTiles:
         """Returns tiles, ``guided`` in forward calls that run while keys or heads travel."""
         chosen = super().choose(problem, target)
-        sending = {p for step in problem.plan.pieces[:-1] for pieces in step for p in pieces}
+        *steps, _ = problem.plan.schedule.order(problem.ring)
+        sending = {p for step in steps for pieces in problem.plan.pieces[step] for p in pieces}
         calls = tuple(
             _guided(tiles) if piece in sending else tiles
             for (piece, _), tiles in zip(problem.calls, chosen.calls, strict=True)

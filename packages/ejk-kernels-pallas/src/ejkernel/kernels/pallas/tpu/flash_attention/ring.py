@@ -18,7 +18,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types.attention.context.masks import is_by_index
 from ejkernel.types.attention.context.passes import Pass, piece_arguments
 from ejkernel.types.attention.context.pieces import Chunks, Piece
-from ejkernel.types.attention.context.ring import Ring, run_steps
+from ejkernel.types.attention.context.ring import Ring, Run, run_steps
 from ejkernel.types.attention.rows import RowScales, finalize_rows, merge
 from ejkernel.types.masks.fields import with_private
 from ejkernel.types.masks.mask_info import MaskInfo
@@ -59,8 +59,9 @@ def forward_sending(work: Work, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Ar
 
     unit = flash.row_unit(work.problem.calls[0][1])
 
-    def step(t: Any, state: Any, first: bool, last: bool) -> Any:
+    def step(t: Any, state: Any, run: Run) -> Any:
         so_far, visitors, of_masks = state
+        last = run.after is None
         coming = of_masks if last else ring.shift(of_masks, 1)
         call, operands = step_call(of_masks, p.source(t))
         axis_name = None if last else ring.axis_name
@@ -71,8 +72,7 @@ def forward_sending(work: Work, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Ar
     visitors = flash.visitors(*step_call(of_masks, ring.device_index()))
     visitors, of_masks = ring.shift((visitors, of_masks), schedule.start)
     # two steps a turn exchange the two buffers of keys; one would have to copy them
-    (o, rows), *_ = run_steps(
-        schedule.count, step, (None, visitors, of_masks), first_differs=True, unroll=2
-    )
+    runs = Run.split(range(schedule.count))
+    (o, rows), *_ = run_steps(runs, step, (None, visitors, of_masks), unroll=2)
     o, lse, scales = finalize_rows(o, rows, arrays.get("softmax_aux"), unit)
     return (o.astype(arrays["query"].dtype), lse), scales
