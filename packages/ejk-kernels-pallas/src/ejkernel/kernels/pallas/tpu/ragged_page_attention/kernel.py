@@ -26,6 +26,7 @@ Ragged Paged Attention (arXiv 2604.15464).
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -336,27 +337,25 @@ def canonicalize_ranges(layout: Layout, operands: tuple[Any, ...], starts: Any, 
     lax.fori_loop(0, count + 1, write, jnp.int32(0))
 
 
-def _kernel(layout: Layout, *all_refs: Any) -> None:
-    refs: list[Any] = list(all_refs)
-    call_starts, call_lens, valid, tables, q, factors, pool, *refs = refs
-    new, refs = (refs[0], refs[1:]) if layout.writes else (None, refs)
-    nodes, node_buffers, node_scratch = None, None, None
-    if layout.paged.tree_columns:
-        nodes, *refs, node_buffers, node_scratch = refs
-    o, *refs = refs
-    lse = refs.pop(0) if layout.paged.return_lse else None
-    if layout.writes:
-        pool, *refs = refs
-    if lse is None:
-        refs = [*refs[:4], None, refs[4], None, *refs[5:]]
-    scalars: Any = refs[9:11]
-    starts, lens = scalars
-    buffers, refs = Buffers(*refs[:9], nodes=node_buffers), refs[11:]
-    canonicalize_ranges(layout, (call_starts, call_lens, valid), starts, lens)
-    if not layout.paged.is_eight_bit:
-        refs = [*refs[:5], None, *refs[5:]]
-    copies = Copies(layout, Memories(starts, lens, tables, q, o, lse, pool, new, nodes), buffers)
-    steps = Steps(layout, Scratch(*refs, nodes=node_scratch), factors)
+class Ranges(NamedTuple):
+    """Scalar memory of ``canonicalize_ranges``: ``[sequences + 1]`` and ``[sequences]``."""
+
+    starts: Any
+    lens: Any
+
+
+def _kernel(layout: Layout, names: Sequence[str], *refs: Any) -> None:
+    """Runs all steps.
+
+    ``refs``: operands and outputs, by ``names``; then ``Buffers``, ``Ranges`` and ``Scratch``.
+    """
+    *arrays, buffers, ranges, scratch = refs
+    r = dict(zip(names, arrays, strict=True))
+    canonicalize_ranges(layout, (r["starts"], r["lens"], r["valid"]), *ranges)
+    starts, lse, nodes = ranges.starts, r.get("lse"), r.get("nodes")
+    pool = r["written_pool"] if layout.writes else r["pool"]
+    memories = Memories(*ranges, r["tables"], r["q"], r["o"], lse, pool, r.get("new"), nodes)
+    copies, steps = Copies(layout, memories, buffers), Steps(layout, scratch, r["factors"])
     count, rows, size = layout.problem.sequences, layout.problem.rows, layout.tiles.queries
 
     def has_rows(sequence: Any) -> Any:
@@ -478,6 +477,48 @@ def row_factors(layout: Layout, arrays: Arrays) -> Any:
     return xp.pad(xp.stack(factors, axis=2), ((0, 0), (0, 0), (0, LANES - len(factors))))
 
 
+def scratch_shapes(layout: Layout, dtype: Any, pool_dtype: Any, columns: int) -> list[Any]:
+    """Returns types of the ``Buffers``, ``Ranges`` and ``Scratch`` of a call.
+
+    ``columns``: of a block table.
+    """
+    p, t, width = layout.paged, layout.tiles, layout.width
+    queries = (t.queries, layout.heads, width)
+    block = (layout.block, layout.token_rows, width)
+    sums = (1, layout.lse_lanes)
+    state = max(layout.rows, layout.decode_rows)
+    f32 = functools.partial(pltpu.VMEM, dtype=jnp.dtype(jnp.float32))
+    i32 = functools.partial(pltpu.VMEM, dtype=jnp.dtype(jnp.int32))
+    buffers = Buffers(
+        table=pltpu.SMEM((2, 1, columns), jnp.int32),
+        q=pltpu.VMEM((2, *queries), dtype),
+        kv=pltpu.VMEM((2, *block), pool_dtype),
+        o=pltpu.VMEM((2, *queries), dtype),
+        lse=f32((2, t.queries, *sums)) if p.return_lse else None,
+        zeros=pltpu.VMEM((CHUNK, *queries[1:]), dtype),
+        hidden=f32((CHUNK, *sums)) if p.return_lse else None,
+        pending=pltpu.SMEM((3,), jnp.int32),
+        semaphores=pltpu.SemaphoreType.DMA((9 if p.tree_columns else 8, 2)),
+        nodes=i32((2, t.queries, 1, layout.node_lanes)) if p.tree_columns else None,
+    )
+    ranges = Ranges(pltpu.SMEM((p.batch + 1,), jnp.int32), pltpu.SMEM((p.batch,), jnp.int32))
+    heads = pltpu.VMEM((p.kv_heads, layout.block, width), dtype)
+    scratch = Scratch(
+        # rows of a score tile of one token may reach past its heads
+        q_rows=f32((t.queries * layout.heads + SUBLANES, width)),
+        o_rows=f32((t.queries * layout.heads, width)),
+        q=pltpu.VMEM((p.kv_heads, layout.rows, width), dtype),
+        k=heads,
+        v=heads,
+        wide=pltpu.VMEM(block, jnp.bfloat16) if p.is_eight_bit else None,
+        m=f32((p.kv_heads, state, LANES)),
+        total=f32((p.kv_heads, state, LANES)),
+        acc=f32((p.kv_heads, state, width)),
+        nodes=i32((t.queries, layout.node_lanes)) if p.tree_columns else None,
+    )
+    return [buffers, ranges, scratch]
+
+
 def attend(
     layout: Layout, arrays: Arrays, pool: jax.Array, new: jax.Array | None
 ) -> tuple[jax.Array, ...]:
@@ -487,62 +528,39 @@ def attend(
     ``arrays`` are the operands of ``ejkernel.types.serving.operands`` with q ``[T, heads, width]``;
     ``pool`` and ``new`` are as in ``copies.Memories``.
     """
-    p, t, chip = layout.paged, layout.tiles, layout.chip
-    rows, width = layout.problem.rows, layout.width
+    p, chip, rows = layout.paged, layout.chip, layout.problem.rows
     columns = -(-p.max_pages // LANES) * LANES
     tables = jnp.asarray(arrays["tables"], jnp.int32)[:, None]
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, columns - p.max_pages)))
     factors = row_factors(layout, arrays)
-    scalars = [arrays[name].astype(jnp.int32) for name in ("starts", "lens", "valid")]
-    operands = [*scalars, tables, arrays["q"], factors, pool]
-    operands += [new] if layout.writes else []
+    scalars = {name: arrays[name].astype(jnp.int32) for name in ("starts", "lens", "valid")}
+    operands = {**scalars, "tables": tables, "q": arrays["q"], "factors": factors, "pool": pool}
+    if layout.writes:
+        operands["new"] = new
     if p.tree_columns:
-        operands.append(encode_nodes(p, arrays["tree"], arrays.get("positions"))[:, None])
+        nodes = encode_nodes(p, arrays["tree"], arrays.get("positions"))
+        operands["nodes"] = nodes[:, None]
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    specs = [hbm, hbm, pl.BlockSpec(memory_space=pltpu.VMEM), *[hbm] * (len(operands) - 6)]
-    outputs = [result(arrays["q"].shape, p.query_dtype, *operands)]
-    sums = (1, layout.lse_lanes)
-    outputs += [result((rows, *sums), "float32", *operands)] if p.return_lse else []
-    outputs += [result(pool.shape, pool.dtype, *operands)] if layout.writes else []
-    queries, dtype = (t.queries, layout.heads, width), arrays["q"].dtype
-    block = (layout.block, layout.token_rows, width)
-    state = max(layout.rows, layout.decode_rows)
-    f32 = functools.partial(pltpu.VMEM, dtype=jnp.dtype(jnp.float32))
-    node_shapes = (2, t.queries, 1, layout.node_lanes), (t.queries, layout.node_lanes)
-    node_buffers = [pltpu.VMEM(shape, jnp.int32) for shape in node_shapes]
+    blocks = {"factors": pl.BlockSpec(memory_space=pltpu.VMEM)}
+    outputs = {"o": result(arrays["q"].shape, p.query_dtype, *operands.values())}
+    if p.return_lse:
+        shape = (rows, 1, layout.lse_lanes)
+        outputs["lse"] = result(shape, "float32", *operands.values())
+    if layout.writes:
+        outputs["written_pool"] = result(pool.shape, pool.dtype, *operands.values())
+    pool_at = list(operands).index("pool")
     return tuple(
         pl.pallas_call(
-            functools.partial(_kernel, layout),
+            functools.partial(_kernel, layout, (*operands, *outputs)),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=(1,),
-                in_specs=specs,
+                in_specs=[blocks.get(name, hbm) for name in operands if name not in scalars],
                 out_specs=[hbm] * len(outputs),
-                scratch_shapes=[
-                    pltpu.SMEM((2, 1, columns), jnp.int32),
-                    pltpu.VMEM((2, *queries), dtype),
-                    pltpu.VMEM((2, *block), pool.dtype),
-                    pltpu.VMEM((2, *queries), dtype),
-                    *([f32((2, t.queries, *sums))] if p.return_lse else []),
-                    pltpu.VMEM((CHUNK, *queries[1:]), dtype),
-                    *([f32((CHUNK, *sums))] if p.return_lse else []),
-                    pltpu.SMEM((3,), jnp.int32),
-                    pltpu.SemaphoreType.DMA((9 if p.tree_columns else 8, 2)),
-                    pltpu.SMEM((p.batch + 1,), jnp.int32),
-                    pltpu.SMEM((p.batch,), jnp.int32),
-                    # rows of a score tile of one token may reach past its heads
-                    f32((t.queries * layout.heads + SUBLANES, width)),
-                    f32((t.queries * layout.heads, width)),
-                    pltpu.VMEM((p.kv_heads, layout.rows, width), dtype),
-                    *[pltpu.VMEM((p.kv_heads, layout.block, width), dtype)] * 2,
-                    *([pltpu.VMEM(block, jnp.bfloat16)] if p.is_eight_bit else []),
-                    *[f32((p.kv_heads, state, LANES))] * 2,
-                    f32((p.kv_heads, state, width)),
-                    *(node_buffers if p.tree_columns else []),
-                ],
+                scratch_shapes=scratch_shapes(layout, arrays["q"].dtype, pool.dtype, columns),
             ),
-            out_shape=outputs,
-            input_output_aliases={6: len(outputs) - 1} if layout.writes else {},
+            out_shape=list(outputs.values()),
+            input_output_aliases={pool_at: len(outputs) - 1} if layout.writes else {},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("arbitrary",),
                 vmem_limit_bytes=int(min(chip.vmem, max(layout.vmem() * 3 // 2, 16 * 2**20))),
@@ -555,5 +573,5 @@ def attend(
             # the plain interpreter has no copies of a traced length
             interpret=pltpu.InterpretParams() if chip.interpret is True else chip.interpret,
             name="ejkernel_ragged_attention",
-        )(*operands)
+        )(*operands.values())
     )
