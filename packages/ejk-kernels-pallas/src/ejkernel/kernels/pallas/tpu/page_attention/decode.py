@@ -24,7 +24,7 @@ Sources: Milakov and Gimelshein 2018 (online softmax); Kwon et al. 2023 (paged c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -89,14 +89,28 @@ def mask_tree(p: PagedProblem, nodes: Any, mask: Any, start: Any, end: Any) -> N
     mask[...] = jnp.dot(heads, seen, preferred_element_type=jnp.float32)
 
 
-def _kernel(p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], *refs: Any) -> None:
-    starts, ends, table, next_table, q_ref, factor_ref, *blocks = refs
-    nodes, blocks = (blocks[0], blocks[1:]) if p.tree_columns else (None, blocks)
-    latent, counts = p.layout.is_latent, 1 if p.layout.is_latent else 2
-    pools, blocks = blocks[:counts], blocks[counts:]
-    outputs, scratch = blocks[: 1 + p.return_lse], blocks[1 + p.return_lse :]
-    buffers, (semaphores, parity, mask_ref) = scratch[:counts], scratch[counts:]
-    cache = cache_of(tuple(pools), tuple(buffers), semaphores)
+def clear_outside(p: PagedProblem, values: Any, low: Any, high: Any) -> None:
+    """Zeroes the values of rows before ``low`` and from ``high`` on.
+
+    Rows that were not copied may hold NaN, which a probability of 0 would keep.
+    """
+    if p.value_dtype == "int8":
+        return
+    v = values[...].reshape(-1, values.shape[-1])
+    row = lax.broadcasted_iota(jnp.int32, v.shape, 0)
+    v = jnp.where((row >= low) & (row < high), v.astype(jnp.float32), 0.0)
+    values[...] = v.astype(values.dtype).reshape(values.shape)
+
+
+def _kernel(
+    p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], names: Sequence[str], *refs: Any
+) -> None:
+    """Decodes one sequence; ``refs`` are operands and outputs, by ``names``, and scratch."""
+    *arrays, buffers, semaphores, parity, mask_ref = refs
+    r = dict(zip(names, arrays, strict=True))
+    starts, ends, table, next_table = (r[x] for x in ("starts", "ends", "table", "next_table"))
+    q_ref, factor_ref, nodes = r["q"], r["factors"], r.get("nodes")
+    cache = cache_of(tuple(r[x] for x in ("k", "v") if x in r), buffers, semaphores)
     sequence, last = pl.program_id(0), pl.num_programs(0) - 1
     start, end = starts[sequence], ends[sequence]
     first = start // t.block
@@ -136,16 +150,8 @@ def _kernel(p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], *refs: Any)
         values = buffers[-1]
         dim = values.shape[-1]
 
-        @pl.when((low > 0) | (high < columns))
-        def _clear() -> None:
-            # rows that were not copied may hold NaN, which a probability of 0 would keep
-            if p.value_dtype == "int8":
-                return
-            v = values[slot].reshape(columns, dim)
-            row = lax.broadcasted_iota(jnp.int32, v.shape, 0)
-            v = jnp.where((row >= low) & (row < high), v.astype(jnp.float32), 0.0)
-            values[slot] = v.astype(values.dtype).reshape(values.shape[1:])
-
+        has_hidden = (low > 0) | (high < columns)
+        pl.when(has_hidden)(lambda: clear_outside(p, values.at[slot], low, high))
         k = buffers[0][slot].reshape(columns, p.dim)
         x = dot(p, q_ref[0], k, (1, 1)) * factor_ref[0, :, :1]
         if p.soft_cap is not None:
@@ -163,7 +169,7 @@ def _kernel(p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], *refs: Any)
         x = jnp.where(seen, x, HIDDEN)
         m = jnp.maximum(m_old, jnp.max(x, axis=1, keepdims=True))
         alpha, probabilities = jnp.exp(m_old - m), jnp.exp(x - m)
-        v = k[:, : p.value_dim] if latent else values[slot].reshape(columns, dim)
+        v = k[:, : p.value_dim] if p.layout.is_latent else values[slot].reshape(columns, dim)
         parity[0] = 1 - slot
         total = total * alpha + jnp.sum(probabilities, axis=1, keepdims=True)
         return m, total, acc * alpha + dot(p, probabilities, v, (1, 0))
@@ -176,9 +182,9 @@ def _kernel(p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], *refs: Any)
     shrink = jnp.exp(m - top)
     total = jnp.where(seen, total * shrink + jnp.exp(sinks - top), 1.0)
     o = acc * (shrink * factor_ref[0, :, 1:2] / total)
-    outputs[0][0] = jnp.where(seen, o, 0.0).astype(outputs[0].dtype)
+    r["o"][0] = jnp.where(seen, o, 0.0).astype(r["o"].dtype)
     if p.return_lse:
-        outputs[1][0] = jnp.where(seen, top + jnp.log(total), -jnp.inf)
+        r["lse"][0] = jnp.where(seen, top + jnp.log(total), -jnp.inf)
 
 
 def row_factors(p: PagedProblem, arrays: Arrays) -> jax.Array:
@@ -219,51 +225,49 @@ def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:
     tables = jnp.clip(jnp.asarray(arrays["tables"]), 0, p.pages - 1).astype(jnp.int32)[:, None]
     # rows of tokens and heads, as they lie in memory
     length = p.page_size * p.kv_heads
-    pools = [arrays[name].reshape(p.pages, length, -1) for name in ("k", "v") if name in arrays]
-    factors = row_factors(p, arrays)
-    nodes = []
+    pools = {x: arrays[x].reshape(p.pages, length, -1) for x in ("k", "v") if x in arrays}
+    scalars = {"starts": starts, "ends": ends}
+    operands = {"table": tables, "next_table": tables, "q": arrays["q"]}
+    operands["factors"] = row_factors(p, arrays)
     if p.tree_columns:
-        rows_of_nodes = encode_nodes(p, arrays["tree"], arrays.get("positions"))
-        nodes = [jnp.pad(rows_of_nodes, ((0, 0), (0, -p.tokens % 16), (0, 0)))]
-    table = (1, 1, tables.shape[2])
-    query, *outputs = (
-        ((p.batch, rows, width), dtype)
-        for width, dtype in ((p.dim, None), (p.value_dim, p.query_dtype), (1, "float32"))
-    )
-    outputs = outputs[: 1 + p.return_lse]
+        nodes = encode_nodes(p, arrays["tree"], arrays.get("positions"))
+        operands["nodes"] = jnp.pad(nodes, ((0, 0), (0, -p.tokens % 16), (0, 0)))
+    shapes = {"o": (p.value_dim, p.query_dtype), "lse": (1, "float32")}
+    outputs = {
+        name: result((p.batch, rows, width), dtype, arrays["q"], *pools.values())
+        for name, (width, dtype) in shapes.items()
+        if name == "o" or p.return_lse
+    }
 
     def of_rows(shape: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape[1:]), lambda b, *s: (b if shape[0] > 1 else 0, 0, 0))
 
+    def table_spec(sequence: Callable[[Any], Any]) -> pl.BlockSpec:
+        block = (1, 1, tables.shape[2])
+        index = lambda b, *s: (sequence(b), 0, 0)  # noqa: E731
+        return pl.BlockSpec(block, index, memory_space=pltpu.SMEM)
+
+    specs = {name: of_rows(x.shape) for name, x in operands.items()}
+    specs["table"] = table_spec(lambda b: b)
+    specs["next_table"] = table_spec(lambda b: jnp.minimum(b + 1, p.batch - 1))
     o, *lse = pl.pallas_call(
-        functools.partial(_kernel, p, t, cache_of),
+        functools.partial(_kernel, p, t, cache_of, (*scalars, *operands, *pools, *outputs)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=len(scalars),
             grid=(p.batch,),
-            in_specs=[
-                pl.BlockSpec(table, lambda b, *s: (b, 0, 0), memory_space=pltpu.SMEM),
-                pl.BlockSpec(
-                    table,
-                    lambda b, *s: (jnp.minimum(b + 1, p.batch - 1), 0, 0),
-                    memory_space=pltpu.SMEM,
-                ),
-                of_rows(query[0]),
-                of_rows(factors.shape),
-                *[of_rows(x.shape) for x in nodes],
-                *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(pools),
-            ],
-            out_specs=[of_rows(shape) for shape, _ in outputs],
+            in_specs=[*specs.values(), *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(pools)],
+            out_specs=[of_rows(x.shape) for x in outputs.values()],
             scratch_shapes=[
-                *(
+                tuple(
                     pltpu.VMEM((2, t.pages, t.tokens * p.kv_heads, x.shape[2]), x.dtype)
-                    for x in pools
+                    for x in pools.values()
                 ),
                 pltpu.SemaphoreType.DMA((2, len(pools))),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.VMEM((rows, columns), jnp.float32),
             ],
         ),
-        out_shape=[result(shape, dtype, arrays["q"], *pools) for shape, dtype in outputs],
+        out_shape=list(outputs.values()),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=int(min(chip.vmem, max(t.vmem(p) * 3 // 2, 16 * 2**20))),
@@ -275,5 +279,5 @@ def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:
         ),
         interpret=chip.interpret,
         name="ejkernel_decode",
-    )(starts, ends, tables, tables, arrays["q"], factors, *nodes, *pools)
+    )(*scalars.values(), *operands.values(), *pools.values())
     return {"o": o, "lse": lse[0][..., 0]} if lse else {"o": o}
