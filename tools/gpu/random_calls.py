@@ -97,7 +97,7 @@ def is_wide(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and np.dtype(x.dtype).itemsize > 1
 
 
-def compute(call: Any, function: Any) -> Any:
+def compute(call: Any, function: Any, **compiler_options: Any) -> Any:
     """Returns a jitted function of the arrays, in two parts, to outputs and gradients by name."""
     import jax
 
@@ -118,7 +118,7 @@ def compute(call: Any, function: Any) -> Any:
         named = {f"output {i}": x for i, x in enumerate([*floats, *others])}
         return named | {f"{n} {i}": x for n, xs in flat.items() for i, x in enumerate(xs)}
 
-    return jax.jit(both)
+    return jax.jit(both, compiler_options=compiler_options)
 
 
 def cotangent(x: Any) -> np.ndarray:
@@ -163,7 +163,10 @@ def reference(call: Any) -> dict[str, np.ndarray]:
                 lambda x: jnp.asarray(np.asarray(x), jnp.float64) if is_wide(x) else x, arrays
             )
             exact = RandomCall(operation, wide, static, call.gradients)
-            outputs = compute(exact, function_of(exact, "xla"))(*split(exact, wide))
+            # half of the time of a reference is a compiler's
+            quickly = {"xla_backend_optimization_level": 0}
+            program = compute(exact, function_of(exact, "xla"), **quickly)
+            outputs = program(*split(exact, wide))
     results = {name: np.asarray(x) for name, x in outputs.items()}
     if packed.ndim == 5:
         written = list(results)[-1]
@@ -389,6 +392,8 @@ class Job(NamedTuple):
 def run_worker(number: int, work: Work, counter: Any, deadline: float, reports: Any) -> None:
     """The body of a process: it takes the next call when it has finished one."""
     prepare(number % work.devices if work.devices else None)
+    import jax
+
     try:
         checkout.register()
         while time.time() < deadline:
@@ -402,9 +407,8 @@ def run_worker(number: int, work: Work, counter: Any, deadline: float, reports: 
                 reports.put(outcome)
                 if any(word in outcome.reason for word in LOST_CONTEXT):
                     return
-            import jax
-
-            jax.clear_caches()
+            if index % 10 == 0:
+                jax.clear_caches()  # of programs that no other call runs
     except BaseException:
         traceback.print_exc()
         raise
