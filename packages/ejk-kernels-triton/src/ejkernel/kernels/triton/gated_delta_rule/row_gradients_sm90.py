@@ -21,7 +21,7 @@ In Gluon, whose names changed until Triton 3.9 (``compat.has_gluon``). Tests run
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.bound_launch import TensorMap
 from ejkernel.kernels.triton.gated_delta_rule.chunks import GRADIENT_OPERANDS, ChunkLaunch
@@ -60,12 +60,37 @@ REGISTERS = 168
 HIGH, LOW, SINCE, UNTIL, Q_FACTOR, K_FACTOR, PARTS = (gl.constexpr(i) for i in range(7))
 
 
+class ColumnTiles(NamedTuple):
+    """Shared memory for 64 columns of a value head, STAGES of each; states before and after."""
+
+    do: Any
+    u: Any
+    dv: Any
+    before: Any
+    after: Any
+
+
+class KeyTiles(NamedTuple):
+    """Shared memory for the queries and keys of a chunk."""
+
+    q: Any
+    k: Any
+
+
+class Barriers(NamedTuple):
+    """Barriers of the slots of ``ColumnTiles``, and of the ``KeyTiles``."""
+
+    full: Any
+    empty: Any
+    keys_full: Any
+    keys_empty: Any
+
+
 @gluon.jit
 def start_columns(
     dout, updates, dvalue, states, dstates, tiles, slot, barrier, position, i, part, sizes
 ):
     """Starts the copies of 64 columns of a value head."""
-    do, u, dv, before, after = tiles
     base, tokens, _, chunk, kv_head = position
     head = kv_head * (sizes.heads // sizes.kv_heads) + i
     column = part * COLUMNS
@@ -74,21 +99,21 @@ def start_columns(
     expected: gl.constexpr = 3 * CHUNK * COLUMNS * 2 + 2 * sizes.DIM * COLUMNS * 2
     mbarrier.expect(barrier, expected)
     base = base.to(gl.int32)
-    start_rows(dout, do.index(slot), barrier, base, tokens, at, True, sizes)
-    start_rows(updates, u.index(slot), barrier, base, tokens, at, True, sizes)
-    start_rows(dvalue, dv.index(slot), barrier, base, tokens, at, True, sizes)
-    tma.async_load(states, [row, column], barrier, before.index(slot))
-    tma.async_load(dstates, [row, column], barrier, after.index(slot))
+    start_rows(dout, tiles.do.index(slot), barrier, base, tokens, at, True, sizes)
+    start_rows(updates, tiles.u.index(slot), barrier, base, tokens, at, True, sizes)
+    start_rows(dvalue, tiles.dv.index(slot), barrier, base, tokens, at, True, sizes)
+    tma.async_load(states, [row, column], barrier, tiles.before.index(slot))
+    tma.async_load(dstates, [row, column], barrier, tiles.after.index(slot))
 
 
 @gluon.jit
-def start_keys(query, key, q_tile, k_tile, barrier, position, sizes):
+def start_keys(query, key, key_tiles, barrier, position, sizes):
     """Starts the copies of the queries and keys of a chunk."""
     base, tokens, _, _, kv_head = position
     mbarrier.expect(barrier, 2 * CHUNK * sizes.DIM * 2)
     at = kv_head * sizes.dim
-    start_rows(query, q_tile, barrier, base.to(gl.int32), tokens, at, True, sizes)
-    start_rows(key, k_tile, barrier, base.to(gl.int32), tokens, at, True, sizes)
+    start_rows(query, key_tiles.q, barrier, base.to(gl.int32), tokens, at, True, sizes)
+    start_rows(key, key_tiles.k, barrier, base.to(gl.int32), tokens, at, True, sizes)
 
 
 @gluon.jit
@@ -126,8 +151,8 @@ def store_gradient(
 
 @gluon.jit
 def load_items(
-    query, key, dout, updates, dvalue, states, dstates, cu, tiles, q_tile, k_tile, full, empty,
-    keys_full, keys_empty, items, programs, sizes, GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    query, key, dout, updates, dvalue, states, dstates, cu, tiles, key_tiles, barriers, items,
+    programs, sizes, GROUPS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Copies the operands of chunk after chunk: the part of the ninth warp of a program."""
     slot = 0
@@ -137,23 +162,23 @@ def load_items(
         position = find_item(item, items, cu, sizes)
         for i in range(GROUPS):
             for part in gl.static_range(HALVES):
-                mbarrier.wait(empty.index(slot), phase)
+                mbarrier.wait(barriers.empty.index(slot), phase)
                 start_columns(
-                    dout, updates, dvalue, states, dstates, tiles, slot, full.index(slot), position,
-                    i, part, sizes,
+                    dout, updates, dvalue, states, dstates, tiles, slot, barriers.full.index(slot),
+                    position, i, part, sizes,
                 )  # fmt: skip
                 slot, phase = advance_slot(slot, phase, STAGES)
             if i == 0:
-                mbarrier.wait(keys_empty, (n & 1) ^ 1)
-                start_keys(query, key, q_tile, k_tile, keys_full, position, sizes)
+                mbarrier.wait(barriers.keys_empty, (n & 1) ^ 1)
+                start_keys(query, key, key_tiles, barriers.keys_full, position, sizes)
         n += 1
 
 
 @gluon.jit
 def compute_items(
-    gate, beta, raw_query, raw_key, cu, dquery, dkey, dgate, dbeta, tiles, q_tile, k_tile,
-    seen_tile, read_tile, vectors, full, empty, keys_full, keys_empty, items, programs, sizes,
-    scale, NORMALIZE: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    gate, beta, raw_query, raw_key, cu, dquery, dkey, dgate, dbeta, tiles, key_tiles, seen_tile,
+    read_tile, vectors, barriers, items, programs, sizes, scale, NORMALIZE: gl.constexpr,
+    GROUPS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Computes chunk after chunk: the part of the first eight warps of a program."""
     DIM: gl.constexpr = sizes.DIM
@@ -162,7 +187,8 @@ def compute_items(
     STATE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     PAIR_ROW: gl.constexpr = gl.SliceLayout(1, PAIR)
     PAIR_COLUMN: gl.constexpr = gl.SliceLayout(0, PAIR)
-    do_tiles, u_tiles, dv_tiles, before_tiles, after_tiles = tiles
+    q_tile = key_tiles.q
+    k_tile = key_tiles.k
     program = gl.program_id(0)
     count = (items - program + programs - 1) // programs
     token = gl.arange(0, CHUNK, TOKEN)
@@ -203,29 +229,29 @@ def compute_items(
             z = no_rows
             ended = gl.zeros([DIM], gl.float32, gl.SliceLayout(1, STATE))
             for part in gl.static_range(HALVES):
-                mbarrier.wait(full.index(slot), phase)
-                do = do_tiles.index(slot)
-                u = u_tiles.index(slot).permute((1, 0))
-                dv = dv_tiles.index(slot)
-                before = before_tiles.index(slot)
-                after = after_tiles.index(slot)
+                mbarrier.wait(barriers.full.index(slot), phase)
+                do = tiles.do.index(slot)
+                u = tiles.u.index(slot).permute((1, 0))
+                dv = tiles.dv.index(slot)
+                before = tiles.before.index(slot)
+                after = tiles.after.index(slot)
                 seen = warpgroup_mma(do, u, seen, use_acc=part > 0, is_async=True)
                 read = warpgroup_mma(dv, u, read, use_acc=part > 0, is_async=True)
                 x = warpgroup_mma(do, before.permute((1, 0)), x, use_acc=part > 0, is_async=True)
                 y = warpgroup_mma(dv, before.permute((1, 0)), y, use_acc=part > 0, is_async=True)
                 z = warpgroup_mma(
-                    u_tiles.index(slot), after.permute((1, 0)), z, use_acc=part > 0, is_async=True
+                    tiles.u.index(slot), after.permute((1, 0)), z, use_acc=part > 0, is_async=True
                 )
                 if dgate is not None:
                     products = before.load(STATE).to(gl.float32) * after.load(STATE).to(gl.float32)
                     ended += gl.sum(products, 1)
                 seen, read, x, y, z = warpgroup_mma_wait(0, deps=[seen, read, x, y, z])
                 # the compiler puts a barrier of the eight warps before this
-                mbarrier.arrive(empty.index(slot))
+                mbarrier.arrive(barriers.empty.index(slot))
                 slot, phase = advance_slot(slot, phase, STAGES)
 
             if i == 0:
-                mbarrier.wait(keys_full, n & 1)
+                mbarrier.wait(barriers.keys_full, n & 1)
                 if NORMALIZE:
                     normalize_tile(q_tile, vectors, Q_FACTOR, ROWS)
                     normalize_tile(k_tile, vectors, K_FACTOR, ROWS)
@@ -282,7 +308,7 @@ def compute_items(
         )
         # the tiles were written by threads, and are written by the copy engine next
         fence_async_shared()
-        mbarrier.arrive(keys_empty)
+        mbarrier.arrive(barriers.keys_empty)
 
 
 @gluon.jit
@@ -297,9 +323,10 @@ def row_gradients_sm90(
     dv_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, COLUMNS], TILE)
     before_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DIM, COLUMNS], TILE)
     after_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DIM, COLUMNS], TILE)
-    tiles = (do_tiles, u_tiles, dv_tiles, before_tiles, after_tiles)
+    tiles = ColumnTiles(do_tiles, u_tiles, dv_tiles, before_tiles, after_tiles)
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, DIM], TILE)
     k_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, DIM], TILE)
+    key_tiles = KeyTiles(q_tile, k_tile)
     seen_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE)
     read_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [PARTS, CHUNK], VECTORS)
@@ -309,18 +336,17 @@ def row_gradients_sm90(
         mbarrier.init(full.index(n), count=1)
         mbarrier.init(empty.index(n), count=1)
     fence_async_shared()
-    keys_full = full.index(STAGES)
-    keys_empty = empty.index(STAGES)
+    barriers = Barriers(full, empty, full.index(STAGES), empty.index(STAGES))
     gl.warp_specialize(
         [
             (compute_items, (
-                gate, beta, raw_query, raw_key, cu, dquery, dkey, dgate, dbeta, tiles, q_tile,
-                k_tile, seen_tile, read_tile, vectors, full, empty, keys_full, keys_empty, items,
-                programs, sizes, scale, NORMALIZE, GROUPS, HALVES,
+                gate, beta, raw_query, raw_key, cu, dquery, dkey, dgate, dbeta, tiles, key_tiles,
+                seen_tile, read_tile, vectors, barriers, items, programs, sizes, scale, NORMALIZE,
+                GROUPS, HALVES,
             )),
             (load_items, (
-                query, key, dout, updates, dvalue, states, dstates, cu, tiles, q_tile, k_tile, full,
-                empty, keys_full, keys_empty, items, programs, sizes, GROUPS, HALVES,
+                query, key, dout, updates, dvalue, states, dstates, cu, tiles, key_tiles, barriers,
+                items, programs, sizes, GROUPS, HALVES,
             )),
         ],
         [1],
