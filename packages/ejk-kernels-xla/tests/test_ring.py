@@ -160,7 +160,7 @@ def test_against_oracle(way: str, case: tuple[int, str, Call]) -> None:
 
 
 def test_keys_and_values_in_one_transfer() -> None:
-    """The values of a ring, forward and backward, with half of its transfers of floats."""
+    """The values of a ring, forward and backward, with half of its transfers or less."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("sp",))
     shapes = ((1, 16, 2, 8), (1, 16, 1, 8), (1, 16, 1, 6), (1, 16, 2, 6))
     *x, do = (normal(*shape, seed=i) for i, shape in enumerate(shapes))
@@ -177,15 +177,42 @@ def test_keys_and_values_in_one_transfer() -> None:
         spec = P(None, "sp")
         return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
 
-    sent = re.compile(r"collective_permute.*-> tensor<[\dx]*f32>")
+    # ids are of 32 bits with a sign
+    sent = re.compile(r"collective_permute.*-> tensor<[\dx]*(?:f32|ui32)>")
     results, transfers = [], []
     for way in ("ring", "ring_packed"):
         lowered = gradients(way).lower(*x, do, ids)
         transfers.append(len(sent.findall(lowered.as_text())))
         results.append(jax.tree.leaves(lowered.compile()(*x, do, ids)))
-    assert transfers[1] * 2 == transfers[0] > 0
+    # forward: the first hop and the loop's; backward: before and after the first step, then with
+    # the gradients, which at last go on and home alone
+    assert transfers == [2 * (2 + 2 + 2 + 2), 2 + 2 + 1 + 2]
     for packed, apart in zip(*results, strict=True):  # XLA may fuse, and so round, differently
         np.testing.assert_allclose(packed, apart, rtol=2**-20, atol=2**-22)
+
+
+def test_keys_in_one_transfer_with_wider_gradients() -> None:
+    """Keys of 16 bits and sums of 32, in a loop of steps that send both."""
+    mesh, spec = Mesh(np.array(jax.devices()[:8]), ("sp",)), P(None, "sp")
+    x = [normal(1, 32, n, 8, seed=i).astype(jnp.bfloat16) for i, n in enumerate((2, 1, 1, 2))]
+
+    def gradients(way: str) -> Any:
+        options = {"axis_name": "sp", "layout": "zigzag", "causal": True}
+
+        def local(q: Any, k: Any, v: Any, do: Any) -> Any:
+            attend = partial(ring_attention, **options, cfg={"context_parallel": way})
+            return jax.vjp(attend, q, k, v)[1](do)
+
+        program = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+        lowered = jax.jit(program).lower(*x)
+        return lowered.as_text(), lowered.compile()(*x)
+
+    (_, apart), (text, packed) = map(gradients, ("ring", "ring_packed"))
+    keys, words = 2 * 4 * 8, 16  # a device's keys and values, and the bits of a word
+    assert f"-> tensor<{keys + 32 // words * keys}xui16>" in text
+    for a, b in zip(packed, apart, strict=True):
+        a, b = (np.asarray(y, np.float32) for y in (a, b))
+        assert np.abs(a - b).max() <= 2**-7 * np.abs(b).max()
 
 
 def test_keys_and_values_of_two_dtypes_travel_apart() -> None:

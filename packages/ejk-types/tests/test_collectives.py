@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.types.collectives import gather, permute
+from ejkernel.types.collectives import gather, permute, permute_joined
 
 N = 4
 pytestmark = pytest.mark.skipif(len(jax.devices()) < N, reason="needs four devices")
@@ -46,6 +46,31 @@ def test_gradients_go_the_other_way() -> None:
     np.testing.assert_array_equal(gradient(x), [0, 2, 4, 6, 8, 10, 0, 0])
     second = jax.jit(jax.grad(lambda x: jnp.sum(gradient(x))))(x)
     np.testing.assert_array_equal(second, [2] * (2 * N - 2) + [0, 0])
+
+
+def send_joined(*arrays: Any) -> Any:
+    mesh = Mesh(np.array(jax.devices()[:N]), ("sp",))
+    body = partial(permute_joined, axes="sp", route=ROUTE)
+    return jax.shard_map(lambda *x: body(x), mesh=mesh, in_specs=P("sp"), out_specs=P("sp"))(
+        *arrays
+    )
+
+
+def test_arrays_of_two_dtypes_in_one_transfer() -> None:
+    x, row = jnp.arange(2 * N, dtype=jnp.bfloat16), jnp.arange(3.0 * N).reshape(N, 3) / 7
+    program = jax.jit(send_joined).lower(x, row).compile()
+    assert program.as_text().count(" collective-permute(") == 1
+    for sent, alone in zip(program(x, row), (send(x), send(row)), strict=True):
+        assert sent.dtype == alone.dtype
+        np.testing.assert_array_equal(sent, alone)
+
+    def loss(x: Any, row: Any) -> Any:
+        x, row = send_joined(x, row)
+        return jnp.sum(x.astype(jnp.float32) ** 2) + jnp.sum(row**2)
+
+    gradients = jax.jit(jax.grad(loss, (0, 1)))(x, row)
+    np.testing.assert_array_equal(gradients[0], [0, 2, 4, 6, 8, 10, 0, 0])
+    np.testing.assert_allclose(gradients[1], 2 * row * (jnp.arange(N) < N - 1)[:, None])
 
 
 def gathered(*arrays: Any) -> Any:

@@ -68,17 +68,46 @@ def _gather(axes: Axes, arrays: Arrays) -> Arrays:
 
 def _gather_bits(axes: Axes, *arrays: jax.Array) -> Arrays:
     """Gathers the arrays one after the other in one array, as bits of the narrowest of them."""
+    everywhere = jax.lax.all_gather(_joined_bits(arrays), axes)
+    return _split_bits(everywhere, arrays)
+
+
+def _joined_bits(arrays: Sequence[jax.Array]) -> jax.Array:
     width = min(np.dtype(x.dtype).itemsize for x in arrays)
     bits = [jax.lax.bitcast_convert_type(x, f"uint{8 * width}").reshape(-1) for x in arrays]
-    everywhere = jax.lax.all_gather(jnp.concatenate(bits), axes)
-    ends = list(itertools.accumulate(x.size for x in bits))
-    gathered = []
-    for x, first, end in zip(arrays, [0, *ends], ends, strict=False):
-        words = np.dtype(x.dtype).itemsize // width
-        shape = (-1, *x.shape, words) if words > 1 else (-1, *x.shape)
-        part = everywhere[:, first:end].reshape(shape)
-        gathered.append(jax.lax.bitcast_convert_type(part, x.dtype))
-    return tuple(gathered)
+    return jnp.concatenate(bits)
+
+
+def _split_bits(bits: jax.Array, like: Sequence[jax.Array]) -> Arrays:
+    """Returns the arrays of ``[..., bits]``, each with the leading axes in front."""
+    width, front = np.dtype(bits.dtype).itemsize, bits.shape[:-1]
+    words = [np.dtype(x.dtype).itemsize // width for x in like]
+    ends = list(itertools.accumulate(x.size * n for x, n in zip(like, words, strict=True)))
+    arrays = []
+    for x, n, first, end in zip(like, words, [0, *ends], ends, strict=False):
+        part = bits[..., first:end].reshape(*front, *x.shape, *([n] if n > 1 else []))
+        arrays.append(jax.lax.bitcast_convert_type(part, x.dtype))
+    return tuple(arrays)
+
+
+def permute_joined(
+    arrays: Sequence[jax.Array], axes: Axes, route: Sequence[tuple[int, int]]
+) -> Any:
+    """Returns what ``permute`` does, by one transfer of the bits of all arrays."""
+    return _permute_joined(axes, tuple(route), tuple(arrays))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _permute_joined(axes: Axes, route: Route, arrays: Arrays) -> Arrays:
+    return _split_bits(jax.lax.ppermute(_joined_bits(arrays), axes, route), arrays)
+
+
+@_permute_joined.defjvp
+def _permute_joined_jvp(axes: Axes, route: Route, primals: Any, tangents: Any) -> Any:
+    """Sends the tangents as they are: bits have no gradient."""
+    (arrays,), (dots,) = primals, tangents
+    sent = tuple(jax.lax.ppermute(x, axes, route) for x in dots)
+    return _permute_joined(axes, route, arrays), sent
 
 
 @_gather.defjvp

@@ -261,8 +261,7 @@ def backward(
 
     def step(t: Any, state: Any, run: Run) -> Any:
         (dq, accumulators), sums, visitors = state
-        coming = transport.following(visitors, run)
-        arriving = transport.accumulators(accumulators, run)
+        coming, arriving = transport.exchange(visitors, accumulators, run)
         wide = run.before is not None or _is_merged(p, run.steps), _is_merged(p, run.steps, "kv")
 
         def branch(pieces: Pieces) -> Callable[..., Any]:

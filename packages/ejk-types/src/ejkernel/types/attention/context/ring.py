@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.attention.context.pieces import Cells, Piece
-from ejkernel.types.collectives import permute
+from ejkernel.types.collectives import permute, permute_joined
 from ejkernel.types.masks.rules import Rule
 
 
@@ -59,8 +59,14 @@ class Ring:
         """Every array sent ``places`` devices along the ring."""
         if places % self.size == 0:
             return tree
-        route = [(i, (i + places) % self.size) for i in range(self.size)]
-        return permute(tree, self.axis_name, route)
+        return permute(tree, self.axis_name, self._route(places))
+
+    def shift_joined(self, arrays: Sequence[jax.Array], places: int) -> Any:
+        """Arrays sent ``places`` devices along the ring, not a multiple of all, by one transfer."""
+        return permute_joined(arrays, self.axis_name, self._route(places))
+
+    def _route(self, places: int) -> list[tuple[int, int]]:
+        return [(i, (i + places) % self.size) for i in range(self.size)]
 
 
 @dataclass(frozen=True)

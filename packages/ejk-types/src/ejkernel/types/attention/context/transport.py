@@ -45,6 +45,10 @@ class RingTransport:
         """Sends the gradients so far after their keys; in a last step of the device's own, home."""
         return None if run.before is None else self.ring.shift(sums, run.before)
 
+    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any]:
+        """Sends keys and accumulators on; returns the next keys, and the gradients that arrive."""
+        return self.following(visitors, run), self.accumulators(sums, run)
+
     def accumulated(
         self, sums: Any, new: Sequence[jax.Array], step: Any, run: Run, dtypes: Sequence[Any]
     ) -> Any:
@@ -63,6 +67,8 @@ class RingTransport:
 
 class PackedRingTransport(RingTransport):
     """A ring in which keys and values are one array, and so are their accumulators.
+
+    In a step that sends both, they are one array of bits.
 
     A compiler may let few transfers be under way at once; one then takes the place of two. Keys and
     values of different dtypes travel apart.
@@ -104,6 +110,16 @@ class PackedRingTransport(RingTransport):
             return None
         return self.unpacked(super().accumulators(self.packed(*sums), run))
 
+    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any]:
+        """Sends keys and accumulators on; returns the next keys, and the gradients that arrive."""
+        follows = run.after is not None and run.steps[-1] + run.after != self.own_step
+        if run.before is None or run.before != run.after or not follows:
+            return super().exchange(visitors, sums, run)
+        packed, *others = visitors
+        arrived = self.ring.shift_joined((*packed, *sums), run.before)
+        coming = (arrived[: len(packed)], *self.ring.shift(others, run.before))
+        return coming, arrived[len(packed) :]
+
     def returned(self, sums: Any, step: int) -> Any:
         """Returns the gradients of this device's own keys."""
         if step == self.own_step:
@@ -141,9 +157,9 @@ class GatheredTransport:
             lambda x: jax.lax.dynamic_index_in_dim(x, source, 0, keepdims=False), visitors
         )
 
-    def accumulators(self, sums: Any, run: Run) -> Any:
-        """Returns the gradients so far, which stay."""
-        return sums
+    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any]:
+        """Returns the gathered keys and the gradients so far, which stay."""
+        return visitors, sums
 
     def accumulated(
         self, sums: Any, new: Sequence[jax.Array], step: Any, run: Run, dtypes: Sequence[Any]
