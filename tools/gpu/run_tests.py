@@ -59,7 +59,7 @@ class Worker:
         self.lost = False
 
     def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:  # a file of tests that cannot be imported; those of other files run
+        if report.failed:  # a file that cannot be imported; the tests of other files run
             reason = report.longreprtext.splitlines()[-1]
             self.reports.put(Report(self.number, report.nodeid, "failed", 0.0, reason))
 
@@ -160,7 +160,7 @@ class Outcomes:
 
 
 def visible_gpus(count: int) -> list[str]:
-    """Returns the names of so many of the GPUs that this process may use."""
+    """Returns the names of the first ``count`` GPUs that this process may use."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return (names.split(",") if names else [str(n) for n in range(count)])[:count]
 
@@ -209,7 +209,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--seconds", type=float, default=540, help="no test starts after these")
-    parser.add_argument("--devices", type=int, default=0, help="spread the processes over so many")
+    parser.add_argument(
+        "--devices", type=int, default=0, help="GPUs over which processes are spread"
+    )
     parser.add_argument("-m", default="gpu", dest="marks", help="pytest's expression of marks")
     options, arguments = parser.parse_known_args(argv)
     if options.processes < 1 or options.seconds <= 0:

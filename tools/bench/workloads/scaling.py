@@ -369,7 +369,7 @@ def add_to_record(folder: pathlib.Path, row: Row) -> None:
 def main(args: argparse.Namespace, sizes: Sizes | None = None) -> int:
     """Prints a row for each case, pass and number of devices; adds them to ``scaling.json``."""
     sizes = sizes or Sizes()
-    found, begun, clock = False, time.monotonic(), Clock(args.budget_s)
+    status, begun, clock = 2, time.monotonic(), Clock(args.budget_s)
     # a collective whose other device has failed never returns
     watch = threading.Timer((args.budget_s or 0.0) + GRACE_S, give_up)
     watch.daemon = True
@@ -377,15 +377,15 @@ def main(args: argparse.Namespace, sizes: Sizes | None = None) -> int:
         watch.start()
     try:
         for row in rows_of(args, sizes, clock):
-            found = True
+            status = 0
             print(f"{time.monotonic() - begun:5.0f} s {row}", flush=True)
             with alone_on_devices(args.lock):
                 add_to_record(args.out, row)
     finally:
         watch.cancel()
-    if not found:
+    if status:
         print("scaling: no case has such a name", file=sys.stderr)
-    return 0 if found else 2
+    return status
 
 
 def give_up() -> None:
