@@ -292,6 +292,23 @@ def test_mapped_calls_stay_sharded(xla):
     assert compiled.output_shardings[0].spec == BSHD
 
 
+def test_a_mesh_axis_that_no_spec_names_has_no_collective(xla):
+    """Devices along it compute the same: their gradients are not added up."""
+    mesh = mesh_of((2, 4), "dp", "tp")
+    ring = partial(modules.ring_attention, axis_name="dp")
+    for function, spec, with_heads in (
+        (modules.flash_attention, DP, BSHD),
+        (ring, P(None, "dp"), P(None, "dp", "tp")),
+    ):
+        call = partial(function, mesh=mesh, in_specs=(spec,) * 3, causal=True)
+        compiled = partitioned_program(both(call), qkv(), (spec,) * 3, mesh)
+        assert "all-reduce" not in collectives(compiled), function
+        assert compiled.output_shardings[0].is_equivalent_to(NamedSharding(mesh, spec), 4)
+        # arrays that are sharded over it become whole
+        compiled = partitioned_program(call, qkv(), (with_heads,) * 3, mesh)
+        assert compiled.output_shardings.is_equivalent_to(NamedSharding(mesh, spec), 4)
+
+
 def test_layers_of_a_scan_under_checkpoint_run_the_forward_pass_once(xla):
     names = jax.checkpoint_policies.save_only_these_names("ejkernel_out", "ejkernel_lse")
 

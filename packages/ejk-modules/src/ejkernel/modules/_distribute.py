@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from ejkernel.modules._specs import (
     Argument,
@@ -130,21 +130,34 @@ def distribute(
         return jax.lax.psum(result, summed) if summed else result
 
     single = len(outputs) == 1
-    if explicit_axes(mesh):
+    by_specs = typed_layout is None and not ring_alone
+    if by_specs:
+        axis_names = _axes_to_map(mesh, (specs, natural), ring_axis)
+    is_partial = len(axis_names) < len(mesh.axis_names)
+    if explicit_axes(mesh) or (by_specs and is_partial):  # whole over axes that no spec names
         arrays = [_placed_tree(x, mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
     local_specs = (tuple(specs), natural[0] if single else natural)
-    if typed_layout is None and not ring_alone:
-        mapped = jax.shard_map(
-            body, mesh=mesh, in_specs=local_specs[0], out_specs=local_specs[1], check_vma=False
-        )
-    else:
-        mapped = over_axes(body, mesh, axis_names, *local_specs)
-    result = mapped(*arrays)
+    result = over_axes(body, mesh, axis_names, *local_specs)(*arrays)
     if out_layout == natural:
         return result
     results = [result] if single else result
     moved = [_move(x, mesh, spec) for x, spec in zip(results, out_layout, strict=True)]
     return moved[0] if single else tuple(moved)
+
+
+def _axes_to_map(mesh: Any, specs: Any, ring_axis: str | None) -> tuple[str, ...]:
+    """Returns the axes of the mesh that a shard_map is over: those that ``specs`` name.
+
+    ``jax.shard_map`` would add up the gradients of devices along the others, as it does not know
+    that they compute the same. Kernels for TPUs need all axes; so do arrays that are on none.
+    """
+    every = tuple(mesh.axis_names)
+    if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform == "tpu":
+        return every
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    entries = [entry for spec in leaves for entry in spec]
+    named = {ring_axis, *(axis for entry in entries for axis in mesh_axes(entry))}
+    return tuple(axis for axis in every if axis in named) or every
 
 
 def _arrays(op: DistributedOperation) -> list[tuple[int, Any]]:
