@@ -21,6 +21,7 @@ from ejkernel.kernels.xla._paged.decode import step_tokens
 from ejkernel.kernels.xla._paged.kernel import split_count
 from ejkernel.kernels.xla._paged.layouts import Tables
 from ejkernel.kernels.xla._paged.ragged import choose_shape
+from ejkernel.types.arrays import quantise
 from ejktest.drawn import array
 from ejktest.grids import without
 from ejktest.oracles import paged as oracle
@@ -322,6 +323,30 @@ def test_v3_quantises_on_write_and_leaves_padding_alone():
     got = np.asarray(new)[..., :D].reshape(PAGES, PS, 2 * HK, D)
     assert np.abs(got - np.asarray(expected)).max() <= 1  # a tie may round either way
     check_close(out, reference, rms_limit=5e-3)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("int8", 0.04), ("float8_e4m3fn", 0.5)])
+def test_v3_queries_that_are_quantised_have_gradients_of_exact_ones(dtype, scale):
+    q, pages, bt = ragged_case()
+    weights = normal(TOKENS, H, D)
+    keys, values = (quantise(normal(TOKENS, HK, D), scale, dtype) for _ in range(2))
+    cache = quantise(pages.reshape(-1, 2 * HK, D), scale, dtype).reshape(pages.shape)
+
+    def gradient(convert, **scales):
+        def total(q):
+            out, _ = ragged_page_attention_v3(
+                q, convert(keys), convert(values), convert(cache), CONTEXT, bt, STARTS,
+                jnp.asarray([0, 0, COUNT]), **scales,
+            )  # fmt: skip
+            return (out * weights).sum()
+
+        return jax.grad(total)(q)
+
+    exact = gradient(lambda x: x.astype(jnp.float32) * scale)
+    got = gradient(lambda x: x, q_scale=scale, k_scale=scale, v_scale=scale)
+    # scores have the error of a rounded query: about half a step, 1 / 16 of it in float8
+    assert jnp.abs(got - exact).max() <= 0.1 * jnp.abs(exact).max()
+    assert jnp.abs(exact).max() > 0
 
 
 def test_packed_equals_batched_and_contiguous():

@@ -7,6 +7,7 @@ is computed on without being read.
 from __future__ import annotations
 
 import operator
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -215,18 +216,43 @@ def static_int(x: Any, argument: str, *, low: int | None = None, high: int | Non
 
 
 def quantise(x: jax.Array, scale: Any, dtype: Any) -> jax.Array:
-    """``cast(clip(round(x / scale)))``: to nearest even, clipped to what ``dtype`` holds.
+    """``cast(round(clip(x / scale)))``: clipped to what ``dtype`` holds, to nearest even.
 
     ``scale`` broadcasts against the heads axis of ``x [T, heads, d]``; None = 1.
     """
+    return _cast(_divide_and_clip(x, scale, dtype), dtype)
+
+
+def quantised_values(x: jax.Array, scale: Any, dtype: Any) -> jax.Array:
+    """``quantise``, in the dtype of ``x``, which holds the values exactly.
+
+    Gradients are those of ``clip(x / scale)``, as if nothing were rounded: a rounded integer has
+    none, and a cotangent of an 8-bit float would have its bits.
+    """
+    return _round(_divide_and_clip(x, scale, dtype), jnp.dtype(dtype)).astype(x.dtype)
+
+
+def _divide_and_clip(x: jax.Array, scale: Any, dtype: Any) -> jax.Array:
     wide = result_dtype(x, jnp.float32)
     y = x.astype(wide)
     if scale is not None:
         y = y / jnp.asarray(scale, wide).reshape(1, -1, 1)
+    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    return jnp.clip(y, float(info.min), float(info.max))
+
+
+def _cast(y: jax.Array, dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        return jnp.clip(jnp.round(y), info.min, info.max).astype(dtype)
-    info = jnp.finfo(dtype)
-    y = jnp.clip(y, float(info.min), float(info.max)).astype(dtype)
+        return jnp.round(y).astype(dtype)
     # XLA on GPUs drops a conversion whose result is converted back, and with it the rounding
-    return jax.lax.optimization_barrier(y)
+    return jax.lax.optimization_barrier(y.astype(dtype))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _round(y: jax.Array, dtype: np.dtype) -> jax.Array:
+    return _cast(y, dtype).astype(y.dtype)
+
+
+@_round.defjvp
+def _round_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    return _round(*primals, dtype), tangents[0]

@@ -68,7 +68,8 @@ def ragged_page_attention_v3(
         softmax_scale: default ``head_dim ** -0.5``.
         sliding_window, logits_soft_cap: as in :func:`page_attention`.
         q_scale: queries are quantised as ``cast(clip(q / q_scale))`` to the cache's dtype and
-            logits multiplied by it; None = not quantised.
+            logits multiplied by it; None = not quantised. Their gradient is that of ``clip(q /
+            q_scale)``. An 8-bit cache has no gradient, nor have keys and values written to it.
         k_scale, v_scale: one number or one per kv head; multiply logits and output; None = 1, with
             a warning for an int8 cache.
         tree_mask: ``[tokens, max_new]``, where the new tokens of a sequence are nodes of a tree: a

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import quantise
+from ejkernel.types.arrays import quantise, quantised_values
 from ejkernel.types.calls import values
 from ejkernel.types.calls.paged import RaggedCall
 from ejkernel.types.calls.spec import Arguments
@@ -183,7 +183,7 @@ class RaggedPageAttentionv3(RaggedCall):
         if "q_scale" in arrays:
             q, scale = operands["q"], arrays["q_scale"].astype(jnp.float32)
             # the dot product with a query quantised like the cache is exact in its own dtype
-            operands["q"] = quantise(q, scale, operands["k"].dtype).astype(q.dtype)
+            operands["q"] = quantised_values(q, scale, operands["k"].dtype)
             k_scale = operands.get("k_scale", jnp.ones((1, 1)))
             operands["logit_scale"] = k_scale.astype(jnp.float32) * scale
         return in_order(operands)

@@ -8,7 +8,7 @@ from ejkernel.kernels.xla._paged.kernel import GroupKernel
 from ejkernel.kernels.xla._paged.ragged import Sequences, attend_ragged
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
-from ejkernel.types.arrays import quantise
+from ejkernel.types.arrays import quantise, quantised_values
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.write import write_rows, write_slots
 
@@ -47,7 +47,7 @@ class RaggedPageAttentionv3(GroupKernel):
             cache = write_rows(cache, keys, values, *slots)
         if q_scale is not None:
             # rounded to the cache's dtype, kept in the query's: dot products are exact either way
-            q = quantise(q, q_scale, cache.dtype).astype(q.dtype)
+            q = quantised_values(q, q_scale, cache.dtype)
         tree = (arrays.get(name) for name in ("tree_mask", "positions"))
         out, lse = attend_ragged(
             work.problem,
