@@ -226,7 +226,7 @@ def quantise(x: jax.Array, scale: Any, dtype: Any) -> jax.Array:
 def quantised_values(x: jax.Array, scale: Any, dtype: Any) -> jax.Array:
     """``quantise``, in the dtype of ``x``, which holds the values exactly.
 
-    Gradients are those of ``clip(x / scale)``, as if nothing were rounded: a rounded integer has
+    The gradient is that of ``clip(x / scale)``, as if nothing were rounded: a rounded integer has
     none, and a cotangent of an 8-bit float would have its bits.
     """
     return _round(_divide_and_clip(x, scale, dtype), jnp.dtype(dtype)).astype(x.dtype)
