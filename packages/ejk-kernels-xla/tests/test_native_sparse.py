@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.xla import native_sparse_attention
+from ejkernel.kernels.xla.native_sparse_attention import selected
 from ejktest.cases.sparse import compare
 from ejktest.drawn import array
 from ejktest.grids import cover
@@ -116,3 +117,19 @@ def test_transformations_and_empty_input():
     args = {"query": q, "key": k, "value": v, "g_cmp": g_cmp, "g_slc": g_slc}
     check_transformations(f, {name: jnp.stack([x, x * 0.5]) for name, x in args.items()})
     assert f(q[:, :0], k[:, :0], v[:, :0]).shape == (1, 0, 2 * HK, DV)
+
+
+def test_gradients_of_blocks_that_rows_share_are_summed_in_one_order():
+    """As on GPUs, where a scatter adds them in any order: packed rows, duplicates, no block."""
+    spec = selected.Spec(1.0, SIZE, S, 5, jnp.dtype("float32"))
+    ends = np.array([7, 8, S])
+    start = np.array([0, 7, 8])[np.searchsorted(ends, np.arange(S), "right")]
+    chosen = RNG.integers(-1, 4, (S, HK, 5))
+    rows = selected.Rows(*(array(x, jnp.int32) for x in (chosen, start, np.arange(S) - start)))
+    token, seen, block = selected._tokens(spec, rows, S, 0)
+    update = jnp.where(seen[..., None], normal(*token.shape, D), 0.0)
+    total = normal(S, HK, D)
+    expected = selected._add_each(total, token, block, update)
+    got = selected._add_block_sums(total, token, block, update)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(got - total).max() > 1.0

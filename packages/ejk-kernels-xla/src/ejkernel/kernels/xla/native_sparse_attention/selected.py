@@ -48,15 +48,16 @@ class Rows(NamedTuple):
 
 
 def _tokens(spec: Spec, rows: Rows, length: int, step):
-    """Returns token indices ``[r, hk, slots * size]`` of one step and whether each may be seen."""
+    """Returns token indices ``[r, hk, slots * size]`` of one step and whether each may be seen; and
+    the first token of each block, ``[r, hk, slots]``."""
     chosen = lax.dynamic_slice_in_dim(rows.chosen, step * spec.slots, spec.slots, axis=2)
     inside = (
         chosen[..., None] * spec.size + jnp.arange(spec.size, dtype=jnp.int32)[None, None, None]
     )
     seen = (chosen[..., None] >= 0) & (inside <= rows.position[:, None, None, None])
-    token = jnp.clip(rows.start[:, None, None, None] + inside, 0, length - 1)
+    token = rows.start[:, None, None, None] + inside
     flat = (*chosen.shape[:2], -1)
-    return token.reshape(flat), seen.reshape(flat)
+    return jnp.clip(token, 0, length - 1).reshape(flat), seen.reshape(flat), token[..., 0]
 
 
 def _gather(x, token):
@@ -67,9 +68,37 @@ def _gather(x, token):
     return jax.vmap(lambda x, token: x[token], 1, 1)(x, token)
 
 
-def _scatter_add(x, token, update):
-    """``x [s, hk, d]`` with ``update [r, hk, t, d]`` added at each head's own tokens."""
+def _scatter_add(x, token, block, update):
+    """``x [s, hk, d]`` with ``update [r, hk, t, d]`` added at each head's own tokens.
+
+    ``block [r, hk, slots]``: the first of each ``t / slots`` tokens.
+    """
+    return lax.platform_dependent(
+        x, token, block, update, default=_add_each, cuda=_add_block_sums, rocm=_add_block_sums
+    )
+
+
+def _add_each(x, token, block, update):
     return jax.vmap(lambda x, token, u: x.at[token].add(u), 1, 1)(x, token, update)
+
+
+def _add_block_sums(x, token, block, update):
+    """``_add_each`` in one order: a scatter on GPUs adds what several rows have for a block in any.
+
+    The first entry of a block adds the sum of all of them; the others add nothing.
+    """
+
+    def of_head(x, token, block, update):
+        entries = block.reshape(-1)
+        token = token.reshape(entries.size, -1)
+        update = update.reshape(*token.shape, -1)
+        same = entries[:, None] == entries[None]
+        sums = jnp.sum(jnp.where(same[:, :, None, None], update[None], 0), 1)
+        is_first = ~jnp.any(jnp.tril(same, -1), 1)
+        token = jnp.where(is_first[:, None], token, x.shape[0])
+        return x.at[token].add(sums, mode="drop")
+
+    return jax.vmap(of_head, 1, 1)(x, token, block, update)
 
 
 def _logits(spec: Spec, q, k):
@@ -86,7 +115,7 @@ def _tile_forward(spec: Spec, q, k, v, rows: Rows):
 
     def forward_step(i, carry):
         top, total, o = carry
-        token, seen = _tokens(spec, rows, k.shape[0], i)
+        token, seen, _ = _tokens(spec, rows, k.shape[0], i)
         x = jnp.where(seen[:, :, None], _logits(spec, q, _gather(k, token)), NEG_INF)
         new = jnp.maximum(top, jnp.max(x, -1))
         safe = jnp.where(new == NEG_INF, 0.0, new)
@@ -113,15 +142,15 @@ def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, top, log_sum, do)
 
     def backward_step(i, carry):
         dq, dk, dv = carry
-        token, seen = _tokens(spec, rows, k.shape[0], i)
+        token, seen, block = _tokens(spec, rows, k.shape[0], i)
         kt, vt = _gather(k, token), _gather(v, token)
         x = jnp.where(seen[:, :, None], _logits(spec, q, kt) - top, NEG_INF)
         p = jnp.exp(jnp.minimum(x, 0.0) - log_sum)
         dp = jnp.einsum("rkgd,rktd->rkgt", do, vt.astype(do.dtype))
         ds = spec.scale * p * (dp - delta)
         dq = dq + jnp.einsum("rkgt,rktd->rkgd", ds, kt.astype(ds.dtype))
-        dk = _scatter_add(dk, token, jnp.einsum("rkgt,rkgd->rktd", ds, q.astype(ds.dtype)))
-        dv = _scatter_add(dv, token, jnp.einsum("rkgt,rkgd->rktd", p, do))
+        dk = _scatter_add(dk, token, block, jnp.einsum("rkgt,rkgd->rktd", ds, q.astype(ds.dtype)))
+        dv = _scatter_add(dv, token, block, jnp.einsum("rkgt,rkgd->rktd", p, do))
         return dq, dk, dv
 
     steps = rows.chosen.shape[2] // spec.slots
