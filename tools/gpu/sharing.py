@@ -31,7 +31,10 @@ FORMS = (
     ("ulysses", "contiguous"),
 )  # fmt: skip
 OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
-SETTINGS: dict[str, dict[str, int]] = {"default": {}, "overlap 4": {OVERLAP: 4}}
+COMBINE = "xla_gpu_collective_permute_combine_threshold_bytes"
+SETTINGS: dict[str, dict[str, int]] = {
+    "default": {}, "overlap 4": {OVERLAP: 4}, "combined": {COMBINE: 2**31},
+}  # fmt: skip
 
 # what XLA asks of a device while it compiles, of an H100 with 80 GB
 H100: dict[str, Any] = {
