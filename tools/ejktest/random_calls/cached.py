@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejktest.drawn import grow_tree, wild_tables
-from ejktest.random_calls.draw import EIGHT_BIT, HEADS, PAGE_SIZES, Draw, RandomCall, hide
+from ejktest.random_calls.draw import EIGHT_BIT, HEADS, Draw, RandomCall, hide
 
 
 def contexts(d: Draw, count: int) -> list[int]:
@@ -22,7 +22,7 @@ def cache_options(
     arrays: dict[str, Any] = {}
     static: dict[str, Any] = {}
     for name in ("k_scale", "v_scale") if value_scale else ("k_scale",):
-        if cache in EIGHT_BIT or d.chance(0.1):
+        if cache in EIGHT_BIT or d.option(0.1):
             usual = 0.01 if cache == "int8" else 0.5
             forms = [usual, np.float32(usual)]
             if value_scale:
@@ -45,13 +45,13 @@ def cache_options(
 
 
 def cache_dtype(d: Draw) -> str:
-    return d.dtype if d.chance(0.55) else d.pick(EIGHT_BIT)
+    return d.pick(EIGHT_BIT) if d.option(0.45) else d.dtype
 
 
 def paged(d: Draw, operation: str) -> RandomCall:
     (h, hk), dim, kind = d.pick(HEADS), d.dim(), cache_dtype(d)
     dv = dim if d.chance(0.7) else 128 if dim == 192 else d.dim()
-    lens, size = contexts(d, d.integer(1, 6)), d.pick(PAGE_SIZES)
+    lens, size = contexts(d, d.integer(1, 6)), d.page_size()
     tables, pages = wild_tables(d.rng, lens, size)
     arrays, static = cache_options(d, h, hk, kind)
     caches = [d.pages(pages, size, hk, x, dtype=kind) for x in (dim, dv)]
@@ -75,7 +75,7 @@ def latent_decoding(d: Draw, operation: str) -> RandomCall:
     width, kind = latent + d.pick((0, 16, 32, 64, 64)), cache_dtype(d)
     if d.plain:
         h, latent, width = d.pick((16, 64, 128)), 512, 576
-    lens, size = contexts(d, d.integer(1, 5)), d.pick(PAGE_SIZES)
+    lens, size = contexts(d, d.integer(1, 5)), d.page_size()
     tables, pages = wild_tables(d.rng, lens, size)
     arrays, static = cache_options(d, h, 1, kind, value_scale=False)
     cache = d.pages(pages, size, width, dtype=kind)
@@ -126,7 +126,7 @@ def ragged(d: Draw, operation: str) -> RandomCall:
     from ejkernel.types.serving.plan import make_plan
 
     writes = operation.endswith("v3")
-    (h, hk), dim, kind, size = d.pick(HEADS), d.dim(), cache_dtype(d), d.pick(PAGE_SIZES)
+    (h, hk), dim, kind, size = d.pick(HEADS), d.dim(), cache_dtype(d), d.page_size()
     n = d.integer(1, 6)
     new = [d.pick((1, 1, 1, 0, 3, 7, 64, 129)) for _ in range(n)]
     decoding = d.integer(0, n) if d.chance(0.4) else 0
@@ -136,7 +136,7 @@ def ragged(d: Draw, operation: str) -> RandomCall:
     tables, pages = wild_tables(d.rng, lens, size)
     arrays, static = cache_options(d, h, hk, kind)
     tokens = sum(new) + d.pick((0, 0, 1, 5))
-    tokens = max(tokens, 1)
+    tokens = d.rows(max(tokens, 1))
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     packing = 32 // (8 * jnp.dtype(kind).itemsize)
     row = (2 * hk, dim)

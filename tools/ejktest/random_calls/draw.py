@@ -78,21 +78,23 @@ class Draw:
 
     Attributes:
         dtype: of the call's floats.
-        plain: whether the call has usual dims and few options: kernels for one device refuse most
-            of the others.
+        plain: whether the call has 16 bits, usual dims and numbers of rows, and few options:
+            kernels for one device refuse most of the others.
     """
 
     def __init__(self, *seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.dtype = str(self.rng.choice(["bfloat16", "bfloat16", "float16", "float32"]))
-        self.plain = bool(self.rng.random() < 0.4)
+        self.plain = bool(self.rng.random() < 0.5)
+        if self.plain and self.dtype == "float32":
+            self.dtype = "bfloat16"
 
     def chance(self, share: float) -> bool:
         return bool(self.rng.random() < share)
 
     def option(self, share: float) -> bool:
         """Draws whether a call has an option."""
-        return self.chance(share * 0.3 if self.plain else share)
+        return self.chance(share * 0.15 if self.plain else share)
 
     def pick(self, values: Sequence[Any]) -> Any:
         return values[int(self.rng.integers(len(values)))]
@@ -107,6 +109,13 @@ class Draw:
     def normal(self, *shape: int, dtype: str | None = None, scale: float = 1.0) -> np.ndarray:
         values = scale * self.rng.standard_normal(shape)
         return values.astype(jnp.dtype(dtype or self.dtype))
+
+    def rows(self, count: int) -> int:
+        """Returns ``count``, or the next multiple of 8 in a plain call."""
+        return -(-count // 8) * 8 if self.plain else count
+
+    def page_size(self) -> int:
+        return self.pick([n for n in PAGE_SIZES if n not in (8, 24) or not self.plain])
 
     def dim(self, limit: int = 256) -> int:
         return self.pick([d for d in (USUAL_DIMS if self.plain else DIMS) if d <= limit])

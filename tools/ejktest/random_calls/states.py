@@ -109,7 +109,7 @@ def pooling(d: Draw, operation: str) -> RandomCall:
 
 
 def grouped(d: Draw, operation: str) -> RandomCall:
-    rows = d.length()
+    rows = d.rows(d.length())
     sizes = (64, 128, 256) if d.plain else (1, 7, 16, 40, 64, 129, 200, 256)
     inner, columns = d.pick(sizes), d.pick(sizes)
     groups = d.integer(1, 9)
@@ -128,7 +128,7 @@ def grouped(d: Draw, operation: str) -> RandomCall:
     if transposed:
         static["transpose_rhs"] = True
     smooth = ["lhs"]
-    kind = d.dtype if d.chance(0.7) else d.pick(EIGHT_BIT[:2])
+    kind = d.pick(EIGHT_BIT[:2]) if d.option(0.3) else d.dtype
     arrays["rhs"] = d.pages(*shape, dtype=kind)
     if kind == d.dtype:
         smooth.append("rhs")
