@@ -309,6 +309,15 @@ def test_a_mesh_axis_that_no_spec_names_has_no_collective(xla):
         assert compiled.output_shardings.is_equivalent_to(NamedSharding(mesh, spec), 4)
 
 
+def test_vmap_shards_over_a_mesh_axis_that_no_spec_names(xla):
+    mesh = mesh_of((2, 4), "dp", "tp")
+    call = partial(modules.flash_attention, mesh=mesh, in_specs=(DP,) * 3, causal=True)
+    arrays = [jnp.stack([x, x + 1] * 2) for x in qkv()]
+    out, gradients = jax.jit(jax.vmap(both(call), spmd_axis_name="tp"))(*arrays)
+    assert_same((out, gradients), jax.vmap(both(attend))(*arrays), 1e-4)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("tp", "dp")), out.ndim)
+
+
 def test_layers_of_a_scan_under_checkpoint_run_the_forward_pass_once(xla):
     names = jax.checkpoint_policies.save_only_these_names("ejkernel_out", "ejkernel_lse")
 

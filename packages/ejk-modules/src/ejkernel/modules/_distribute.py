@@ -22,6 +22,7 @@ from ejkernel.modules._specs import (
     typed_spec,
 )
 from ejkernel.modules.compat import explicit_axes, over_axes, placed
+from ejkernel.ops.compat import mapped_mesh_axes
 from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types.calls.axes import bare, meaning
@@ -156,7 +157,9 @@ def _axes_to_map(mesh: Any, specs: Any, ring_axis: str | None) -> tuple[str, ...
         return every
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     entries = [entry for spec in leaves for entry in spec]
-    named = {ring_axis, *(axis for entry in entries for axis in mesh_axes(entry))}
+    # vmap gives the operands of a shard_map the axes of its spmd_axis_name
+    named = {ring_axis, *mapped_mesh_axes()}
+    named.update(axis for entry in entries for axis in mesh_axes(entry))
     return tuple(axis for axis in every if axis in named) or every
 
 

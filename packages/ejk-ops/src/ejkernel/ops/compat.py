@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import dispatch, distributed, mesh, sharding_impls
+from jax._src import core, dispatch, distributed, mesh, sharding_impls
 from jax.core import Tracer
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "finds_partitioned_programs",
     "is_partitioned",
     "kernel_times",
+    "mapped_mesh_axes",
     "mesh_of",
     "needs_devices",
     "on_mesh",
@@ -56,6 +57,12 @@ def coordination() -> Coordination | None:
 def ambient_mesh() -> tuple[Any, Any]:
     """The meshes in force here: of ``jax.set_mesh``, and of ``with mesh:``, which is older."""
     return mesh.get_abstract_mesh(), mesh.thread_resources.env.physical_mesh
+
+
+def mapped_mesh_axes() -> tuple[str, ...]:
+    """The mesh axes over which a ``vmap`` around the caller shards, by its ``spmd_axis_name``."""
+    names = core.get_axis_env().spmd_axis_names
+    return tuple(names) if names else ()
 
 
 def mesh_of(x: Any) -> Any:
