@@ -125,6 +125,24 @@ def test_options_and_gradients(layout):
     assert_same(loss(ours)(*args), loss(theirs)(*args))
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ring_packed", "all_gather", "ulysses"])
+def test_gradients_of_a_bias_with_64_bit_types(strategy):
+    with jax.enable_x64(True):
+        q, k, v = (x.astype(jnp.float64) for x in qkv(batch=1, length=16))
+        bias = jax.random.normal(jax.random.key(2), (1, 4, 16, 16), jnp.float64)
+        config = {"context_parallel": strategy}
+        ours = partial(modules.ring_attention, axis_name="sp", mesh=ring(2), cfg=config)
+
+        def gradient(call):
+            def loss(bias):
+                return (call(q, k, v, bias, sliding_window=(5, 3)) ** 2).sum()
+
+            return jax.jit(jax.grad(loss))(bias)
+
+        expected = gradient(modules.flash_attention)
+        np.testing.assert_allclose(gradient(ours), expected, rtol=1e-10, atol=1e-12)
+
+
 def test_mask_info_is_sharded_with_its_sequence():
     q, k, v = qkv()
     mask = MaskInfo.from_segments(jnp.asarray([[0] * 13 + [1] * 19]))

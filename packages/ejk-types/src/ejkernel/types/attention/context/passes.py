@@ -362,6 +362,7 @@ def _add_columns(p: Pass, dbias: Any, new: jax.Array, piece: Piece, source: Any)
         new, first = new.sum(2, keepdims=True), 0
     else:
         first = rows.start
-    start = (0, 0, first, source * p.lengths[1] + keys.start)
+    column = source * p.lengths[1] + keys.start
+    start = [jnp.asarray(i, jnp.int32) for i in (0, 0, first, column)]  # x64: one dtype
     before = jax.lax.dynamic_slice(dbias, start, new.shape)
     return jax.lax.dynamic_update_slice(dbias, before + new.astype(dbias.dtype), start)
