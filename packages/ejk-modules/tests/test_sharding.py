@@ -190,6 +190,20 @@ def test_bad_specs(where, error, message):
         modules.flash_attention(*qkv(), **where)
 
 
+def test_bad_meshes():
+    specs, arrays = (P("dp"),) * 3, qkv()
+    attend = modules.flash_attention
+    with pytest.raises(ValueError, match="mesh: expected one with devices"):
+        attend(*arrays, mesh=Mesh(np.zeros(0, object), ("dp",)), in_specs=specs)
+    mesh = mesh_of((2, 4))
+    with jax.set_mesh(mesh_of((4, 2))), pytest.raises(ValueError, match="mesh: .* in force"):
+        attend(*arrays, mesh=mesh, in_specs=specs)
+    inner = partial(attend, mesh=mesh, in_specs=specs)
+    outer = jax.shard_map(inner, mesh=mesh, in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match=r"mesh: .*get_abstract_mesh\(\)"):
+        outer(*arrays)
+
+
 def test_bad_specs_of_other_operations():
     grouped, sparse = (call(name) for name in ("grouped_matmul", "native_sparse_attention"))
     mesh = mesh_of((2, 4))

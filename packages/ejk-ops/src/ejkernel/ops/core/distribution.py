@@ -23,7 +23,7 @@ class LocalCall(Protocol):
 
 
 def check_mesh_and_specs(name: str, mesh: Any, in_specs: Any, out_specs: Any) -> None:
-    """Raises ValueError for a mesh without specs or specs without a mesh."""
+    """Raises ValueError for a mesh without specs, without devices or not in force; or none."""
     if mesh is not None and in_specs is None:
         raise ValueError(
             f"{name}: mesh was given without in_specs: expected one PartitionSpec per array "
@@ -34,6 +34,14 @@ def check_mesh_and_specs(name: str, mesh: Any, in_specs: Any, out_specs: Any) ->
         raise ValueError(f"{name}: {argument} was given without mesh")
     if in_specs is None:
         return
+    if not mesh.size:
+        raise ValueError(f"{name}: mesh: expected one with devices, given {mesh!r}")
+    in_force = jax.sharding.get_abstract_mesh()
+    if not in_force.empty and mesh.abstract_mesh != in_force:
+        raise ValueError(
+            f"{name}: mesh: given {mesh!r}, expected the one in force, as by jax.set_mesh or a "
+            f"shard_map around the call: jax.sharding.get_abstract_mesh(), which is {in_force}"
+        )
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
         raise ValueError(
             f"{name}: in_specs must be a sequence of PartitionSpec or None, got {in_specs!r}"
