@@ -7,6 +7,7 @@ the partitioning is, and run where the values are.
 import inspect
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +198,17 @@ def test_explicit_axes_beside_others():
     outer = jax.shard_map(attend, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
     for mapped in (local, outer):
         assert_same(jax.jit(mapped)(*placed), expected)
+
+
+@pytest.mark.parametrize("spec", [P("dp"), P(None, None, "tp"), BSHD, P(("dp", "tp"))])
+def test_specs_name_explicit_axes_and_automatic_ones(spec):
+    types = (AxisType.Auto, AxisType.Explicit)
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=types, devices=jax.devices()[:4])
+    gradients = lambda f: jax.jit(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)))  # noqa: E731
+    attend = partial(modules.flash_attention, causal=True)
+    ours = gradients(partial(attend, mesh=mesh, in_specs=(spec,) * 3))
+    for one, other in zip(ours(*qkv(4)), gradients(attend)(*qkv(4)), strict=True):
+        assert_same(one, other)
 
 
 def test_explicit_ring():

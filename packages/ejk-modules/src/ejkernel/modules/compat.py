@@ -31,13 +31,21 @@ def typed_sharding(x: Any) -> NamedSharding | None:
 
 
 def placed(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Returns the values sharded over ``mesh`` by ``spec``."""
-    if not explicit_axes(mesh):
+    """Returns the values sharded over ``mesh`` by ``spec``; of mixed axes, over explicit ones."""
+    explicit = explicit_axes(mesh)
+    if not explicit:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    if len(explicit) < len(mesh.axis_names):  # types name no automatic axis
+        spec = _of_axes(spec, explicit)
     now = typed_sharding(x)
     if now is not None and not now.mesh.empty and _entries(now.spec) == _entries(spec):
         return x  # resharding would replicate it over the axes left to the compiler
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _of_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    entries = [() if e is None else (e,) if isinstance(e, str) else e for e in spec]
+    return PartitionSpec(*(tuple(axis for axis in e if axis in axes) or None for e in entries))
 
 
 def _entries(spec: PartitionSpec) -> list[Any]:
