@@ -181,6 +181,7 @@ def test_attention_dropout_follows_global_indices():
         (dict(mesh="m", in_specs=(P("tp"),)), InvalidArgument, "batch of size 2.*not divisible"),
         (dict(mesh="m", in_specs=(BSHD,), out_specs=(BSHD,) * 3), ValueError, "out_specs: given 3"),
         (dict(mesh="m", in_specs=(BSHD,), out_specs=P("q")), ValueError, "'q' is unknown"),
+        (dict(mesh="m", in_specs=(BSHD,), out_specs=P("dp", "dp")), ValueError, "at most once"),
     ],
 )
 def test_bad_specs(where, error, message):

@@ -271,6 +271,9 @@ def _requested_specs(
                 f"out_specs[{i}]: mesh axis {unknown[0]!r} is unknown, the mesh has: "
                 f"{', '.join(mesh.shape)}"
             )
+        named = [axis for entry in spec for axis in mesh_axes(entry)]
+        if len(set(named)) < len(named):
+            raise ValueError(f"out_specs[{i}]: given {spec}, expected each mesh axis at most once")
         entries = [mesh_axes(entry) for entry in spec] + [()] * (len(natural_spec) - len(spec))
         specs.append(PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries)))
     return tuple(specs)
