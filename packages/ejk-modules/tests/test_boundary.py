@@ -12,14 +12,15 @@ from ejkernel.ops import InvalidArgument
 from ejkernel.types import InvalidArgument as InvalidCall
 from ejkernel.types import MaskInfo
 from ejktest.calls import call
+from ejktest.drawn import array
 
 
 def ones(*shape, dtype=jnp.float32):
-    return jnp.ones(shape, dtype)
+    return array(np.ones(shape), dtype)
 
 
 def ids(*shape):
-    return jnp.zeros(shape, jnp.int32)
+    return array(np.zeros(shape), jnp.int32)
 
 
 def raises(error, message, operation, **changes):

@@ -9,11 +9,12 @@ import pytest
 import ejkernel.modules as modules
 from ejkernel.ops import InvalidArgument
 from ejktest.calls import call
+from ejktest.drawn import array
 from ejktest.variants import shapes_of
 
 
 def ones(*shape):
-    return jnp.ones(shape, jnp.float32)
+    return array(np.ones(shape), jnp.float32)
 
 
 MASKED = ("flash_attention", "attention", "scaled_dot_product_attention", "blocksparse_attention", "mla_attention")  # fmt: skip
