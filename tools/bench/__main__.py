@@ -18,6 +18,9 @@ from ejkernel.modules import cli
 from ejkernel.modules.workloads.find import operation_names
 from ejkernel.modules.workloads.shapes import SHAPES
 
+KINDS = ("together", "alone")
+"""Rows of scaling: devices that run a call together, and one of them by itself."""
+
 
 def others() -> list[str]:
     """Returns the names of benchmarks that are not a table of calls."""
@@ -38,11 +41,21 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench-out"))
     p.add_argument("--shapes", type=int, default=2000, help="shapes: how many new ones")
     p.add_argument("--devices", default="2,4,8", help="scaling: numbers of devices")
-    p.add_argument("--kinds", default="together,alone", help="scaling: which rows")
+    p.add_argument("--kinds", default=",".join(KINDS), help="scaling: which rows")
     p.add_argument("--lock", type=pathlib.Path, help="scaling: a file, held while a row is timed")
     p.add_argument("--budget-s", type=float, help="scaling: seconds in which it ends")
     p.add_argument("--limit", type=float, help="first_call: most seconds over JAX's own, warm")
-    return p.parse_known_args(argv)
+    args, ejk_options = p.parse_known_args(argv)
+    if args.op in others():
+        if ejk_options:
+            p.error(f"{args.op} has no option {ejk_options[0]!r}")
+        if not {*args.kinds.split(",")} <= {*KINDS}:
+            p.error(f"--kinds: given {args.kinds!r}, expected some of {','.join(KINDS)}")
+        if not all(n.isdecimal() for n in args.devices.split(",")):
+            p.error(f"--devices: given {args.devices!r}, expected numbers, such as 2,4,8")
+        if args.lock and not args.lock.parent.is_dir():
+            p.error(f"--lock: {args.lock.parent} is not a folder")
+    return args, ejk_options
 
 
 def main(argv: list[str] | None = None) -> int:

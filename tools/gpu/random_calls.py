@@ -552,7 +552,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in names if name.partition(":")[0] not in DRAWN]
     if unknown:
         parser.error(f"no operation {unknown[0]!r}; there are: {', '.join(DRAWN)}")
-    numbered = [name.split(":") for name in names if ":" in name]
+    numbered = [name.partition(":")[::2] for name in names if ":" in name]
+    if not all(number.isdecimal() for _, number in numbered):
+        parser.error(f"--only: given {options.only!r}, expected NAME:NUMBER of one call")
+    if options.processes < 1 or options.devices < 0:
+        parser.error("--processes must be above 0, and --devices not below 0")
     if numbered:
         prepare(None)
         checkout.register()

@@ -118,6 +118,16 @@ def test_unknown_names(tmp_path, capsys):
         command.main(["no_such_op"])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [["--kinds", "alone,strong"], ["--devices", "2,x"], ["--lock", "/no/folder"], ["--sizes", "x"]],
+)
+def test_options_of_scaling_that_it_cannot_use(options, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["scaling", *options])
+    assert options[0] in capsys.readouterr().err
+
+
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_scaling_times_one_device_of_several_and_all_of_them(tmp_path, capsys):
     sizes = scaling.Sizes((256,), 2, 16, 2, 64, 2, 2)

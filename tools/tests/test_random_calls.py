@@ -130,3 +130,13 @@ def test_a_process_that_dies_is_a_failure_and_replaced():
     )
     assert done.cells["no_such_operation", "any"]["failed"] == 1
     assert done.cells["merge_attention", "xla"]["passed"] == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--only", "mean_pooling:x"], ["--only", "mean_pooling:-1"], ["--processes", "0"]],
+)
+def test_options_that_it_cannot_use(options, capsys):
+    with pytest.raises(SystemExit):
+        random_calls.main(options)
+    assert options[0] in capsys.readouterr().err
