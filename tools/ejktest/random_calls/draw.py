@@ -78,7 +78,7 @@ class Draw:
 
     Attributes:
         dtype: of the call's floats.
-        plain: whether the call has 16 bits, usual dims and numbers of rows, and few options:
+        plain: whether the call has 16 bits, usual dims and row counts, and few options:
             kernels for one device refuse most of the others.
     """
 
