@@ -210,6 +210,9 @@ def test_bad_specs_of_other_operations():
     mesh = mesh_of((2, 4))
     with pytest.raises(ValueError, match="axis seq may not be sharded.*ring_attention"):
         modules.native_sparse_attention(**sparse.arguments, mesh=mesh, in_specs=(P(None, "tp"),))
+    with pytest.raises(ValueError, match="axis q_len may not be sharded.*; axis_name is"):
+        ring = partial(modules.ring_attention, axis_name="tp", mesh=mesh)
+        ring(*qkv(), in_specs=(P(None, "dp"),) * 3)
     with pytest.raises(ValueError, match="axis inner may not be sharded"):
         modules.grouped_matmul(**grouped.arguments, mesh=mesh, in_specs=(P(None, "tp"),))
     with pytest.raises(InvalidArgument, match="2 kv heads cannot be sharded over 4"):

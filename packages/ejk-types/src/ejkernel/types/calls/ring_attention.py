@@ -23,6 +23,7 @@ class RingAttention(AttentionCall):
 
     name = "ring_attention"
     seeds = ("dropout_seed",)
+    sequence_hint = "axis_name is the mesh axis that shards a sequence"
     symbolic = ("batch",)  # lengths decide how many hops the ring takes
 
     @staticmethod
