@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,22 @@ ROWS = 64  # of a warpgroup's matmul
 CONSUMERS = 2
 WRITERS = 2  # warps that add dq of alternate steps
 CONSUMER_REGISTERS, OTHER_REGISTERS = 240, 24
+
+
+@dataclass(frozen=True)
+class BackwardKernel:
+    """A kernel of gradients.
+
+    Attributes:
+        plan: sizes and tiles.
+    """
+
+    plan: Plan
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of q, k, v and do."""
+        return jnp.dtype(self.plan.problem.dtype)
 
 
 def for_each_visit(table: Any, at: tuple, step: Callable[..., None]) -> Any:

@@ -33,6 +33,7 @@ from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
     ROWS,
+    BackwardKernel,
     base2,
     copy_step,
     for_each_visit,
@@ -94,15 +95,8 @@ class WideKeyProgram:
 
 
 @dataclass(frozen=True)
-class WideKeyKernel:
+class WideKeyKernel(BackwardKernel):
     """The kernel of dk and dv of wide heads."""
-
-    plan: Plan
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of q, k, v and do."""
-        return jnp.dtype(self.plan.problem.dtype)
 
     # ---- consumers --------------------------------------------------------------------------
 

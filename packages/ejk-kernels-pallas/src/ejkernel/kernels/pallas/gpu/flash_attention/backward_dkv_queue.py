@@ -28,6 +28,7 @@ from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, read_thread
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
     ROWS,
+    BackwardKernel,
     copy_step,
     for_each_visit,
     launch_backward,
@@ -89,15 +90,8 @@ class WarpgroupKeys(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ListKeyKernel:
+class ListKeyKernel(BackwardKernel):
     """The kernel of dk and dv over lists."""
-
-    plan: Plan
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of q, k, v and do."""
-        return jnp.dtype(self.plan.problem.dtype)
 
     @property
     def parts(self) -> int:

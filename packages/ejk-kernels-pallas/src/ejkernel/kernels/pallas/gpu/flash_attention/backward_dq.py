@@ -33,6 +33,7 @@ from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, read_thread
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
     ROWS,
+    BackwardKernel,
     base2,
     hide,
     launch_backward,
@@ -119,21 +120,14 @@ class QueryRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QueryGradientKernel:
+class QueryGradientKernel(BackwardKernel):
     """The kernel of dq.
 
     Attributes:
-        plan: sizes and tiles.
         computes_delta: whether o and dlse are operands, and -delta is a result.
     """
 
-    plan: Plan
     computes_delta: bool
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of q, k, v and do."""
-        return jnp.dtype(self.plan.problem.dtype)
 
     @property
     def units(self) -> int:

@@ -25,6 +25,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
     ROWS,
     WRITERS,
+    BackwardKernel,
     copy_step,
     dq_operands,
     hand_over,
@@ -132,15 +133,8 @@ Results = Sequence[tuple[Any, Any, Any]]  # (accumulator, shared memory, output)
 
 
 @dataclass(frozen=True)
-class FusedKernel:
+class FusedKernel(BackwardKernel):
     """The fused kernel: a program adds the tiles of one key block to dk and dv, and to dq."""
-
-    plan: Plan
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of q, k, v and do."""
-        return jnp.dtype(self.plan.problem.dtype)
 
     # ---- consumers --------------------------------------------------------------------------
 
