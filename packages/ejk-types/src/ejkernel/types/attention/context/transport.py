@@ -33,9 +33,11 @@ class RingTransport:
 
     def following(self, visitors: Any, run: Run) -> Any:
         """Sends the keys on and returns those that visit next; none before the device's own."""
-        if run.after is None or run.steps[-1] + run.after == self.own_step:
-            return None
-        return self.ring.shift(visitors, run.after)
+        return self.ring.shift(visitors, run.after) if self.sends_keys(run) else None
+
+    def sends_keys(self, run: Run) -> bool:
+        """Returns whether the visiting keys are used in a step after these."""
+        return run.after is not None and run.steps[-1] + run.after != self.own_step
 
     def keys(self, visitors: Any, step: Any) -> Any:
         """Returns the keys of this step."""
@@ -56,7 +58,7 @@ class RingTransport:
         if sums is not None:
             wide = jnp.promote_types(new[0].dtype, jnp.float32)
             new = [a.astype(wide) + b.astype(wide) for a, b in zip(sums, new, strict=True)]
-        if run.after is None or run.steps[-1] + run.after == self.own_step:
+        if not self.sends_keys(run):
             new = [x.astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
         return tuple(new)
 
@@ -112,8 +114,7 @@ class PackedRingTransport(RingTransport):
 
     def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any]:
         """Sends keys and accumulators on; returns the next keys, and the gradients that arrive."""
-        follows = run.after is not None and run.steps[-1] + run.after != self.own_step
-        if run.before is None or run.before != run.after or not follows:
+        if run.before is None or run.before != run.after or not self.sends_keys(run):
             return super().exchange(visitors, sums, run)
         packed, *others = visitors
         arrived = self.ring.shift_joined((*packed, *sums), run.before)
