@@ -41,14 +41,12 @@ checkout.use()
 
 import numpy as np  # noqa: E402
 
+from gpu.run_tests import GRACE_SECONDS, LOST_CONTEXT, visible_gpus  # noqa: E402
+
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
 ORACLE = "numpy"
-# a kernel that fails in this way leaves nothing that later calls of the process could use
-LOST_CONTEXT = ("CUDA_ERROR", "illegal memory access", "unspecified launch failure", "INTERNAL:")
 CALL_SECONDS = 240
 """A call that takes longer has failed."""
-GRACE_SECONDS = 30
-"""A call that runs at the limit has so many more."""
 FLOAT64 = 1e-10
 """The RMS error of float64 that its rounding explains."""
 NAN, SMALL = 0xFF, 0x3C
@@ -332,7 +330,7 @@ def outcomes_of(
     try:
         exact = reference(call)
     except Exception as error:
-        yield failure(call, operation, number, "float64", error)
+        yield failure(call, operation, number, "float64", error, verbose)
         return
     if ORACLE in platforms:
         try:
@@ -340,9 +338,7 @@ def outcomes_of(
         except NotImplementedError as error:
             yield Outcome(operation, number, ORACLE, "refused", 0.0, str(error))
         except Exception as error:
-            if verbose:
-                traceback.print_exc()
-            yield failure(call, operation, number, ORACLE, error)
+            yield failure(call, operation, number, ORACLE, error, verbose)
     usual: dict[str, Error] = {}
     device = jax.devices()[0]
     for platform in present:
@@ -365,13 +361,15 @@ def outcomes_of(
         except KernelNotSupported as error:
             yield Outcome(operation, number, platform, "refused", 0.0, str(error))
         except Exception as error:
-            if verbose:
-                traceback.print_exc()
-            yield failure(call, operation, number, platform, error)
+            yield failure(call, operation, number, platform, error, verbose)
 
 
-def failure(call: Any, operation: str, number: int, platform: str, error: Exception) -> Outcome:
-    """Returns the outcome of a call that raised."""
+def failure(
+    call: Any, operation: str, number: int, platform: str, error: Exception, verbose: bool
+) -> Outcome:
+    """Returns the outcome of a call that raised; ``verbose``: after its traceback."""
+    if verbose:
+        traceback.print_exception(error)
     line = " ".join(str(error).split())
     text = f"{type(error).__name__}: {line[:600]}"
     return Outcome(operation, number, platform, "failed", 0.0, f"{text} | {call}")
@@ -391,7 +389,8 @@ class Job(NamedTuple):
 
 def run_worker(number: int, work: Work, counter: Any, deadline: float, reports: Any) -> None:
     """The body of a process: it takes the next call when it has finished one."""
-    prepare(number % work.devices if work.devices else None)
+    gpus = visible_gpus(work.devices)
+    prepare(gpus[number % len(gpus)] if gpus else None)
     import jax
 
     try:
@@ -414,13 +413,13 @@ def run_worker(number: int, work: Work, counter: Any, deadline: float, reports: 
         raise
 
 
-def prepare(device: int | None) -> None:
+def prepare(gpu: str | None) -> None:
     """Sets what a process must know before it imports JAX."""
     os.environ.setdefault("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share a GPU
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if device is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     backends = os.environ.get("JAX_PLATFORMS", "")
     if backends and "cpu" not in backends.split(","):
         os.environ["JAX_PLATFORMS"] = f"{backends},cpu"  # where the reference runs

@@ -2,8 +2,7 @@
 
     python tools/gpu/run_tests.py                                  # everything marked gpu
     python tools/gpu/run_tests.py --seconds 500 FILE::TEST FILE     # in this order
-
-    python tools/gpu/run_tests.py --devices 4 --processes 56          # each process has one of them
+    python tools/gpu/run_tests.py --devices 4 --processes 56        # each process has one of them
 
 Most of the time of such a test is a compiler's, on one core: a single process leaves the GPU idle.
 A process takes the next test when it has finished one. A process that dies, or whose context on

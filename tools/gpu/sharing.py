@@ -5,9 +5,9 @@ python tools/gpu/sharing.py --forms ring ring_packed --tokens 131072
 
 The compiler starts a transfer and waits for it at two places of a program. A transfer is hidden
 where a kernel, or a loop or branch that holds one, runs between the two. Each form is compiled as
-XLA schedules it by default, and with several transfers under way at once. This reads programs and
-times nothing. The plugin is JAX's extra ``cuda13`` or ``cuda12``, or of these the wheels of the
-plugin, of its PJRT client and of ``nvcc`` alone.
+XLA schedules it by default, with several transfers under way at once, and with permutes joined.
+This reads programs and times nothing. The plugin is JAX's extra ``cuda13`` or ``cuda12``, or of
+these the wheels of the plugin, of its PJRT client and of ``nvcc`` alone.
 """
 
 from __future__ import annotations

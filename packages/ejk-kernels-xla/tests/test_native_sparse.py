@@ -120,7 +120,7 @@ def test_transformations_and_empty_input():
 
 
 def test_gradients_of_blocks_that_rows_share_are_summed_in_one_order():
-    """As on GPUs, where a scatter adds them in any order: packed rows, duplicates, no block."""
+    """The form for GPUs, whose scatter has no order: packed rows, duplicates, no block."""
     spec = selected.Spec(1.0, SIZE, S, 5, jnp.dtype("float32"))
     ends = np.array([7, 8, S])
     start = np.array([0, 7, 8])[np.searchsorted(ends, np.arange(S), "right")]
