@@ -33,11 +33,13 @@ class RingTransport:
 
     def following(self, visitors: Any, run: Run) -> Any:
         """Sends the keys on and returns those that visit next; none before the device's own."""
-        return self.ring.shift(visitors, run.after) if self.sends_keys(run) else None
+        places = self.places_to_next(run)
+        return None if places is None else self.ring.shift(visitors, places)
 
-    def sends_keys(self, run: Run) -> bool:
-        """Returns whether the visiting keys are used in a step after these."""
-        return run.after is not None and run.steps[-1] + run.after != self.own_step
+    def places_to_next(self, run: Run) -> int | None:
+        """Returns places to the step in which visiting keys are used next; None: there is none."""
+        is_before_own = run.after is not None and run.steps[-1] + run.after == self.own_step
+        return None if is_before_own else run.after
 
     def keys(self, visitors: Any, step: Any) -> Any:
         """Returns the keys of this step."""
@@ -58,7 +60,7 @@ class RingTransport:
         if sums is not None:
             wide = jnp.promote_types(new[0].dtype, jnp.float32)
             new = [a.astype(wide) + b.astype(wide) for a, b in zip(sums, new, strict=True)]
-        if not self.sends_keys(run):
+        if self.places_to_next(run) is None:
             new = [x.astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
         return tuple(new)
 
@@ -114,7 +116,7 @@ class PackedRingTransport(RingTransport):
 
     def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any]:
         """Sends keys and accumulators on; returns the next keys, and the gradients that arrive."""
-        if run.before is None or run.before != run.after or not self.sends_keys(run):
+        if run.before is None or run.before != self.places_to_next(run):
             return super().exchange(visitors, sums, run)
         packed, *others = visitors
         arrived = self.ring.shift_joined((*packed, *sums), run.before)
