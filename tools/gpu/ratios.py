@@ -2,6 +2,7 @@
 
     python tools/gpu/ratios.py                       # every row
     python tools/gpu/ratios.py delta tree            # rows whose names have one of these parts
+    python tools/gpu/ratios.py flash                 # 8 bits, options, narrow heads
 
 A row is milliseconds of a call and of the one next to it, and their ratio with the ratio that is
 aimed at. Both are timed alternately in one process, short ones by the kernels' own time; some rows
@@ -16,7 +17,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from ejkernel.modules.workloads.find import shapes_of  # noqa: E402
 
 COMPILERS = 16
 ROUNDS, ROUND_S = 9, 0.05
+OPTIONS_PLATFORM = "triton"  # of options that Hopper's kernels do not take
 SEQUENCES, CONTEXT, PAGE = 16, 8192, 16
 HEADS, KV_HEADS, DIM = 32, 8, 128
 CONTINUATIONS, LONGEST = 64, 256  # of a prefix of CONTEXT tokens, and most tokens of one
@@ -171,7 +173,90 @@ def prefix() -> tuple[Timed, ...]:
     )
 
 
+def option(shape: str, plain: str, backward: bool) -> tuple[Timed, ...]:
+    """A call with an option next to one without, both of Triton."""
+    calls = [
+        replace(call, options={**call.options, "platform": OPTIONS_PLATFORM})
+        for call in (named_call("flash_attention", name) for name in (shape, plain))
+    ]
+    with_option, without = ((passes(x, backward), tuple(x.make().values())) for x in calls)
+    return with_option, without
+
+
+def padded_heads(shape: str, dim: int, backward: bool) -> tuple[Timed, ...]:
+    """A call as it is next to the same with zeros up to heads of ``dim``."""
+    call = named_call("flash_attention", shape)
+    dense: Any = call.shape
+    options = {**call.options, "softmax_scale": dense.head_dim**-0.5}
+
+    def attend(*arrays: jax.Array) -> jax.Array:
+        wide = (jnp.pad(x, [*[(0, 0)] * 3, (0, dim - x.shape[-1])]) for x in arrays)
+        return modules.flash_attention(*wide, **options)[..., : dense.head_dim]
+
+    both = forward_and_backward(attend, (0, 1, 2)) if backward else attend
+    arrays = tuple(call.make().values())
+    return (passes(call, backward), arrays), (both, arrays)
+
+
+def eight_bits(shape: str) -> tuple[Timed, ...]:
+    """Quantized operands next to operands of 16 bits."""
+    call = named_call("flash_attention", shape)
+    arrays = tuple(call.make().values())
+    names = ("query", "key", "value", "q_scale", "k_scale", "v_scale")
+    quantized = jax.jit(modules.quantize_attention)(*arrays)
+
+    def attend(*arrays: jax.Array) -> jax.Array:
+        return modules.flash_attention(**dict(zip(names, arrays, strict=True)), **call.options)
+
+    return (attend, quantized), (ours(call), arrays)
+
+
+def eight_bit_pages(shape: str) -> tuple[Timed, ...]:
+    """Pages of float8 next to pages of 16 bits."""
+    stored, plain = (
+        named_call("ragged_page_attention", name) for name in (shape, shape.replace("-e4m3", ""))
+    )
+    both = ((passes(call, False), tuple(call.make().values())) for call in (stored, plain))
+    return tuple(both)
+
+
+def both_passes(name: str, aim: float | None, make: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns the rows of a call's forward pass and of both passes."""
+    return (
+        Row(f"{name} fwd", aim, lambda: make(*arguments, False)),
+        Row(f"{name} fwd+bwd", aim, lambda: make(*arguments, True)),
+    )
+
+
+AT_4K = "sweep-d128-s4096-causal"
+FLASH = (
+    *(
+        Row(
+            f"flash 8 bits d{d} {mask}",
+            1 / 1.5,
+            lambda s=f"sweep-d{d}-s16384-{mask}": eight_bits(s),
+        )
+        for d in (128, 64)
+        for mask in ("full", "causal")
+    ),
+    *both_passes("flash dropout", 1 / 0.8, option, "option-dropout", "option-plain"),
+    *both_passes("flash bias", 1 / 0.75, option, "option-4k-bias", AT_4K),
+    *both_passes("flash shared bias", 1 / 0.75, option, "option-4k-bias-shared", AT_4K),
+    *(
+        row
+        for d, dim in ((96, 128), (80, 128), (32, 64))
+        for row in both_passes(
+            f"flash d{d} over d{dim}", None, padded_heads, f"sweep-d{d}-s4096-causal", dim
+        )
+    ),
+    *(
+        Row(f"flash e4m3 {name}", None, lambda s=f"{name}-e4m3-page16": eight_bit_pages(s))
+        for name in ("prefill-16x1k", "prefill-8x2k-decode-b56-8k")
+    ),
+)
+
 ROWS = (
+    *FLASH,
     Row("delta packed fwd", 1.1, lambda: packed_delta_rule(False)),
     Row("delta packed fwd+bwd", 1.1, lambda: packed_delta_rule(True)),
     Row("delta step", 1.05, delta_rule_step),
@@ -229,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
     for row, programs in zip(rows, prepared, strict=True):
         failed |= isinstance(programs, str)
         text = programs if isinstance(programs, str) else text_of(row, programs)
-        print(f"{row.name:24} {text}", flush=True)
+        print(f"{row.name:42} {text}", flush=True)
     return int(failed)
 
 

@@ -8,14 +8,17 @@ import json
 import multiprocessing
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import checkout
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
+from ejkernel.modules.workloads import call_of
 from ejktest import ahead, at_size
 from ejktest.cases import attention, grouped, latent, paged, ragged, sparse
 from gpu import compare, compare_code, latency, machine_code, named, ratios, sweep
@@ -295,6 +298,34 @@ def test_calls_are_timed_next_to_what_they_should_cost(monkeypatch, capsys):
     assert ratios.main(["delta step"]) == 1
     assert "KeyError: 'no-such-shape'" in capsys.readouterr().out
     assert ratios.main(["no such row"]) == 2
+
+
+def test_ratios_of_flash_attention_compute_the_same(monkeypatch):
+    """Rows of padded heads, of 8 bits and of pages give what is timed next to them."""
+    sizes = {"batch": 1, "q_len": 64, "heads": 2, "kv_heads": 1}
+    few = {"decodes": 1, "prefills": 1, "chunk": 32, "context": 48, "heads": 2, "kv_heads": 1}
+    named_call = ratios.named_call
+
+    def small(operation, name):
+        shape = named_call(operation, name).shape
+        return call_of(replace(shape, **(sizes if hasattr(shape, "q_len") else few)), operation)
+
+    monkeypatch.setattr(ratios, "named_call", small)
+    monkeypatch.setattr(ratios, "OPTIONS_PLATFORM", "xla")
+    for row in ratios.FLASH:
+        pair = row.make()
+        out, plain = (jax.eval_shape(function, *arrays) for function, arrays in pair)
+        assert jax.tree.structure(out) == jax.tree.structure(plain), row.name
+        if "over" in row.name:  # the same function, with zeros
+            out, plain = (jax.tree.leaves(function(*arrays)) for function, arrays in pair)
+            for x, y in zip(out, plain, strict=True):
+                np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (x, y)), atol=0.02)
+        if "e4m3" in row.name:
+            stored, plain = (arrays[1].dtype for _, arrays in pair)
+            assert stored == "float8_e4m3fn" and plain == "bfloat16"
+        if "bits" in row.name:
+            assert pair[0][1][0].dtype == "float8_e4m3fn"
+    assert len({row.name for row in ratios.ROWS}) == len(ratios.ROWS)
 
 
 def test_forms_of_decoding_have_fields_of_tiles():

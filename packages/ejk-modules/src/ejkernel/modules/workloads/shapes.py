@@ -58,9 +58,18 @@ CPU_ATTENTION = (
 GPU_SWEEP = (
     *_grid((1024, 4096, 8192, 16384), dims=(64, 128, 256)),
     *_grid((2048,), dims=(64,)),
+    *_grid((4096,), dims=(32, 80, 96)),
+    *(
+        AttentionShape(
+            f"float32-d{d}-s4096-{'causal' if causal else 'full'}", 4, 4096, 2048 // d, 2048 // d,
+            d, "float32", causal,
+        )
+        for d in (64, 128)
+        for causal in (False, True)
+    ),
     AttentionShape("sweep-d192-s8192-full", 2, 8192, 16, 16, 192, v_dim=128, causal=False),
     AttentionShape("sweep-d192-s8192-causal", 2, 8192, 16, 16, 192, v_dim=128),
-)
+)  # fmt: skip
 
 _GEMMA2: dict[str, Any] = {"soft_cap": 50.0, "source": "Gemma 2 9B"}
 _GPT_OSS: dict[str, Any] = {"sinks": 1, "source": "gpt-oss 20B"}
@@ -212,6 +221,13 @@ RAGGED = (
     RaggedShape("decode-b64-8k-uneven", 64, 0, 1, 8192, 32, 8, 128, 16, uneven=True),
     RaggedShape("decode-b64-8k-int8", 64, 0, 1, 8192, 32, 8, 128, 16, cache_dtype="int8"),
     RaggedShape("decode-b64-8k-e4m3", 64, 0, 1, 8192, 32, 8, 128, 16, cache_dtype="float8_e4m3fn"),
+    *(
+        RaggedShape(f"{name}-e4m3-page16", *sizes, 32, 8, 128, 16, cache_dtype="float8_e4m3fn")
+        for name, sizes in (
+            ("prefill-8x2k-decode-b56-8k", (56, 8, 2048, 8192)),
+            ("prefill-16x1k", (0, 16, 1024, 1024)),
+        )
+    ),
     RaggedShape("prefill-64-at-100k", 0, 1, 64, 102400, 32, 8, 128, 16),
     RaggedShape("llama3-8b-mixed", 48, 2, 1024, 4096, 32, 8, 128, 16, source="Llama 3 8B"),
     RaggedShape(
