@@ -63,6 +63,28 @@ def test_a_zero_keeps_its_sign_in_any_batch():
     assert alone.tobytes() == pair[:1].tobytes()
 
 
+def test_gradients_of_shared_arrays_are_added_in_float32():
+    x = jnp.ones((600, 1, 2), jnp.bfloat16)  # a sum of ones in bfloat16 ends at 256
+    weight, bias = jnp.ones((2, 2), jnp.bfloat16), jnp.zeros(2, jnp.bfloat16)
+    with batch_invariant():
+        out, pull = jax.vjp(lambda w, b: modules.causal_conv1d(x, w, b), weight, bias)
+        dweight, dbias = pull(jnp.ones_like(out))
+    np.testing.assert_array_equal(dbias, 600)
+    np.testing.assert_array_equal(dweight, [[0, 600]] * 2)  # the first reads before the row
+    assert dweight.dtype == dbias.dtype == jnp.bfloat16
+
+
+def test_gradients_of_weights_are_added_in_float32():
+    query, latents = jnp.ones((600, 1, 1, 2), jnp.bfloat16), jnp.ones((600, 1, 3), jnp.bfloat16)
+    weights = jnp.ones((3, 1, 2), jnp.bfloat16)  # of the values, which a row returns as they are
+    with batch_invariant():
+        run = partial(modules.mla_attention, query, latents, weights, platform="xla")
+        out, pull = jax.vjp(run, weights)
+        (gradient,) = pull(jnp.ones_like(out))
+    np.testing.assert_array_equal(gradient, 600)
+    assert gradient.dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("name", ["page_attention", "mla_decode"])
 def test_paged_sequences_of_xla(name):
     check_bits(partial(paged_results, name, "xla"), FEW)

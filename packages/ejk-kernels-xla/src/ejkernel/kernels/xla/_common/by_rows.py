@@ -34,6 +34,10 @@ def run_by_rows(call: Any, a: Mapping[str, Any], run: Callable[..., Any]) -> Any
             for w, x in zip(words, leaves[name], strict=True)
         ]
     mapped = {n: [x for x, on in zip(leaves[n], rows[n], strict=True) if on] for n in leaves}
+    shared = {
+        n: [None if on else _widen(x) for x, on in zip(leaves[n], rows[n], strict=True)]
+        for n in leaves
+    }
     loops = max(size, 2)
 
     def extend(x: jax.Array) -> jax.Array:
@@ -45,14 +49,30 @@ def run_by_rows(call: Any, a: Mapping[str, Any], run: Callable[..., Any]) -> Any
         arguments = dict(a)
         for name, flags in rows.items():
             row_leaves = iter(row[name])
-            pairs = zip(leaves[name], flags, strict=True)
-            values = [next(row_leaves) if on else x for x, on in pairs]
+            values = [
+                next(row_leaves) if on else _narrow(x, given.dtype)
+                for on, x, given in zip(flags, shared[name], leaves[name], strict=True)
+            ]
             arguments[name] = jax.tree.unflatten(jax.tree.structure(a[name]), values)
         with batch_invariant(False):
             return run(**arguments)
 
     outputs = jax.lax.map(run_row, jax.tree.map(extend, mapped))
     return jax.tree.map(lambda x: x[:size, 0], outputs)
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """Returns an array of all rows in float32, in which the loop adds gradients of rows."""
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+
+
+def _narrow(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns what a row reads of an array of all rows.
+
+    Numbers of heads and channels enter float32 sums as they are, so that their gradients are
+    rounded once; matmuls and caches are those of the dtype that was given.
+    """
+    return x if x.ndim <= 2 else x.astype(dtype)
 
 
 def lengthen(
