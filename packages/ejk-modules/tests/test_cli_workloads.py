@@ -14,10 +14,11 @@ import pytest
 
 from ejkernel.modules import get_default_executor, supports
 from ejkernel.modules._table import operation_class
-from ejkernel.modules.bench import peers
+from ejkernel.modules.bench import limits, peers
 from ejkernel.modules.bench.case import Case, case_of, forward_and_backward
 from ejkernel.modules.bench.limits import Limits
 from ejkernel.modules.bench.runner import run_case
+from ejkernel.modules.bench.timing import Timing
 from ejkernel.modules.workloads import call_of, find
 from ejkernel.modules.workloads.families import AttentionShape, GroupedShape
 from ejkernel.modules.workloads.grouped import group_sizes
@@ -48,6 +49,30 @@ def test_no_case_is_named_after_a_cache_that_its_call_has_not():
         given = call_of(shape, "ragged_decode_attention").abstract().values()
         dtypes = {x.dtype.name for x in given if hasattr(x, "dtype")}
         assert shape.cache_dtype in dtypes, shape.name
+
+
+def test_cases_of_8_bits_have_scales_and_no_gradients():
+    shapes = find.shapes_of("flash_attention", "eight-bit-*")
+    assert shapes and not any(s.serves("attention") for s in shapes)
+    for shape in shapes:
+        call = call_of(shape, "flash_attention")
+        given = call.abstract()
+        assert given["query"].dtype == "float8_e4m3fn"
+        assert given["k_scale"].shape == (shape.batch, shape.kv_heads)
+        assert not call.gradients and call.dtype == "float8_e4m3fn"
+
+
+def test_a_matmul_of_8_bits_is_limited_by_twice_the_rate_of_16_bits(monkeypatch):
+    timed = []
+
+    def time(programs, **_):
+        timed.append(programs)
+        return {name: Timing(0.5, 0.0) for name in programs}
+
+    monkeypatch.setattr(limits, "time_together", time)
+    rates = limits.measure_limits(("float8_e4m3fn", "float32")).flops
+    assert rates["float8_e4m3fn"] == 2 * rates["bfloat16"] == 2 * rates["float32"]
+    assert len(timed) == 3  # float32, bfloat16, the copy
 
 
 @pytest.mark.parametrize("operation", ["flash_attention", "page_attention", "grouped_matmul"])

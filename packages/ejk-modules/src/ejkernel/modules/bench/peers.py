@@ -46,6 +46,8 @@ def _jax_nn(shape: AttentionShape, implementation: Any) -> Peer:
     unsupported = (shape.soft_cap, shape.sinks or None, shape.dropout or None)
     if any(x is not None for x in unsupported) or shape.documents > 1:
         return "jax.nn has no such option"
+    if shape.dtype == "float8_e4m3fn":
+        return "jax.nn takes no scales of operands"
     if shape.head_dim != shape.value_dim:
         return "jax.nn wants equal head dims"
     window = None if shape.window is None else (shape.window, 0 if shape.causal else shape.window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.modules.quantize import quantize_attention
 from ejkernel.modules.workloads.call import WIDTH
 from ejkernel.modules.workloads.families import AttentionShape
 from ejkernel.modules.workloads.paged import normals
@@ -30,13 +32,20 @@ def qkv(shape: AttentionShape) -> dict[str, Any]:
     return normals(shape.dtype, **shapes, **({"bias": shape.bias_shape} if shape.bias else {}))
 
 
+def _quantized(shape: AttentionShape) -> dict[str, Any]:
+    """Returns operands of 8 bits and their scales, one a head."""
+    arrays = qkv(dataclasses.replace(shape, dtype="bfloat16"))
+    scales = ("q_scale", "k_scale", "v_scale")
+    return dict(zip((*arrays, *scales), quantize_attention(*arrays.values()), strict=True))
+
+
 def _documents(length: int, shape: AttentionShape) -> jax.Array:
     ids = np.arange(length) * shape.documents // length
     return jnp.asarray(np.broadcast_to(ids, (shape.batch, length)), jnp.int32)
 
 
 def _arrays(shape: AttentionShape, operation: str) -> dict[str, Any]:
-    arrays = qkv(shape)
+    arrays = _quantized(shape) if WIDTH[shape.dtype] == 1 else qkv(shape)
     if operation == "native_sparse_attention":
         arrays.pop("bias", None)
         return arrays | _gates(shape)
@@ -121,9 +130,11 @@ def attention(shape: AttentionShape, operation: str) -> dict[str, Any]:
     moved *= shape.batch
     if shape.bias and operation != "native_sparse_attention":
         moved += math.prod(shape.bias_shape)
-    gradients = ("query", "key", "value")
+    gradients: tuple[str, ...] = ("query", "key", "value")
     if operation == "native_sparse_attention":
         gradients += _branches(shape)
+    if WIDTH[shape.dtype] == 1:
+        gradients = ()
     return {
         "make": functools.partial(_arrays, shape, operation),
         "options": _options(shape, operation),

@@ -41,7 +41,8 @@ class AttentionShape(Shape):
     ``v_dim`` None = ``head_dim``; ``kv_len`` None = ``q_len``. ``documents`` of equal length share
     a row. ``density``: the part of the 128 x 128 blocks that a random pattern keeps, which makes
     it a call of blocksparse_attention alone; ``per_head``: a pattern for each head. ``bias_batch``
-    and ``bias_heads``: 1 = one bias for all rows or heads, None = each has its own.
+    and ``bias_heads``: 1 = one bias for all rows or heads, None = each has its own. A ``dtype`` of
+    8 bits: quantized operands with a scale a head, forward only.
     """
 
     operations = (
@@ -77,6 +78,8 @@ class AttentionShape(Shape):
     def serves(self, operation: str) -> bool:
         if self.density is not None:
             return operation == "blocksparse_attention"
+        if self.dtype == "float8_e4m3fn":
+            return operation == "flash_attention"
         if operation == "native_sparse_attention":  # self-attention only
             return self.causal and self.keys == self.q_len and self.documents == 1
         return super().serves(operation)

@@ -67,6 +67,20 @@ GPU_SWEEP = (
         for d in (64, 128)
         for causal in (False, True)
     ),
+    *(
+        AttentionShape(
+            f"eight-bit-d{d}-s16384-{'causal' if causal else 'full'}",
+            1,
+            16384,
+            2048 // d,
+            2048 // d,
+            d,
+            "float8_e4m3fn",
+            causal,
+        )
+        for d in (64, 128, 256)
+        for causal in (False, True)
+    ),
     AttentionShape("sweep-d192-s8192-full", 2, 8192, 16, 16, 192, v_dim=128, causal=False),
     AttentionShape("sweep-d192-s8192-causal", 2, 8192, 16, 16, 192, v_dim=128),
 )  # fmt: skip
