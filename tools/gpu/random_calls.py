@@ -12,8 +12,8 @@ runs a call twice, after freed memory of the device was filled with two patterns
 NaN in every dtype: the bits of both runs are the same. A platform that refuses a call by
 ``KernelNotSupported`` is counted; any other exception, a result that is too far off, NaN, or other
 bits are failures, which are printed at once with the line that repeats them. The table is printed
-last: calls, refused, failed, and the largest error as a share of the bound. Without a GPU, kernels
-run in their interpreters. Exits with 1 after a failure.
+last, also at Ctrl-C: calls, refused, failed, and the largest error as a share of the bound.
+Without a GPU, kernels run in their interpreters. Exits with 1 after a failure.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ checkout.use()
 
 import numpy as np  # noqa: E402
 
-from gpu.run_tests import GRACE_SECONDS, LOST_CONTEXT, visible_gpus  # noqa: E402
+from gpu.run_tests import (  # noqa: E402
+    GRACE_SECONDS,
+    LOST_CONTEXT,
+    interrupt_at_sigterm,
+    visible_gpus,
+)
 
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
 ORACLE = "numpy"
@@ -503,23 +508,26 @@ def run_calls(work: Work, processes: int, seconds: float) -> Table:
 
     for _ in range(processes):
         start()
-    while alive and time.time() < deadline + GRACE_SECONDS:
-        ended = [number for number, process in alive.items() if not process.is_alive()]
-        receive()  # a process may have reported just before it ended
-        for number in ended:
-            code, job = alive.pop(number).exitcode, running.pop(number, None)
-            if code and job is not None:
-                late = time.time() - job.started > CALL_SECONDS
-                reason = f"over {CALL_SECONDS} s" if late else f"process ended with {code}"
-                table.add(Outcome(job.operation, job.number, "any", "failed", 0.0, reason))
-            if code and job is None:  # it could not begin
-                table.add(Outcome("none", 0, "any", "failed", 0.0, f"process ended with {code}"))
-            elif time.time() < deadline and work.job(counter.value) is not None:
-                start()
-        for number, job in running.items():
-            if number in alive and time.time() - job.started > CALL_SECONDS:
-                alive[number].kill()
-        time.sleep(0.05)
+    with contextlib.suppress(KeyboardInterrupt):  # what is known by then is returned
+        while alive and time.time() < deadline + GRACE_SECONDS:
+            ended = [number for number, process in alive.items() if not process.is_alive()]
+            receive()  # a process may have reported just before it ended
+            for number in ended:
+                code, job = alive.pop(number).exitcode, running.pop(number, None)
+                if code and job is not None:
+                    late = time.time() - job.started > CALL_SECONDS
+                    reason = f"over {CALL_SECONDS} s" if late else f"process ended with {code}"
+                    table.add(Outcome(job.operation, job.number, "any", "failed", 0.0, reason))
+                if code and job is None:  # it could not begin
+                    table.add(
+                        Outcome("none", 0, "any", "failed", 0.0, f"process ended with {code}")
+                    )
+                elif time.time() < deadline and work.job(counter.value) is not None:
+                    start()
+            for number, job in running.items():
+                if number in alive and time.time() - job.started > CALL_SECONDS:
+                    alive[number].kill()
+            time.sleep(0.05)
     receive()
     for process in alive.values():
         process.kill()
@@ -565,6 +573,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(outcome.platform, outcome.outcome, f"{outcome.share:.2f}", outcome.reason)
                 table.add(outcome)
         return int(table.failed > 0)
+    interrupt_at_sigterm()
     work = Work(tuple(names), options.seed, platforms, options.count, options.devices)
     table = run_calls(work, options.processes, options.seconds)
     print(*table.lines(), sep="\n")

@@ -7,15 +7,18 @@
 Most of the time of such a test is a compiler's, on one core: a single process leaves the GPU idle.
 A process takes the next test when it has finished one. A process that dies, or whose context on
 the GPU is lost, is replaced, and the test is a failure. Whatever does not pass is printed at once,
-the table of files last: what passed, what failed and what was left at the limit. Exits with 1 after
-a failure and with 2 where tests are left. Arguments that are not listed here go to pytest.
+the table of files last: what passed, what failed and what was left at the limit, at Ctrl-C or
+at the signal of ``timeout``. Exits with 1 after a failure and with 2 where tests are left.
+Arguments that are not listed here go to pytest.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
@@ -164,6 +167,16 @@ def visible_gpus(count: int) -> list[str]:
     return (names.split(",") if names else [str(n) for n in range(count)])[:count]
 
 
+def interrupt_at_sigterm() -> None:
+    """Makes SIGTERM a KeyboardInterrupt, once: ``timeout`` sends it twice, also to the group."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
 def run_tests(
     arguments: list[str], processes: int, seconds: float, gpus: list[str] | None = None
 ) -> Outcomes:
@@ -184,21 +197,20 @@ def run_tests(
 
     for _ in range(processes):
         start()
-    while alive:
-        if time.time() > deadline + GRACE_SECONDS:
-            for process in alive.values():
-                process.kill()
-            break
-        ended = [number for number, process in alive.items() if not process.is_alive()]
-        # after that, since a process may have reported just before it ended
-        while not reports.empty():
-            outcomes.add(reports.get())
-        for number in ended:
-            outcomes.crash(number, alive.pop(number).exitcode)
-            unfinished = outcomes.tests and counter.value < len(outcomes.tests)
-            if unfinished and time.time() < deadline:
-                start()
-        time.sleep(0.05)
+    with contextlib.suppress(KeyboardInterrupt):  # what is known by then is returned
+        while alive and time.time() < deadline + GRACE_SECONDS:
+            ended = [number for number, process in alive.items() if not process.is_alive()]
+            # after that, since a process may have reported just before it ended
+            while not reports.empty():
+                outcomes.add(reports.get())
+            for number in ended:
+                outcomes.crash(number, alive.pop(number).exitcode)
+                unfinished = outcomes.tests and counter.value < len(outcomes.tests)
+                if unfinished and time.time() < deadline:
+                    start()
+            time.sleep(0.05)
+    for process in alive.values():
+        process.kill()
     return outcomes
 
 
@@ -215,6 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     options, arguments = parser.parse_known_args(argv)
     if options.processes < 1 or options.seconds <= 0:
         parser.error("--processes and --seconds must be above 0")
+    interrupt_at_sigterm()
     outcomes = run_tests(
         ["-m", options.marks, *arguments],
         options.processes,
