@@ -28,6 +28,8 @@ def test_configs_are_exported_with_their_fields(operation):
     assert cls().config_cls is config and getattr(modules, config.__name__) is config
     fields = list(config.__dataclass_fields__)
     assert fields[:2] == ["platform", "backend"]
+    if operation == "native_sparse_attention":  # tiles first, then what was added to them
+        assert fields[2:6] == ["q_tile", "kv_tile", "num_warps", "num_stages"]
     assert config() == config(platform="auto", backend="any") and hash(config()) == hash(config())
     values = {"fwd_params": {"q_blocksize": 32}, "bwd_params": None, "platform": "xla", "backend": "cpu", "context_parallel": "ring", "joins_heads": True, "fuses_gradients": False}  # fmt: skip
     made = config(**{f: values.get(f, 16 if f != "num_stages" else 2) for f in fields})
@@ -72,6 +74,8 @@ def test_supports_and_forced_platforms():
     assert modules.supports(FLASH, **abstract, causal=True)
     wrong = modules.supports(FLASH, **{**abstract, "key": jax.ShapeDtypeStruct((1,), jnp.float32)})
     assert not wrong and "key: expected" in wrong.reason
+    assert wrong.argument == "key"
+    assert not modules.supports(FLASH, **abstract, cfg={"fwd_params": HOPPER})
     refused = modules.supports(FLASH, **abstract, platform="triton")
     assert not refused and refused.reason and refused.nearest == "xla"
     assert not modules.supports("attention", platform="triton")

@@ -236,6 +236,10 @@ def test_platform_choice_on_cpu(x):
     with pytest.raises(ValueError, match="auto, triton, pallas, xla, cuda"):
         executor(kernel, x, platform="gpu")
     assert kernel.supports(x) and not kernel.supports(x, platform="cuda")
+    assert kernel.supports(x, cfg={"platform": "triton"})
+    assert "run_pallas" in kernel.supports(x, cfg=Named(platform="pallas")).reason
+    for args, options in ((x, x), {}), ((x,), {"platform": "gpu"}), ((x,), {"mesh": 3}):
+        assert not kernel.supports(*args, **options)
     explained = executor.explain(kernel, x)
     assert (explained.platform, explained.implementation) == ("xla", "run_xla")
     assert [name for name, _ in explained.skipped] == ["run_triton"]

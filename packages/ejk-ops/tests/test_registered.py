@@ -156,6 +156,11 @@ def test_dispatch_and_configs(kernel):
     assert [c.tile for c in kernel.config_space(inv)] == [16, 32]
     assert kernel.supports(X) and kernel.supports(platform="pallas")
     assert not kernel.supports(X, platform="pallas")
+    assert kernel.supports(X, cfg={"tile": 16}) and kernel.supports(X, cfg={"platform": "xla"})
+    assert "tpu" in kernel.supports(X, cfg={"platform": "pallas"}).reason
+    assert "contradict" in kernel.supports(X, platform="xla", cfg={"platform": "pallas"}).reason
+    assert "tile=17" in kernel.supports(X, cfg={"tile": 17}).reason
+    assert "TileConfig" in kernel.supports(X, cfg=3).reason
     with pytest.raises(KernelNotSupported, match="tpu"):
         executor(kernel, X, platform="pallas")
     with pytest.raises(ConfigError, match="tile"):
@@ -233,7 +238,8 @@ def test_shipped_table_serves_the_nearest_bucket(kernel, tmp_path):
 def test_binding_errors_come_at_trace_time(kernel):
     with pytest.raises(TypeError, match="rank 1 or 2"):
         jax.eval_shape(lambda x: Executor()(kernel, x), jnp.ones((1, 1, 1)))
-    assert "rank 1 or 2" in kernel.supports(jnp.ones((1, 1, 1))).reason
+    refused = kernel.supports(jnp.ones((1, 1, 1)))
+    assert "rank 1 or 2" in refused.reason and refused.argument == "x"
 
 
 def test_a_kernel_without_run_says_which_signature_is_missing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ import numpy as np
 
 from ejkernel.ops.config.key_distance import NO_RULES
 from ejkernel.ops.core.distribution import LocalCall, distribute_by_specs
-from ejkernel.ops.core.invocation import Invocation, call_invocation
+from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.samples import random_like
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.core.vjp import call_with_custom_vjp
-from ejkernel.ops.errors import ConfigError, KernelNotSupported
-from ejkernel.ops.execution.executor import get_default_executor
+from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported
+from ejkernel.ops.execution.executor import get_default_executor, route_of, split_options
+from ejkernel.ops.execution.lowering import config_error
 from ejkernel.ops.implementation import Resolved
 from ejkernel.ops.params import OpConfig
 from ejkernel.ops.platforms import Platform, parse_platform
@@ -226,14 +228,27 @@ class Kernel(Generic[Cfg, Out]):
     ) -> Support:
         """Returns whether a call is supported; without arguments, whether the platform is at all.
 
-        Never raises for a call that cannot be done: the answer carries the reason.
+        Never raises for a call that cannot be done: the answer carries the reason. ``cfg``,
+        ``mesh`` and specs count as in the call.
         """
-        requested = parse_platform(platform)
-        inv = call_invocation(self, args, {**kwargs, "platform": requested})
+        of_a_call = bool(args or kwargs)
+        if not of_a_call:
+            parse_platform(platform)
+        options, arguments = split_options({**kwargs, "platform": platform})
         try:
-            self.implementation(inv, requested)
+            cfg, route = route_of(self, options)
+            inv = Invocation(self, args, arguments, route=route)
+            call = inv.bound if of_a_call else inv
+            self.implementation(call, route.platform)
+            if cfg is not None:
+                cfg = self.convert_config(cfg, call)
+                error = config_error(call.bound, cfg)
+                if error is not None:
+                    return Support(False, str(error), "cfg")
         except KernelNotSupported as error:
             return Support(False, error.reason, error.argument, error.nearest)
+        except (KernelNotFound, TypeError, ValueError) as error:
+            return Support(False, str(error), self._argument_of(str(error)))
         return Support(True)
 
     def says(self, *methods: str) -> bool:
@@ -296,6 +311,14 @@ class Kernel(Generic[Cfg, Out]):
             return None  # a user's config may mean something else by the word
 
     # ---- helpers ---------------------------------------------------------------------------
+
+    def _argument_of(self, reason: str) -> str | None:
+        """The parameter that a reason begins with, None when it begins with another word."""
+        try:
+            names = self.signature.parameters
+        except TypeError:  # no run method
+            return None
+        return next((word for word in re.findall(r"^\w+", reason) if word in names), None)
 
     def _undefined_run(self) -> Callable[..., Any]:
         """The method whose signature counts where the subclass defines none."""

@@ -12,7 +12,7 @@ from ejkernel.ops.core.invocation import BoundCall, Invocation
 from ejkernel.ops.core.kernel import Kernel, Support
 from ejkernel.ops.core.samples import random_like
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, warn_once
+from ejkernel.ops.errors import ConfigError, KernelNotSupported, warn_once
 from ejkernel.ops.implementation import Implementation, LazyLoadError, Resolved, run_signature
 from ejkernel.ops.interpret import interpreting
 from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
@@ -117,10 +117,7 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         """
         if not args and not kwargs:
             return self._supports_at_all(parse_platform(platform))
-        try:
-            return super().supports(*args, platform=parse_platform(platform), **kwargs)
-        except (KernelNotFound, TypeError, ValueError) as error:
-            return Support(False, str(error))
+        return super().supports(*args, platform=platform, **kwargs)
 
     def _supports_at_all(self, platform: Platform | None) -> Support:
         implementations = self.registry.list_implementations(self.name)

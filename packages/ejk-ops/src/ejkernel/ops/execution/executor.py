@@ -173,7 +173,7 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
 
     def choose_config(self, kernel: KernelOf[Cfg], *args: Any, **kwargs: Any) -> Cfg:
         """The config that a call would run with, tuning included; arrays may be abstract."""
-        options, kwargs = _split_options(kwargs)
+        options, kwargs = split_options(kwargs)
         args, kwargs = kernel.prepare(args, kwargs)
         return self._decide(kernel, args, kwargs, options).choice.cfg
 
@@ -191,9 +191,9 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
 
         Arrays may be abstract. A call that no implementation can do is explained, not refused.
         """
-        options, kwargs = _split_options(kwargs)
+        options, kwargs = split_options(kwargs)
         args, kwargs = kernel.prepare(args, kwargs)
-        cfg, route = _route(kernel, options)
+        cfg, route = route_of(kernel, options)
         call = _invocation(kernel, args, kwargs, route).bound
         error: str | None = None
         try:
@@ -238,7 +238,7 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         self, kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> _Decision:
         """Binds a prepared call and chooses its config."""
-        cfg, route = _route(kernel, options)
+        cfg, route = route_of(kernel, options)
         inv = _invocation(kernel, args, kwargs, route)
         if env.ops_record():
             _record(kernel, inv)
@@ -287,7 +287,7 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
             return program(*flat.parts.arrays)
 
 
-def _split_options(kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+def split_options(kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
     """Splits keywords into the executor's options and the kernel's arguments."""
     cfg, platform, mesh, *specs = (kwargs.pop(name, None) for name in EXECUTOR_KEYWORDS)
     return (cfg, platform, mesh, *map(specs_key, specs)), kwargs
@@ -300,7 +300,7 @@ def _invocation(
     return Invocation(kernel, abstractify(args), abstractify(kwargs), route=route, prepared=True)
 
 
-def _route(kernel: AnyKernel, options: Options) -> tuple[Any, Route]:
+def route_of(kernel: AnyKernel, options: Options) -> tuple[Any, Route]:
     """Returns the config as the kernel's class, and the route of the call."""
     env.check_values()
     cfg, platform, mesh, in_specs, out_specs = options
