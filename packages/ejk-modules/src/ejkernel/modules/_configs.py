@@ -133,11 +133,11 @@ class NativeSparseAttentionConfig(OpConfig):
     ``FlashAttentionConfig``.
     """
 
-    joins_heads: bool | None = flag_field()
     q_tile: int | None = tile_field()
     kv_tile: int | None = tile_field()
     num_warps: int | None = warps_field()
     num_stages: int | None = stages_field()
+    joins_heads: bool | None = flag_field()
 
 
 @dataclass(frozen=True)
