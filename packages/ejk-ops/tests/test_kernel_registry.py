@@ -72,6 +72,9 @@ def test_ties_go_to_the_native_platform_then_to_the_first(registry):
         assert registry.get("op")(0, 0) == "cuda"
         add(registry, "triton", "gpu", 50)
         assert registry.get("op")(0, 0) == "triton"
+    first = add(registry, "xla", "any")
+    add(registry, "xla", "cpu")  # of the same priority: naming the device makes no difference
+    assert registry.get("op") is first
 
 
 def test_backend_filters(registry):

@@ -88,13 +88,13 @@ def with_reason_of_call(i: Implementation, inv: Any, misplaced: str) -> str:
 def rank(i: Implementation, target: TargetDevice, inv: Any = None) -> tuple[int | bool, ...]:
     """Sort key, best first.
 
-    Native before interpreted ones; then priority, the device's own platform,
-    hardware, registration order. ``inv`` is a call that ``i`` supports.
+    Native before interpreted ones; then priority, the device's own platform, registration order.
+    ``inv`` is a call that ``i`` supports.
     """
     interpreted = i.backend not in (Backend.ANY, target.kind)
     native = i.platform is target.native_platform
     # Off its hardware a kernel is interpreted, and of Pallas only TPU kernels can be.
-    other = i.backend not in (target.kind, Backend.TPU)
+    other = interpreted and i.backend is not Backend.TPU
     return (interpreted, -i.priority_of(inv), not native, other, i.order)
 
 
