@@ -2,6 +2,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -63,6 +64,27 @@ def test_round_trip_of_nested_fields():
     )
     assert from_json(to_json(config), MyConfig) == config
     assert from_json(to_json(MyConfig()), MyConfig) == MyConfig()
+
+
+class Shape(Enum):
+    WIDE = (16, 64)
+
+
+def test_loose_hints_round_trip():
+    @dataclass(frozen=True)
+    class Loose:
+        tile: int = None
+        inner: Inner = None
+        grid: Sequence[int] = (1, 2)
+        pairs: Collection[tuple[int, int]] = ((1, 2),)
+        shape: Shape = Shape.WIDE
+
+    for config in Loose(), Loose(16, Inner(), (3,), ((4, 5), (6, 7))):
+        assert from_json(to_json(config), Loose) == config
+    with pytest.raises(ValueError, match=r"Inner\.order=None"):
+        from_json('{"order": null}', Inner)
+    with pytest.raises(ValueError, match="nested"):
+        from_json("[" * 100_000, Loose)
 
 
 def test_dtypes_come_back_whatever_their_hint():

@@ -97,6 +97,8 @@ def from_json(s: str, cls: type[T]) -> T:
         plain = json.loads(s)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError("not JSON: nested too deeply") from None
     return from_plain(plain, cls)
 
 
@@ -126,6 +128,9 @@ def _build(plain: Any, hint: Any, path: str) -> Any:
         try:
             return base(plain)
         except ValueError:
+            for member in base:
+                if to_plain(member) == plain:  # a value that is a tuple, or a dtype
+                    return member
             legal = ", ".join(str(m.value) for m in base)
             raise ValueError(f"{path}={plain!r}: expected one of {legal}") from None
     if issubclass(base, np.dtype):
@@ -136,6 +141,9 @@ def _build(plain: Any, hint: Any, path: str) -> Any:
         _expect(isinstance(plain, list), plain, "an array", path)
         item = args[0] if args else Any
         return base(_build(v, item, f"{path}[{i}]") for i, v in enumerate(plain))
+    if isinstance(plain, list) and base is not object and issubclass(tuple, base):
+        # ``Sequence[int]`` and its like
+        return _build_tuple(plain, tuple, (args[0], Ellipsis) if args else (), path)
     if issubclass(base, Mapping):
         _expect(isinstance(plain, dict), plain, "an object", path)
         item = args[1] if len(args) == 2 else Any
@@ -221,6 +229,8 @@ def _build_dataclass(plain: Any, cls: Any, path: str) -> Any:
     values = {}
     for name, value in plain.items():
         hint = hints.get(name, dataclasses.MISSING)
+        if value is None and fields[name].default is None:  # ``tile: int = None`` means optional
+            hint = Any
         if hint in (dataclasses.MISSING, Any, object, type):
             hint = _hint_of_default(fields[name])
         values[name] = _build(value, hint, f"{path}.{name}")
