@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,12 @@ def files(folder):
 
 def flash_file(folder):
     return folder / "cpu-cpu-2cores" / "flash_attention.json"
+
+
+def test_from_results(folder):
+    results = [SimpleNamespace(key=key(), best=Plain(3)), SimpleNamespace(key=key(1), best=None)]
+    assert PersistentCache.from_results(results, folder).keys() == [key()]
+    assert PersistentCache(folder).get(key()) == Plain(3)
 
 
 def test_nothing_is_created_before_the_first_put(folder):

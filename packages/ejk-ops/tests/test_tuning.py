@@ -244,6 +244,16 @@ def test_benchmark_waits_and_counts():
         benchmark(fn, num_iters=0)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"num_iters": 2.5}, {"budget_s": -1}, {"budget_s": "3"}],
+    ids=str,
+)
+def test_wrong_counts_and_budgets_are_refused(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}=.*expected"):
+        autotune(Work(), X, **option)
+
+
 def test_abstract_arguments():
     abstract = jax.ShapeDtypeStruct(X.shape, X.dtype)
     assert autotune(Work(), abstract, num_warmup=1, num_iters=3) == FAST

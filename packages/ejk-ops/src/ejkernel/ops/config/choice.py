@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 from collections.abc import Generator
 from contextvars import ContextVar
@@ -33,6 +34,9 @@ class AutotunePolicy:
         validate_backward: whether gradients are compared too; None = for kernels that have some.
         budget_s: seconds per key; None = ``EJKERNEL_AUTOTUNE_BUDGET_S``.
         max_candidates: most configs of a kernel's ``config_space`` that are tried.
+
+    Raises:
+        ValueError: ``budget_s`` is negative, NaN or of another type.
     """
 
     autotune: bool | None = None
@@ -41,6 +45,11 @@ class AutotunePolicy:
     validate_backward: bool | None = None
     budget_s: float | None = None
     max_candidates: int = 12
+
+    def __post_init__(self) -> None:
+        budget = self.budget_s
+        if budget is not None and not (isinstance(budget, numbers.Real) and budget >= 0):
+            raise ValueError(f"budget_s={budget!r}: expected a number of seconds >= 0, or None")
 
     def enabled(self) -> bool:
         """The innermost ``policy_override``, else ``autotune``, else the variable."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,17 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
         self._memory: dict[str, Any] = {}  # configs that could not be written
         self._writable = True
         self._version = 0
+
+    @classmethod
+    def from_results(
+        cls, results: Iterable[Any], path: str | os.PathLike[str] | None = None
+    ) -> PersistentCache:
+        """The cache at ``path``, with the winners of results added (``AutotuneResult``)."""
+        cache = cls(path)
+        for result in results:
+            if result.best is not None:
+                cache.put(result.key, result.best)
+        return cache
 
     @property
     def path(self) -> Path:

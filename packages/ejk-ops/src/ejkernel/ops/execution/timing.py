@@ -9,6 +9,7 @@ CUPTI through JAX's own profiler, which counts no gap between them.
 from __future__ import annotations
 
 import math
+import numbers
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -167,10 +168,9 @@ def benchmark(fn: Callable[[], Any], num_iters: int = 100, *, num_warmup: int = 
 
 def check_counts(num_warmup: int, num_iters: int) -> None:
     """ValueError unless there is something to time."""
-    if num_iters < 1:
-        raise ValueError(f"num_iters={num_iters!r}: expected an integer >= 1")
-    if num_warmup < 0:
-        raise ValueError(f"num_warmup={num_warmup!r}: expected an integer >= 0")
+    for name, count, least in (("num_iters", num_iters, 1), ("num_warmup", num_warmup, 0)):
+        if not isinstance(count, numbers.Integral) or count < least:
+            raise ValueError(f"{name}={count!r}: expected an integer >= {least}")
 
 
 @dataclass

@@ -87,6 +87,7 @@ def autotune(
         AutotuneError: every candidate failed.
     """
     policy = AutotunePolicy(True, num_warmup, num_iters, validate_backward, budget_s)
+    configs = None if configs is None else list(configs)
     call = call_invocation(kernel, args, kwargs).bound
     return _tuned_together(
         call, ["autotune", repr(configs)], lambda: Autotuner(policy).tune(call, configs)
