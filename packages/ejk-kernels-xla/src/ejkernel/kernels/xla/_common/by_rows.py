@@ -35,7 +35,7 @@ def run_by_rows(call: Any, a: Mapping[str, Any], run: Callable[..., Any]) -> Any
         ]
     mapped = {n: [x for x, on in zip(leaves[n], rows[n], strict=True) if on] for n in leaves}
     shared = {
-        n: [None if on else _widen(x) for x, on in zip(leaves[n], rows[n], strict=True)]
+        n: [None if on else _to_float32(x) for x, on in zip(leaves[n], rows[n], strict=True)]
         for n in leaves
     }
     loops = max(size, 2)
@@ -50,8 +50,8 @@ def run_by_rows(call: Any, a: Mapping[str, Any], run: Callable[..., Any]) -> Any
         for name, flags in rows.items():
             row_leaves = iter(row[name])
             values = [
-                next(row_leaves) if on else _narrow(x, given.dtype)
-                for on, x, given in zip(flags, shared[name], leaves[name], strict=True)
+                next(row_leaves) if on else _convert_for_row(x, original.dtype)
+                for on, x, original in zip(flags, shared[name], leaves[name], strict=True)
             ]
             arguments[name] = jax.tree.unflatten(jax.tree.structure(a[name]), values)
         with batch_invariant(False):
@@ -61,16 +61,16 @@ def run_by_rows(call: Any, a: Mapping[str, Any], run: Callable[..., Any]) -> Any
     return jax.tree.map(lambda x: x[:size, 0], outputs)
 
 
-def _widen(x: jax.Array) -> jax.Array:
-    """Returns an array of all rows in float32, in which the loop adds gradients of rows."""
+def _to_float32(x: jax.Array) -> jax.Array:
+    """Returns an array that all rows share, in the dtype in which the loop adds its gradients."""
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
-def _narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns what a row reads of an array of all rows.
+def _convert_for_row(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a shared array as the computation of a row reads it.
 
-    Numbers of heads and channels enter float32 sums as they are, so that their gradients are
-    rounded once; matmuls and caches are those of the dtype that was given.
+    Weights of heads and channels stay float32, so that their gradients are rounded once; operands
+    of matmuls and caches have their original dtype.
     """
     return x if x.ndim <= 2 else x.astype(dtype)
 
