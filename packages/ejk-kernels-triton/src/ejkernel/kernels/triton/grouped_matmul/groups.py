@@ -65,8 +65,7 @@ def matrix_lane(matrix, offset, params):
 def find_lane(t, until, ends):
     """Returns the lane of tile ``t``, its first tile, its first row and the row past its last.
 
-    ``until``: number of tiles up to the end of lanes_per_call lane, ``ends``: of rows; both are
-    sorted.
+    ``until``, ``ends``: tiles and rows up to the end of each lane; both are sorted.
     """
     lane = tl.arange(0, until.shape[0])
     before = until <= t

@@ -43,7 +43,7 @@ class Params(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedLaunch(Launch):
-    """A kernel whose programs take work tiles in turn.
+    """A kernel each of whose P programs takes every P-th work tile.
 
     Mapped calls are more groups of one launch. Their group sizes then include the rows after the
     last group.

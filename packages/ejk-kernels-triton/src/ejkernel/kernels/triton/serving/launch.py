@@ -137,7 +137,7 @@ class PagedLaunch(CacheLaunch):
     """Common to the kernels of paged decoding.
 
     Attributes:
-        shares: equal parts of the cache (with ``tiles.splits``: of all sequences together).
+        ranges: work ranges of the keys of all sequences, with ``tiles.splits`` their splits.
     """
 
     problem: PagedProblem
@@ -166,7 +166,7 @@ class PagedLaunch(CacheLaunch):
 
     @property
     def slots(self) -> int:
-        """Partial results: consecutive shares of a sequence are consecutive slots."""
+        """Partial results: consecutive work ranges of a sequence have consecutive slots."""
         p = self.problem
         if self.tiles.splits is None:
             return self.ranges + p.batch - 1
