@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ejkernel.kernels.triton.causal_conv1d.segments import (
-    find_tokens,
+    find_position,
     load_history,
     load_taps,
     load_tokens,
@@ -46,21 +46,23 @@ def convolve_backward(
     WIDTH: tl.constexpr = sizes.WIDTH
     STEP: tl.constexpr = sizes.STEP
     BEFORE: tl.constexpr = WIDTH - 1
-    segment, block, batch, slot, valid, start, stop, first, last, _ = find_tokens(cu, sizes)
-    channel = block * sizes.CHANNELS + tl.arange(0, sizes.CHANNELS)
+    position = find_position(cu, sizes)
+    first, last, valid = position.first, position.last, position.valid
+    start, stop = position.start, position.stop
+    channel = position.block * sizes.CHANNELS + tl.arange(0, sizes.CHANNELS)
     inside = channel < sizes.channels
-    rows = batch * sizes.rows * sizes.channels
+    rows = position.batch * sizes.rows * sizes.channels
     x += rows
     dy += rows
     dx += rows
-    slot = slot * sizes.channels * BEFORE
+    state_offset = position.state * sizes.channels * BEFORE
     states = None
     if initial_state is not None:
-        states = initial_state + slot
-    taps, shift = load_taps(weight, bias, batch, channel, inside, sizes)
+        states = initial_state + state_offset
+    taps, shift = load_taps(weight, bias, position.batch, channel, inside, sizes)
 
     zero = tl.zeros([sizes.CHANNELS], tl.float32)
-    history = load_history(x, states, first, start, valid, channel, inside, sizes)
+    history = load_history(x, states, first, position, channel, inside, sizes)
     dhistory = ()  # dz of tokens before the segment, on which none of its gradients depends
     dtaps = ()
     for _i in tl.static_range(BEFORE):
@@ -71,19 +73,19 @@ def convolve_backward(
     # dx_t needs dz up to w - 1 tokens later: a step loads tokens t, t + 1, ... and stores dx of
     # tokens t - w + 1, t - w + 2, ...
     if cu is None:
-        next_tokens = load_tokens(x, first, stop, valid, channel, inside, sizes)
-        next_dtokens = load_tokens(dy, first, stop, valid, channel, inside, sizes)
+        next_tokens = load_tokens(x, first, stop, position, channel, inside, sizes)
+        next_dtokens = load_tokens(dy, first, stop, position, channel, inside, sizes)
     for t in range(first, last + BEFORE, STEP):
         if cu is None:
             # a step ahead: too few programs fit on a multiprocessor to wait for each other's loads
             tokens = history + next_tokens
             dtokens = next_dtokens
-            next_tokens = load_tokens(x, t + STEP, stop, valid, channel, inside, sizes)
-            next_dtokens = load_tokens(dy, t + STEP, stop, valid, channel, inside, sizes)
+            next_tokens = load_tokens(x, t + STEP, stop, position, channel, inside, sizes)
+            next_dtokens = load_tokens(dy, t + STEP, stop, position, channel, inside, sizes)
         else:
             # with the search of sequences these would take the registers of a third of the warps
-            tokens = history + load_tokens(x, t, stop, valid, channel, inside, sizes)
-            dtokens = load_tokens(dy, t, stop, valid, channel, inside, sizes)
+            tokens = history + load_tokens(x, t, stop, position, channel, inside, sizes)
+            dtokens = load_tokens(dy, t, stop, position, channel, inside, sizes)
         for j in tl.static_range(STEP):
             dz = dtokens[j]
             if SILU:
@@ -98,26 +100,26 @@ def convolve_backward(
                 added += (dtaps[i] + counted * tokens[j + i],)
             dtaps = added
         for j in tl.static_range(STEP):
-            at = t + j - BEFORE
+            token = t + j - BEFORE
             gradient = zero
             for i in tl.static_range(WIDTH):
                 gradient += taps[BEFORE - i] * dhistory[j + i]
-            in_segment = (at >= first) & (at < last)
-            before_sequence = valid & (at < start) & (first == start)
+            in_segment = (token >= first) & (token < last)
+            before_sequence = valid & (token < start) & (first == start)
             if dstate is not None:
-                in_state = valid & (at >= stop - BEFORE) & (at < stop)
-                pointers = dstate + slot + channel * BEFORE + (at - stop + BEFORE)
+                in_state = valid & (token >= stop - BEFORE) & (token < stop)
+                pointers = dstate + state_offset + channel * BEFORE + (token - stop + BEFORE)
                 gradient += tl.load(pointers, mask=inside & in_state, other=0.0).to(tl.float32)
-            row = dx + tl.cast(at, tl.int64) * sizes.channels
+            row = dx + tl.cast(token, tl.int64) * sizes.channels
             tl.store(row + channel, gradient.to(dx.dtype.element_ty), mask=inside & in_segment)
             if dinitial is not None:
-                pointers = dinitial + slot + channel * BEFORE + (at - start + BEFORE)
+                pointers = dinitial + state_offset + channel * BEFORE + (token - start + BEFORE)
                 tl.store(pointers, gradient, mask=inside & before_sequence)
         history = tokens[STEP:]
         dhistory = dhistory[STEP:]
 
     COUNT: tl.constexpr = WIDTH if bias is None else WIDTH + 1
-    partials += tl.cast(segment, tl.int64) * (COUNT * sizes.channels) + channel
+    partials += tl.cast(position.segment, tl.int64) * (COUNT * sizes.channels) + channel
     for i in tl.static_range(WIDTH):
         tl.store(partials + i * sizes.channels, dtaps[i], mask=inside)
     if bias is not None:

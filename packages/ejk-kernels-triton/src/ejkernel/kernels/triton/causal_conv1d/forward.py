@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ejkernel.kernels.triton.causal_conv1d.segments import (
-    find_tokens,
+    find_position,
     load_history,
     load_taps,
     load_tokens,
@@ -37,19 +37,20 @@ from ejkernel.types.problems.convolution import ConvolutionProblem
 @triton.jit
 def convolve(x, weight, bias, initial_state, cu, y, state, sizes, SILU: tl.constexpr):
     WIDTH: tl.constexpr = sizes.WIDTH
-    _, block, batch, slot, valid, start, stop, first, last, ends = find_tokens(cu, sizes)
-    channel = block * sizes.CHANNELS + tl.arange(0, sizes.CHANNELS)
+    position = find_position(cu, sizes)
+    batch, last, valid = position.batch, position.last, position.valid
+    channel = position.block * sizes.CHANNELS + tl.arange(0, sizes.CHANNELS)
     inside = channel < sizes.channels
     x += batch * sizes.rows * sizes.channels
     y += batch * sizes.rows * sizes.channels
-    slot = slot * sizes.channels * (WIDTH - 1)
+    state_offset = position.state * sizes.channels * (WIDTH - 1)
     states = None
     if initial_state is not None:
-        states = initial_state + slot
+        states = initial_state + state_offset
     taps, shift = load_taps(weight, bias, batch, channel, inside, sizes)
-    history = load_history(x, states, first, start, valid, channel, inside, sizes)
-    for t in range(first, last, sizes.STEP):
-        tokens = history + load_tokens(x, t, last, valid, channel, inside, sizes)
+    history = load_history(x, states, position.first, position, channel, inside, sizes)
+    for t in range(position.first, last, sizes.STEP):
+        tokens = history + load_tokens(x, t, last, position, channel, inside, sizes)
         for j in tl.static_range(sizes.STEP):
             z = tap_sum(taps, shift, tokens, j, sizes)
             if SILU:
@@ -58,11 +59,11 @@ def convolve(x, weight, bias, initial_state, cu, y, state, sizes, SILU: tl.const
             row = y + tl.cast(t + j, tl.int64) * sizes.channels
             tl.store(row + channel, z.to(y.dtype.element_ty), mask=inside & (t + j < last))
         history = tokens[sizes.STEP :]
-    if ends:
-        final = load_history(x, states, stop, start, valid, channel, inside, sizes)
+    if position.ends:
+        final = load_history(x, states, position.stop, position, channel, inside, sizes)
         for i in tl.static_range(WIDTH - 1):
-            at = state + slot + channel * (WIDTH - 1) + i
-            tl.store(at, final[i].to(state.dtype.element_ty), mask=inside)
+            pointers = state + state_offset + channel * (WIDTH - 1) + i
+            tl.store(pointers, final[i].to(state.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tokens of a program of the convolution, and their rows in memory."""
+"""The position of a program of the convolution, and the tokens and taps that it loads."""
 
 from __future__ import annotations
 
@@ -56,14 +56,35 @@ def sizes_of(launch: Any, step: int) -> Sizes:
     )
 
 
-@triton.jit
-def find_tokens(cu, sizes):
-    """Returns the position of a program.
+class SegmentPosition(NamedTuple):
+    """The position of a program: a segment of one sequence, and a block of channels.
 
-    (number of the segment in all batch rows, block of channels, batch row, number of the state,
-    whether the tokens belong to a sequence, first token of the sequence, token past its last,
-    first token of the segment, token past its last, whether the sequence ends in the segment).
+    Attributes:
+        segment: number of the segment, counted over all batch rows.
+        block: block of channels.
+        batch: batch row.
+        state: number of the sequence's state.
+        valid: whether the tokens belong to a sequence.
+        start, stop: first token of the sequence, and the token past its last.
+        first, last: first token of the segment, and the token past its last.
+        ends: whether the sequence ends in the segment.
     """
+
+    segment: Any
+    block: Any
+    batch: Any
+    state: Any
+    valid: Any
+    start: Any
+    stop: Any
+    first: Any
+    last: Any
+    ends: Any
+
+
+@triton.jit
+def find_position(cu, sizes):
+    """Returns the ``SegmentPosition`` of this program."""
     across = (sizes.channels + sizes.CHANNELS - 1) // sizes.CHANNELS
     program = tl.program_id(0)
     block = program % across
@@ -88,7 +109,7 @@ def find_tokens(cu, sizes):
         ends = valid & (stop < tile + sizes.SEGMENT)
     first = tl.maximum(start, tile)
     last = tl.minimum(stop, tile + sizes.SEGMENT)
-    return segment, block, batch, state, valid, start, stop, first, last, ends
+    return SegmentPosition(segment, block, batch, state, valid, start, stop, first, last, ends)
 
 
 @triton.jit
@@ -107,8 +128,10 @@ def load_taps(weight, bias, batch, channel, inside, sizes):
 
 
 @triton.jit
-def load_history(x, states, row, start, valid, channel, inside, sizes):
+def load_history(x, states, row, position, channel, inside, sizes):
     """Returns the WIDTH - 1 tokens before ``row``, those before the sequence from its state."""
+    start = position.start
+    valid = position.valid
     history = ()
     for i in tl.static_range(sizes.WIDTH - 1):
         t = row - (sizes.WIDTH - 1) + i
@@ -129,11 +152,12 @@ def load_token(x, t, valid, channel, inside, sizes):
 
 
 @triton.jit
-def load_tokens(x, t, stop, valid, channel, inside, sizes):
+def load_tokens(x, t, stop, position, channel, inside, sizes):
     """Returns the STEP tokens starting at ``t``, 0 for those past the end ``stop``."""
     tokens = ()
     for j in tl.static_range(sizes.STEP):
-        tokens += (load_token(x, t + j, valid & (t + j < stop), channel, inside, sizes),)
+        inside_token = position.valid & (t + j < stop)
+        tokens += (load_token(x, t + j, inside_token, channel, inside, sizes),)
     return tokens
 
 
