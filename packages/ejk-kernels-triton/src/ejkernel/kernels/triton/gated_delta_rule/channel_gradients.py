@@ -44,9 +44,12 @@ from ejkernel.kernels.triton.gated_delta_rule.channel_gates import (
     time_order,
     total_decay,
 )
-from ejkernel.kernels.triton.gated_delta_rule.chunks import GRADIENT_OPERANDS, find_chunk
+from ejkernel.kernels.triton.gated_delta_rule.chunks import (
+    GRADIENT_OPERANDS,
+    find_chunk,
+    load_value_rows,
+)
 from ejkernel.kernels.triton.gated_delta_rule.prepare import load_beta
-from ejkernel.kernels.triton.gated_delta_rule.row_gradients import load_tile
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.tiles import width
@@ -67,16 +70,17 @@ def channel_gradients(
     head = program // blocks % heads
     slot = (program // blocks // heads).to(tl.int64)
     number = slot * heads + head
-    base, tokens, rows = find_chunk(cu, slot, sizes)
+    chunk = find_chunk(cu, slot, sizes)
+    base, tokens, rows = chunk.base, chunk.tokens, chunk.rows
     token = tl.arange(0, CHUNK)
     valid = token < tokens
     row = token[:, None]
     column = token[None, :]
     order = time_order(CHUNK, sizes.REVERSED)
     before = order[:, None] > order[None, :]
-    do = load_tile(dout, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
-    u = load_tile(updates, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
-    dv = load_tile(dvalue, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
+    do = load_value_rows(dout, chunk, head, 0, sizes)
+    u = load_value_rows(updates, chunk, head, 0, sizes)
+    dv = load_value_rows(dvalue, chunk, head, 0, sizes)
     do = do.to(DTYPE)
     seen = tl.dot(do, tl.trans(u), input_precision=PRECISION) * scale
     itself = tl.sum(tl.where(row == column, seen, 0.0), 1)

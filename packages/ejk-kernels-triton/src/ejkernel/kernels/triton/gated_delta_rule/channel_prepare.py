@@ -65,7 +65,8 @@ def prepare_channels(
     program = tl.program_id(0)
     head = program % heads
     slot = (program // heads).to(tl.int64)
-    base, tokens, _ = find_chunk(cu, slot, sizes)
+    chunk = find_chunk(cu, slot, sizes)
+    base, tokens = chunk.base, chunk.tokens
     token = tl.arange(0, CHUNK)
     valid = token < tokens
     order = time_order(CHUNK, sizes.REVERSED)

@@ -17,7 +17,7 @@ from ejkernel.kernels.triton.gated_delta_rule.tiles import Tiles
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.linear_attention import tiles as linear_tiles
-from ejkernel.kernels.triton.linear_attention.rows import POINTERS
+from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows, store_rows
 from ejkernel.kernels.triton.targets import Target
 
 SCAN_OPERANDS = (
@@ -144,18 +144,30 @@ class ChunkLaunch(Launch):
         return TensorMap(operand.index, (slots * heads * height, width), (rows, width))
 
 
+class ChunkRows(NamedTuple):
+    """The rows of a chunk.
+
+    Attributes:
+        base: its first row, counted over all batch rows.
+        tokens: its rows that belong to a sequence with a state.
+        rows: its rows.
+    """
+
+    base: Any
+    tokens: Any
+    rows: Any
+
+
 @triton.jit
 def find_chunk(cu, slot, sizes):
-    """Returns the position of a chunk: (its first row, its tokens, its rows).
-
-    Rows are counted from the first batch row. Rows past the last sequence are no tokens.
-    """
+    """Returns the ``ChunkRows`` of a slot."""
     batch, begin, end, used = find_segment(
         cu, slot, sizes.pieces, sizes.rows, sizes.sequences, sizes.CHUNK, sizes.LANES
     )
     # empty pieces may begin past the array
     begin = tl.minimum(begin, sizes.rows)
-    return batch * sizes.rows + begin, tl.maximum(used - begin, 0), tl.maximum(end - begin, 0)
+    base = batch * sizes.rows + begin
+    return ChunkRows(base, tl.maximum(used - begin, 0), tl.maximum(end - begin, 0))
 
 
 class SequencePosition(NamedTuple):
@@ -208,14 +220,7 @@ def find_program(sizes):
 
 
 class ChunkPosition(NamedTuple):
-    """The position of a chunk of one head.
-
-    Attributes:
-        base: its first row, counted over all batch rows.
-        tokens: its rows that belong to a sequence with a state.
-        rows: its rows.
-        number: its number among the chunks of all heads.
-    """
+    """The position of a chunk of one head: ``ChunkRows``, and its number in those of all heads."""
 
     base: Any
     tokens: Any
@@ -240,6 +245,66 @@ def find_chunk_of_sequence(i, sequence, head, sizes, BACKWARDS: tl.constexpr):
 
 
 @triton.jit
+def load_key_rows(x, chunk, kv_head, sizes):
+    """Loads the queries or keys ``[CHUNK, DIM]`` of a chunk, 0 past its tokens."""
+    return load_rows(
+        x, chunk.base, chunk.tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, sizes.CHUNK,
+        sizes.DIM, sizes.MAPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_value_rows(x, chunk, head, column, sizes):
+    """Loads COLUMNS columns of rows like the values of a chunk, 0 past its tokens."""
+    return load_rows(
+        x, chunk.base, chunk.tokens, 0, head, sizes.heads, column, sizes.value_dim, sizes.CHUNK,
+        sizes.COLUMNS, sizes.MAPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_value_rows(target, x, chunk, head, column, sizes):
+    """Stores COLUMNS columns of all rows of a chunk, to an array like the values."""
+    store_rows(
+        target, x, chunk.base, chunk.rows, head, sizes.heads, column, sizes.value_dim, sizes.CHUNK,
+        sizes.COLUMNS, sizes.MAPS,
+    )  # fmt: skip
+
+
+class StateTile(NamedTuple):
+    """The columns of a state that a program of a scan has, ``[DIM, COLUMNS]``.
+
+    Attributes:
+        offset: of every element in the state.
+        inside: whether it is one.
+        size: elements of a state.
+    """
+
+    offset: Any
+    inside: Any
+    size: Any
+
+
+@triton.jit
+def find_state_tile(column, sizes):
+    """Returns the ``StateTile`` of the columns that begin at ``column``."""
+    d = tl.arange(0, sizes.DIM)[:, None]
+    c = tl.arange(0, sizes.COLUMNS)[None, :]
+    offset = column + d * sizes.value_dim + c
+    inside = (d < sizes.dim) & (c < sizes.value_dim - column)
+    return StateTile(offset, inside, sizes.dim * sizes.value_dim)
+
+
+@triton.jit
+def load_state_tile(states, offset, mask, sizes):
+    """Loads a state ``[DIM, COLUMNS]`` in float32, zeros where none is given."""
+    state = tl.zeros([sizes.DIM, sizes.COLUMNS], tl.float32)
+    if states is not None:
+        state = tl.load(states + offset, mask=mask, other=0.0).to(tl.float32)
+    return state
+
+
+@triton.jit
 def load_factors(factors, number, token, sizes, FACTORS: tl.constexpr):
     """Loads the factors of the tokens of a chunk, see ``FACTORS``; None stands for ones."""
     if factors is None:
@@ -251,9 +316,10 @@ def load_factors(factors, number, token, sizes, FACTORS: tl.constexpr):
 
 
 @triton.jit
-def load_chunk_decay(decays, number, d, sizes, PER_CHANNEL: tl.constexpr):
-    """Loads the decay of a chunk, of all channels or of every one."""
+def load_chunk_decay(decays, number, sizes, PER_CHANNEL: tl.constexpr):
+    """Loads the decay of a chunk: a scalar, or with PER_CHANNEL ``[DIM, 1]``."""
     if PER_CHANNEL:
+        d = tl.arange(0, sizes.DIM)[:, None]
         return tl.load(decays + number * sizes.dim + d, mask=d < sizes.dim, other=1.0)
     else:
         return tl.load(decays + number)

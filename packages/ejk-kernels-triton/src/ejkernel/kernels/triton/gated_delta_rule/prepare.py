@@ -25,13 +25,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ejkernel.kernels.triton.gated_delta_rule.chunks import FACTORS, ChunkLaunch, find_chunk
+from ejkernel.kernels.triton.gated_delta_rule.chunks import (
+    FACTORS,
+    ChunkLaunch,
+    find_chunk,
+    load_key_rows,
+)
 from ejkernel.kernels.triton.gated_delta_rule.gates import is_up_to, load_gates, pair_decays
 from ejkernel.kernels.triton.gated_delta_rule.problem import NORM_EPSILON
 from ejkernel.kernels.triton.gated_delta_rule.solve import invert
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
-from ejkernel.kernels.triton.linear_attention.rows import load_rows
 from ejkernel.kernels.triton.targets import Target
 
 EPSILON = tl.constexpr(NORM_EPSILON)
@@ -108,15 +112,11 @@ def prepare_chunks(
     program = tl.program_id(0)
     kv_head = program % sizes.kv_heads
     slot = (program // sizes.kv_heads).to(tl.int64)
-    base, tokens, _ = find_chunk(cu, slot, sizes)
+    chunk = find_chunk(cu, slot, sizes)
     token = tl.arange(0, CHUNK)
-    valid = token < tokens
-    q = load_rows(
-        query, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, sizes.DIM, sizes.MAPS
-    )
-    k = load_rows(
-        key, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, sizes.DIM, sizes.MAPS
-    )
+    valid = token < chunk.tokens
+    q = load_key_rows(query, chunk, kv_head, sizes)
+    k = load_key_rows(key, chunk, kv_head, sizes)
     q_factor = tl.zeros([CHUNK], tl.float32) + scale
     k_factor = tl.zeros([CHUNK], tl.float32) + 1.0
     if NORMALIZE:
@@ -135,7 +135,7 @@ def prepare_chunks(
     groups = sizes.heads // sizes.kv_heads
     for i in range(groups):
         head = kv_head * groups + i
-        at = (base + token) * sizes.heads + head
+        at = (chunk.base + token) * sizes.heads + head
         number = slot * sizes.heads + head
         strength = load_beta(beta, at, valid)
         since = valid.to(tl.float32)

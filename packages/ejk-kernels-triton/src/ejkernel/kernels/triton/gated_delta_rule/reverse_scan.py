@@ -22,15 +22,19 @@ from ejkernel.kernels.triton.gated_delta_rule.chunks import (
     find_chunk_of_sequence,
     find_program,
     find_sequence,
+    find_state_tile,
     load_chunk_decay,
     load_factors,
+    load_key_rows,
     load_square,
+    load_state_tile,
+    load_value_rows,
+    store_value_rows,
 )
 from ejkernel.kernels.triton.gated_delta_rule.scan import scan_programs
 from ejkernel.kernels.triton.gated_delta_rule.tiles import has_sm90_kernel
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
-from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
 
 
 @triton.jit
@@ -38,53 +42,33 @@ def scan_gradients(
     query, key, entering, dout, inverse, scores, factors, decays, dfinal, cu, dvalue, dstates,
     dinitial, sizes, FACTORS: tl.constexpr,
 ):  # fmt: skip
-    CHUNK: tl.constexpr = sizes.CHUNK
-    DIM: tl.constexpr = sizes.DIM
-    COLUMNS: tl.constexpr = sizes.COLUMNS
     DTYPE: tl.constexpr = sizes.DTYPE
     PRECISION: tl.constexpr = sizes.PRECISION
     column, head, owner = find_program(sizes)
     kv_head = head // (sizes.heads // sizes.kv_heads)
     sequence = find_sequence(cu, owner, sizes)
-    d = tl.arange(0, DIM)[:, None]
-    c = tl.arange(0, COLUMNS)[None, :]
-    token = tl.arange(0, CHUNK)
-    offset = column + d * sizes.value_dim + c
-    inside = (d < sizes.dim) & (c < sizes.value_dim - column)
-    state_size = sizes.dim * sizes.value_dim
-    state_offset = (sequence.state * sizes.heads + head) * state_size + offset
-    in_state = inside & sequence.has_state
-    dstate = tl.zeros([DIM, COLUMNS], tl.float32)
-    if dfinal is not None:
-        dstate = tl.load(dfinal + state_offset, mask=in_state, other=0.0).to(tl.float32)
+    token = tl.arange(0, sizes.CHUNK)
+    tile = find_state_tile(column, sizes)
+    state_offset = (sequence.state * sizes.heads + head) * tile.size + tile.offset
+    in_state = tile.inside & sequence.has_state
+    dstate = load_state_tile(dfinal, state_offset, in_state, sizes)
     for i in tl.range(0, sequence.stop_piece - sequence.first_piece):
-        base, tokens, rows, number = find_chunk_of_sequence(
-            i, sequence, head, sizes, not sizes.REVERSED
-        )
+        chunk = find_chunk_of_sequence(i, sequence, head, sizes, not sizes.REVERSED)
+        number = chunk.number
         q_since, k_since, k_until = load_factors(factors, number, token, sizes, FACTORS)
-        decay = load_chunk_decay(decays, number, d, sizes, factors is None)
-        k = load_rows(
-            key, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
-        ).to(DTYPE)
-        q = load_rows(
-            query, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
-        ).to(DTYPE)
-        do = load_rows(
-            dout, base, tokens, 0, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
-            sizes.MAPS,
-        )  # fmt: skip
+        decay = load_chunk_decay(decays, number, sizes, factors is None)
+        k = load_key_rows(key, chunk, kv_head, sizes).to(DTYPE)
+        q = load_key_rows(query, chunk, kv_head, sizes).to(DTYPE)
+        do = load_value_rows(dout, chunk, head, column, sizes)
         solved = load_square(inverse, number, sizes)
         weights = load_square(scores, number, sizes)
 
         after = dstate.to(DTYPE)
-        target = dstates + number * state_size + offset
-        tl.store(target, after.to(dstates.dtype.element_ty), mask=inside)
+        target = dstates + number * tile.size + tile.offset
+        tl.store(target, after.to(dstates.dtype.element_ty), mask=tile.inside)
         k_entering = k
         if entering is not None:
-            k_entering = load_rows(
-                entering, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM,
-                sizes.MAPS,
-            ).to(DTYPE)  # fmt: skip
+            k_entering = load_key_rows(entering, chunk, kv_head, sizes).to(DTYPE)
         du = tl.dot(k_entering, after, input_precision=PRECISION) * k_until[:, None]
         du = tl.dot(tl.trans(weights), do.to(DTYPE), acc=du, input_precision=PRECISION)
         dv = tl.dot(tl.trans(solved), du.to(DTYPE), input_precision=PRECISION)
@@ -92,10 +76,7 @@ def scan_gradients(
         dstate = tl.dot(tl.trans(q), reading, acc=dstate * decay, input_precision=PRECISION)
         reading = (dv * -k_since[:, None]).to(DTYPE)
         dstate = tl.dot(tl.trans(k), reading, acc=dstate, input_precision=PRECISION)
-        store_rows(
-            dvalue, dv, base, rows, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
-            sizes.MAPS,
-        )  # fmt: skip
+        store_value_rows(dvalue, dv, chunk, head, column, sizes)
     if dinitial is not None:
         tl.store(dinitial + state_offset, dstate, mask=in_state)
 

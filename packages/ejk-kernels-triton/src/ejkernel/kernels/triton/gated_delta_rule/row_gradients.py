@@ -34,14 +34,16 @@ from ejkernel.kernels.triton.gated_delta_rule.chunks import (
     GRADIENT_OPERANDS,
     ChunkLaunch,
     find_chunk,
+    load_key_rows,
     load_matrix,
+    load_value_rows,
 )
 from ejkernel.kernels.triton.gated_delta_rule.gates import is_up_to, load_gates, pair_decays
 from ejkernel.kernels.triton.gated_delta_rule.prepare import load_beta, reciprocal_lengths
 from ejkernel.kernels.triton.gated_delta_rule.tiles import has_sm90_kernel
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
-from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
+from ejkernel.kernels.triton.linear_attention.rows import store_rows
 from ejkernel.kernels.triton.linear_attention.tiles import width
 
 
@@ -51,12 +53,6 @@ def load_state(states, number, sizes):
     return load_matrix(
         states, number, sizes.dim, sizes.value_dim, sizes.DIM, sizes.COLUMNS, sizes.MAPS
     )
-
-
-@triton.jit
-def load_tile(x, base, tokens, head, heads, columns, WIDTH: tl.constexpr, sizes):
-    """Loads the rows of a chunk."""
-    return load_rows(x, base, tokens, 0, head, heads, 0, columns, sizes.CHUNK, WIDTH, sizes.MAPS)
 
 
 @triton.jit
@@ -100,14 +96,14 @@ def row_gradients(
     program = tl.program_id(0)
     kv_head = program % kv_heads
     slot = (program // kv_heads).to(tl.int64)
-    base, tokens, rows = find_chunk(cu, slot, sizes)
+    chunk = find_chunk(cu, slot, sizes)
     token = tl.arange(0, CHUNK)
-    valid = token < tokens
-    in_rows = token < rows
+    valid = token < chunk.tokens
+    in_rows = token < chunk.rows
     row = token[:, None]
     column = token[None, :]
-    q = load_tile(query, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
-    k = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
+    q = load_key_rows(query, chunk, kv_head, sizes)
+    k = load_key_rows(key, chunk, kv_head, sizes)
     q_factor = tl.zeros([CHUNK], tl.float32) + 1.0
     k_factor = q_factor
     if NORMALIZE:
@@ -125,10 +121,10 @@ def row_gradients(
     along_before = tl.zeros([CHUNK], tl.float32)
     for i in tl.range(0, groups, num_stages=1, disable_licm=True):
         head = kv_head * groups + i
-        at = (base + token) * heads + head
+        at = (chunk.base + token) * heads + head
         decayed, since, _, _ = load_decays(gate, at, valid, sizes)
-        do = load_tile(dout, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
-        u = load_tile(updates, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
+        do = load_value_rows(dout, chunk, head, 0, sizes)
+        u = load_value_rows(updates, chunk, head, 0, sizes)
         pairs = tl.dot(do.to(DTYPE), tl.trans(u), input_precision=PRECISION) * (decayed * scale)
         itself += tl.sum(tl.where(row == column, pairs, 0.0), 1)
         pairs = tl.where(row == column, 0.0, pairs).to(DTYPE)
@@ -138,14 +134,13 @@ def row_gradients(
         dq = tl.dot(pairs, k, acc=dq, input_precision=PRECISION)
         if dgate is not None:
             # loaded again: in registers it would stay there
-            x = load_tile(query, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
+            x = load_key_rows(query, chunk, kv_head, sizes)
             along = tl.sum(dq * x.to(tl.float32), 1)
             tl.store(dgate + at, (along - along_before) * q_factor, mask=in_rows)
             along_before = along
     store_gradient(
-        dquery, dq, query, key, itself, q_factor, k_factor, base, tokens, rows, kv_head, sizes,
-        NORMALIZE,
-    )  # fmt: skip
+        dquery, dq, query, key, itself, q_factor, k_factor, chunk, kv_head, sizes, NORMALIZE
+    )
     # what other threads stored to ``dgate`` is read below
     tl.debug_barrier()
 
@@ -154,10 +149,10 @@ def row_gradients(
     for i in tl.range(0, groups, num_stages=1, disable_licm=True):
         head = kv_head * groups + i
         number = slot * heads + head
-        at = (base + token) * heads + head
+        at = (chunk.base + token) * heads + head
         decayed, since, until, total = load_decays(gate, at, valid, sizes)
-        u = load_tile(updates, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
-        dv = load_tile(dvalue, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
+        u = load_value_rows(updates, chunk, head, 0, sizes)
+        dv = load_value_rows(dvalue, chunk, head, 0, sizes)
         # keys that read the state
         pairs = tl.dot(dv, tl.trans(u), input_precision=PRECISION)
         if dbeta is not None:
@@ -170,24 +165,24 @@ def row_gradients(
         dk = tl.dot(dv, tl.trans(state), acc=dk, input_precision=PRECISION)
         dk = tl.dot(read, k, acc=dk, input_precision=PRECISION)
         if dgate is not None:
-            x = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
+            x = load_key_rows(key, chunk, kv_head, sizes)
             along_read = tl.sum(dk * x.to(tl.float32), 1)
         # keys that enter it
-        do = load_tile(dout, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
+        do = load_value_rows(dout, chunk, head, 0, sizes)
         pairs = tl.dot(do.to(DTYPE), tl.trans(u), input_precision=PRECISION) * (decayed * scale)
         pairs = tl.where(row == column, 0.0, pairs).to(DTYPE)
-        u = load_tile(updates, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
+        u = load_value_rows(updates, chunk, head, 0, sizes)
         u = (u.to(tl.float32) * until[:, None]).to(DTYPE)
         dstate = load_state(dstates, number, sizes)
         dk = tl.dot(u, tl.trans(dstate), acc=dk, input_precision=PRECISION)
         if dgate is not None:
-            x = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
+            x = load_key_rows(key, chunk, kv_head, sizes)
             ended = tl.sum((tl.sum(dk * x.to(tl.float32), 1) - along_read) * k_factor, 0)
         dk = tl.dot(tl.trans(pairs), q, acc=dk, input_precision=PRECISION)
         dk = tl.dot(tl.trans(read), k, acc=dk, input_precision=PRECISION)
         if dgate is not None:
             ended += total * inner_product(state_rows.before, state_rows.after, number, sizes)
-            x = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
+            x = load_key_rows(key, chunk, kv_head, sizes)
             along = tl.sum(dk * x.to(tl.float32), 1)
             moved = tl.load(dgate + at, mask=valid, other=0.0)
             moved += (2.0 * along_read - along_before - along) * k_factor
@@ -195,28 +190,27 @@ def row_gradients(
             moved = tl.cumsum(tl.where(valid, moved, 0.0), 0, reverse=not sizes.REVERSED)
             tl.store(dgate + at, tl.where(valid, moved + ended, 0.0), mask=in_rows)
     store_gradient(
-        dkey, dk, key, query, itself, k_factor, q_factor, base, tokens, rows, kv_head, sizes,
-        NORMALIZE,
-    )  # fmt: skip
+        dkey, dk, key, query, itself, k_factor, q_factor, chunk, kv_head, sizes, NORMALIZE
+    )
 
 
 @triton.jit
 def store_gradient(
-    target, gradient, x, partner, itself, factor, partner_factor, base, tokens, rows, kv_head,
-    sizes, NORMALIZE: tl.constexpr,
+    target, gradient, x, partner, itself, factor, partner_factor, chunk, kv_head, sizes,
+    NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """Adds the pairs of a token with itself, takes a gradient through the normalization of x, and
     stores it."""
-    partner = load_tile(partner, base, tokens, kv_head, sizes.kv_heads, sizes.dim, sizes.DIM, sizes)
+    partner = load_key_rows(partner, chunk, kv_head, sizes)
     gradient += (itself * partner_factor)[:, None] * partner.to(tl.float32)
     if NORMALIZE:
         # what lies along a vector does not change its direction
-        x = load_tile(x, base, tokens, kv_head, sizes.kv_heads, sizes.dim, sizes.DIM, sizes)
+        x = load_key_rows(x, chunk, kv_head, sizes)
         unit = x.to(tl.float32) * factor[:, None]
         gradient = (gradient - unit * tl.sum(gradient * unit, 1)[:, None]) * factor[:, None]
     store_rows(
-        target, gradient, base, rows, kv_head, sizes.kv_heads, 0, sizes.dim, sizes.CHUNK, sizes.DIM,
-        sizes.MAPS,
+        target, gradient, chunk.base, chunk.rows, kv_head, sizes.kv_heads, 0, sizes.dim,
+        sizes.CHUNK, sizes.DIM, sizes.MAPS,
     )  # fmt: skip
 
 

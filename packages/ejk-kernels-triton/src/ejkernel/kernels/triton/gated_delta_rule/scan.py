@@ -38,14 +38,18 @@ from ejkernel.kernels.triton.gated_delta_rule.chunks import (
     find_chunk_of_sequence,
     find_program,
     find_sequence,
+    find_state_tile,
     load_chunk_decay,
     load_factors,
+    load_key_rows,
     load_square,
+    load_state_tile,
+    load_value_rows,
+    store_value_rows,
 )
 from ejkernel.kernels.triton.gated_delta_rule.tiles import has_sm90_kernel
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
-from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
 
 
 @triton.jit
@@ -53,73 +57,46 @@ def scan_chunks(
     query, key, value, entering, inverse, scores, factors, decays, initial, cu, out, final, states,
     updates, sizes, FACTORS: tl.constexpr,
 ):  # fmt: skip
-    CHUNK: tl.constexpr = sizes.CHUNK
-    DIM: tl.constexpr = sizes.DIM
-    COLUMNS: tl.constexpr = sizes.COLUMNS
     DTYPE: tl.constexpr = sizes.DTYPE
     PRECISION: tl.constexpr = sizes.PRECISION
     column, head, owner = find_program(sizes)
     kv_head = head // (sizes.heads // sizes.kv_heads)
     sequence = find_sequence(cu, owner, sizes)
-    d = tl.arange(0, DIM)[:, None]
-    c = tl.arange(0, COLUMNS)[None, :]
-    token = tl.arange(0, CHUNK)
-    offset = column + d * sizes.value_dim + c
-    inside = (d < sizes.dim) & (c < sizes.value_dim - column)
-    state_size = sizes.dim * sizes.value_dim
-    state_offset = (sequence.state * sizes.heads + head) * state_size + offset
-    in_state = inside & sequence.has_state
-    state = tl.zeros([DIM, COLUMNS], tl.float32)
-    if initial is not None:
-        state = tl.load(initial + state_offset, mask=in_state, other=0.0).to(tl.float32)
+    token = tl.arange(0, sizes.CHUNK)
+    tile = find_state_tile(column, sizes)
+    state_offset = (sequence.state * sizes.heads + head) * tile.size + tile.offset
+    in_state = tile.inside & sequence.has_state
+    state = load_state_tile(initial, state_offset, in_state, sizes)
     for i in tl.range(0, sequence.stop_piece - sequence.first_piece):
-        base, tokens, rows, number = find_chunk_of_sequence(
-            i, sequence, head, sizes, sizes.REVERSED
-        )
+        chunk = find_chunk_of_sequence(i, sequence, head, sizes, sizes.REVERSED)
+        number = chunk.number
         q_since, k_since, k_until = load_factors(factors, number, token, sizes, FACTORS)
-        decay = load_chunk_decay(decays, number, d, sizes, factors is None)
-        k = load_rows(
-            key, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
-        ).to(DTYPE)
-        v = load_rows(
-            value, base, tokens, 0, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
-            sizes.MAPS,
-        ).to(tl.float32)  # fmt: skip
+        decay = load_chunk_decay(decays, number, sizes, factors is None)
+        k = load_key_rows(key, chunk, kv_head, sizes).to(DTYPE)
+        v = load_value_rows(value, chunk, head, column, sizes).to(tl.float32)
         solved = load_square(inverse, number, sizes)
 
         before = state.to(DTYPE)
         if states is not None:
-            target = states + number * state_size + offset
-            tl.store(target, before.to(states.dtype.element_ty), mask=inside)
+            target = states + number * tile.size + tile.offset
+            tl.store(target, before.to(states.dtype.element_ty), mask=tile.inside)
         read = tl.dot(k, before, input_precision=PRECISION)
         error = v - k_since[:, None] * read
         update = tl.dot(solved, error.to(DTYPE), input_precision=PRECISION)
         k_entering = k
         if entering is not None:
-            k_entering = load_rows(
-                entering, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM,
-                sizes.MAPS,
-            ).to(DTYPE)  # fmt: skip
+            k_entering = load_key_rows(entering, chunk, kv_head, sizes).to(DTYPE)
         added = (k_until[:, None] * update).to(DTYPE)
         state = tl.dot(tl.trans(k_entering), added, acc=state * decay, input_precision=PRECISION)
         narrow = update.to(DTYPE)
         if updates is not None:
-            store_rows(
-                updates, narrow, base, rows, head, sizes.heads, column, sizes.value_dim, CHUNK,
-                COLUMNS, sizes.MAPS,
-            )  # fmt: skip
+            store_value_rows(updates, narrow, chunk, head, column, sizes)
         if out is not None:
-            q = load_rows(
-                query, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM,
-                sizes.MAPS,
-            ).to(DTYPE)  # fmt: skip
+            q = load_key_rows(query, chunk, kv_head, sizes).to(DTYPE)
             weights = load_square(scores, number, sizes)
             o = tl.dot(q, before, input_precision=PRECISION) * q_since[:, None]
             o = tl.dot(weights, narrow, acc=o, input_precision=PRECISION)
-            store_rows(
-                out, o, base, rows, head, sizes.heads, column, sizes.value_dim, CHUNK, COLUMNS,
-                sizes.MAPS,
-            )  # fmt: skip
+            store_value_rows(out, o, chunk, head, column, sizes)
     if final is not None:
         tl.store(final + state_offset, state, mask=in_state)
 
