@@ -36,22 +36,22 @@ class LinearAttention(TritonKernel):
         return problem.unsupported or None
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        from ejkernel.kernels.triton.linear_attention.launches import Launches, decode
+        from ejkernel.kernels.triton.linear_attention.pipeline import Pipeline, decode
 
         if tiles.few_tokens(work.problem):
             return decode(work, arrays), None
-        run = Launches(work, arrays)
-        starts, state = run.segment_starts(arrays.get("initial_state"))
-        return (run.output(starts), state), starts
+        pipeline = Pipeline(work, arrays)
+        starts, state = pipeline.segment_starts(arrays.get("initial_state"))
+        return (pipeline.compute_output(starts), state), starts
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        from ejkernel.kernels.triton.linear_attention.launches import Launches
+        from ejkernel.kernels.triton.linear_attention.pipeline import Pipeline
 
         do, dstate = cotangents
-        run = Launches(work, arrays | {"do": do})
+        pipeline = Pipeline(work, arrays | {"do": do})
         if saved is None:
-            saved, _ = run.segment_starts(arrays.get("initial_state"))
-        return run.gradients(arrays, saved, outputs[1], dstate)
+            saved, _ = pipeline.segment_starts(arrays.get("initial_state"))
+        return pipeline.compute_gradients(arrays, saved, outputs[1], dstate)
 
 
 class RecurrentAttention(LinearAttention):

@@ -28,7 +28,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 GATES = ("g", "g_gamma", "gk", "gv")
 
 
-class Launches:
+class Pipeline:
     """The launches of one call, which share its arrays.
 
     ``arrays`` has q, k, v, do, the gates ``gk`` and ``gv`` of channels, prefix sums of one gate a
@@ -77,7 +77,7 @@ class Launches:
         names |= {name: f"{name}_{side}" for name in ("pairs", "totals", "halves")}
         self.arrays |= {names[name]: x for name, x in results.items()}
 
-    def loop(self, spec: Pass, starts: Any = None) -> dict[str, jax.Array]:
+    def run_pass(self, spec: Pass, starts: Any = None) -> dict[str, jax.Array]:
         """Runs one pass of ``chunk_loop``."""
         arrays = self.arrays | {"starts": starts}
         operands = {name: arrays[array] for name, array in spec.operands(self.problem).items()}
@@ -90,16 +90,16 @@ class Launches:
         """
         spec = passes.LATER_SEGMENT_STATES if later else passes.SEGMENT_STATES
         launch = StateScan(self.problem, self.tiles, later)
-        scanned = call(launch, **self.loop(spec), initial=initial, cu=self.arrays["cu"])
+        scanned = call(launch, **self.run_pass(spec), initial=initial, cu=self.arrays["cu"])
         return scanned["starts"], scanned["final"]
 
-    def output(self, starts: Any) -> jax.Array:
+    def compute_output(self, starts: Any) -> jax.Array:
         """Returns o."""
         p, a = self.problem, self.arrays
         if not p.value_parts:
-            return self.loop(replace(passes.OUTPUT, out=p.out), starts)["out"]
+            return self.run_pass(replace(passes.OUTPUT, out=p.out), starts)["out"]
         # through decaying channels of values the output is computed like a gradient, from states
-        states = self.loop(passes.CHUNK_STATES, starts)["states"]
+        states = self.run_pass(passes.CHUNK_STATES, starts)["states"]
         launch = ChannelGradient(p, self.tiles, True, (p.out, "", ""))
         return call(launch, source=a["v"], **self.value_channels(), states=states)["dreader"]
 
@@ -116,7 +116,7 @@ class Launches:
             "cu": a["cu"],
         }
 
-    def gradients(self, arrays: Arrays, starts: Any, final: Any, dstate: Any) -> Arrays:
+    def compute_gradients(self, arrays: Arrays, starts: Any, final: Any, dstate: Any) -> Arrays:
         """Returns the gradients of the arguments that a call has.
 
         ``starts`` and ``final``: states before all segments and the last one; ``dstate``: the
@@ -144,18 +144,18 @@ class Launches:
         states = dstates = None
         # gradients of arrays that meet through decaying channels come with the gate's
         if keys:
-            states = self.loop(passes.CHUNK_STATES, starts)["states"]
+            states = self.run_pass(passes.CHUNK_STATES, starts)["states"]
         else:
-            dq = self.loop(replace(passes.DQ, out=p.out, states=gated), starts)
-            dk = self.loop(replace(passes.DK, out=dtypes["key"], states=values), dstarts)
+            dq = self.run_pass(replace(passes.DQ, out=p.out, states=gated), starts)
+            dk = self.run_pass(replace(passes.DK, out=dtypes["key"], states=values), dstarts)
             states, dstates = dq.get("states"), dk.get("states")
             grads |= {"query": dq["out"], "key": self.sum_shared_heads(dk["out"])}
         if not values:
-            dv = self.loop(replace(passes.DV, out=dtypes["value"], states=gated), dstarts)
+            dv = self.run_pass(replace(passes.DV, out=dtypes["value"], states=gated), dstarts)
             dstates = dv.get("states")
             grads["value"] = self.sum_shared_heads(dv["out"])
         elif keys:
-            dstates = self.loop(passes.LATER_CHUNK_STATES, dstarts)["states"]
+            dstates = self.run_pass(passes.LATER_CHUNK_STATES, dstarts)["states"]
         if keys or values:
             grads |= self.channel_gradients(arrays, dtypes, states, dstates)
         elif gated:
@@ -169,16 +169,16 @@ class Launches:
     ) -> Arrays:
         """Returns gradients from two loops, and the gate's from one value of every row."""
         p, gated = self.problem, self.gated
-        dq = self.loop(replace(passes.DQ, out=p.out, dot_with="q" if gated else ""), starts)
+        dq = self.run_pass(replace(passes.DQ, out=p.out, dot_with="q" if gated else ""), starts)
         launch = BackwardKv(p, self.tiles, gated, dtypes["key"], dtypes["value"])
         states = {"starts": starts, "final": final} if gated else {}
-        found = call(launch, **self.scalar_operands(), dstarts=dstarts, **states)
-        dk, dv = (self.sum_shared_heads(found.pop(name)) for name in ("dkey", "dvalue"))
+        results = call(launch, **self.scalar_operands(), dstarts=dstarts, **states)
+        dk, dv = (self.sum_shared_heads(results.pop(name)) for name in ("dkey", "dvalue"))
         grads = {"query": dq["out"], "key": dk, "value": dv}
         if gated:
             rows = {name: self.arrays[name] for name in ("gate_totals", "cu")}
             launch = GateGradientRows(p, self.tiles)
-            dgate = call(launch, **found, state_dots=dq["state_dots"], **rows)["dgate"]
+            dgate = call(launch, **results, state_dots=dq["state_dots"], **rows)["dgate"]
             grads |= _scalar_gate_gradients(dgate)
         return grads
 
@@ -198,15 +198,15 @@ class Launches:
         if p.value_parts:
             launch = ChannelGradient(p, self.tiles, True, ("", dtypes["value"], str(a["gv"].dtype)))
             rows = {"reader": a["do"], "source": a["v"], "totals": a.get("totals_k")}
-            found = call(launch, **rows, **self.value_channels(), **states)
-            grads["gv"] = found["dgate"]
-            grads["value"] = self.sum_shared_heads(found["dsource"])
+            results = call(launch, **rows, **self.value_channels(), **states)
+            grads["gv"] = results["dgate"]
+            grads["value"] = self.sum_shared_heads(results["dsource"])
         if p.key_parts:
             suffix = "_decayed" if p.value_parts else ""
             launch = ChannelGradient(
                 p, self.tiles, False, (p.out, dtypes["key"], str(a["gk"].dtype))
             )
-            found = call(
+            results = call(
                 launch,
                 reader=a["q"],
                 source=a["k"],
@@ -220,8 +220,8 @@ class Launches:
                 cu=a["cu"],
                 **states,
             )
-            grads |= {"query": found["dreader"], "gk": found["dgate"], "g": found["dgate"]}
-            grads["key"] = self.sum_shared_heads(found["dsource"])
+            grads |= {"query": results["dreader"], "gk": results["dgate"], "g": results["dgate"]}
+            grads["key"] = self.sum_shared_heads(results["dsource"])
         row_gate = jnp.sum(grads["gk" if p.key_parts else "gv"], 3)
         if "g" in arrays and arrays["g"].ndim == 3:
             grads["g"] = row_gate
