@@ -42,7 +42,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.bound_launch import In, TensorMap
-from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.channels import (
@@ -56,7 +55,7 @@ from ejkernel.kernels.triton.linear_attention.channels import (
     visible_rows,
 )
 from ejkernel.kernels.triton.linear_attention.launch import LinearLaunch
-from ejkernel.kernels.triton.linear_attention.rows import load_rows
+from ejkernel.kernels.triton.linear_attention.rows import find_chunk, load_chunk_rows
 from ejkernel.kernels.triton.linear_attention.tiles import CHANNELS, channel_options, maps_of, width
 from ejkernel.kernels.triton.targets import Target
 
@@ -201,29 +200,19 @@ def channel_gradient(
     """
     REVERSED: tl.constexpr = tile.REVERSED
     CHUNK: tl.constexpr = tile.CHUNK
-    SEGMENT: tl.constexpr = tile.SEGMENT
     CHANNELS: tl.constexpr = tile.CHANNELS
     OTHERS: tl.constexpr = tile.OTHERS
     MAPS: tl.constexpr = tile.MAPS
     DTYPE: tl.constexpr = tile.DTYPE
     PRECISION: tl.constexpr = tile.PRECISION
-    rows, heads, channels, others = sizes.rows, sizes.heads, sizes.channels, sizes.others
+    heads, channels, others = sizes.heads, sizes.channels, sizes.others
     across = (channels + CHANNELS - 1) // CHANNELS
     program = tl.program_id(0)
     channel = program % across * CHANNELS
     head = program // across % heads
     slot = (program // across // heads).to(tl.int64)
-    segment = slot // (SEGMENT // CHUNK)
-    at = (slot % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
-    batch, begin, end, used = find_segment(
-        cu, segment, sizes.pieces, rows, sizes.sequences, SEGMENT, tile.LANES
-    )
-    length = used - begin
-    base = batch * rows + begin
-    row = base + at
+    chunk = find_chunk(cu, slot, sizes, CHUNK, tile.SEGMENT, tile.LANES)
     chunk_row = tl.arange(0, CHUNK)
-    # chunks past the segment may not even start in the array
-    base = tl.where(at < length, base, base - at)
     reader_head = head // (heads // sizes.reader_heads)
     source_head = head // (heads // sizes.source_heads)
     reader_other_head = head // (heads // sizes.reader_other_heads)
@@ -242,24 +231,22 @@ def channel_gradient(
     # by address: all three are in flight at once
     a = None
     if reader is not None:
-        a = load_rows(
-            reader, base, length, at, reader_head, sizes.reader_heads, channel, channels, CHUNK,
-            CHANNELS, 0,
-        )  # fmt: skip
-    b = load_rows(
-        source, base, length, at, source_head, sizes.source_heads, channel, channels, CHUNK,
-        CHANNELS, 0,
-    )  # fmt: skip
-    g = load_rows(gate, base, length, at, head, heads, channel, channels, CHUNK, CHANNELS, 0)
-    exists = at < length  # chunks without rows have no states
+        a = load_chunk_rows(
+            reader, chunk, reader_head, sizes.reader_heads, channel, channels, CHUNK, CHANNELS, 0
+        )
+    b = load_chunk_rows(
+        source, chunk, source_head, sizes.source_heads, channel, channels, CHUNK, CHANNELS, 0
+    )
+    g = load_chunk_rows(gate, chunk, head, heads, channel, channels, CHUNK, CHANNELS, 0)
+    exists = chunk.at < chunk.length  # chunks without rows have no states
     for other in tl.range(0, others, OTHERS):
-        c = load_rows(
-            reader_other, base, length, at, reader_other_head, sizes.reader_other_heads, other,
-            others, CHUNK, OTHERS, MAPS,
+        c = load_chunk_rows(
+            reader_other, chunk, reader_other_head, sizes.reader_other_heads, other, others, CHUNK,
+            OTHERS, MAPS,
         ).to(DTYPE)  # fmt: skip
-        d = load_rows(
-            source_other, base, length, at, source_other_head, sizes.source_other_heads, other,
-            others, CHUNK, OTHERS, MAPS,
+        d = load_chunk_rows(
+            source_other, chunk, source_other_head, sizes.source_other_heads, other, others, CHUNK,
+            OTHERS, MAPS,
         ).to(DTYPE)  # fmt: skip
         if tile.OF_VALUES:
             h = load_state(
@@ -295,8 +282,8 @@ def channel_gradient(
                 both = both * chunk_decay[:, None]
             outside += tl.sum(both, 0)
 
-    written = (chunk_row < end - begin - at)[:, None] & (n < channels - channel)[None, :]
-    element = (row * heads + head) * channels + channel
+    written = (chunk_row < chunk.size - chunk.at)[:, None] & (n < channels - channel)[None, :]
+    element = (chunk.row * heads + head) * channels + channel
     offsets = chunk_row[:, None] * (heads * channels) + n[None, :]
     visible = visible_rows(REVERSED, CHUNK) | (chunk_row[:, None] == chunk_row[None, :])
     scores = tl.where(visible, products * scale, 0.0).to(DTYPE)

@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.channels import (
@@ -33,7 +32,7 @@ from ejkernel.kernels.triton.linear_attention.channels import (
     visible_rows,
 )
 from ejkernel.kernels.triton.linear_attention.launch import LinearLaunch
-from ejkernel.kernels.triton.linear_attention.rows import load_rows
+from ejkernel.kernels.triton.linear_attention.rows import find_chunk, load_chunk_rows
 from ejkernel.kernels.triton.linear_attention.tiles import CHANNELS, channel_options, maps_of, width
 
 
@@ -73,24 +72,14 @@ def decay_channels(
     """Writes scores and decayed rows of one chunk and head; without ``reader`` only source rows."""
     REVERSED: tl.constexpr = tile.REVERSED
     CHUNK: tl.constexpr = tile.CHUNK
-    SEGMENT: tl.constexpr = tile.SEGMENT
     CHANNELS: tl.constexpr = tile.CHANNELS
     DTYPE: tl.constexpr = tile.DTYPE
-    rows, heads, channels = sizes.rows, sizes.heads, sizes.channels
+    heads, channels = sizes.heads, sizes.channels
     program = tl.program_id(0)
     head = program % heads
     slot = (program // heads).to(tl.int64)
-    segment = slot // (SEGMENT // CHUNK)
-    at = (slot % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
-    batch, begin, end, used = find_segment(
-        cu, segment, sizes.pieces, rows, sizes.sequences, SEGMENT, tile.LANES
-    )
-    length = used - begin
-    base = batch * rows + begin
-    row = base + at
+    chunk = find_chunk(cu, slot, sizes, CHUNK, tile.SEGMENT, tile.LANES)
     chunk_row = tl.arange(0, CHUNK)
-    # chunks past the segment may not even start in the array
-    base = tl.where(at < length, base, base - at)
     reader_head = head // (heads // sizes.reader_heads)
     source_head = head // (heads // sizes.source_heads)
     n = tl.arange(0, CHANNELS)
@@ -101,17 +90,15 @@ def decay_channels(
     to_end = load_cut_matrix(cuts, 2, CHUNK)
     for channel in tl.range(0, channels, CHANNELS, disable_licm=True):
         if reader is not None:
-            q = load_rows(
-                reader, base, length, at, reader_head, sizes.reader_heads, channel, channels, CHUNK,
-                CHANNELS, tile.MAPS,
+            q = load_chunk_rows(
+                reader, chunk, reader_head, sizes.reader_heads, channel, channels, CHUNK, CHANNELS,
+                tile.MAPS,
             ).to(DTYPE)  # fmt: skip
-        k = load_rows(
-            source, base, length, at, source_head, sizes.source_heads, channel, channels, CHUNK,
-            CHANNELS, tile.MAPS,
+        k = load_chunk_rows(
+            source, chunk, source_head, sizes.source_heads, channel, channels, CHUNK, CHANNELS,
+            tile.MAPS,
         ).to(DTYPE)  # fmt: skip
-        g = load_rows(
-            gate, base, length, at, head, heads, channel, channels, CHUNK, CHANNELS, tile.MAPS
-        )
+        g = load_chunk_rows(gate, chunk, head, heads, channel, channels, CHUNK, CHANNELS, tile.MAPS)
         g = tl.maximum(g.to(tl.float32), -128.0)
         since_mid, is_near = decay_from_middle(
             to_middle, g, REVERSED, tile.PARTS, tile.LEVELS, tile.NEAR
@@ -128,10 +115,10 @@ def decay_channels(
                 scores = add_scores(
                     scores, q, k, g, REVERSED, tile.PARTS, tile.LEVELS, tile.PRECISION
                 )
-        position = (row * heads + head) * channels + channel
+        position = (chunk.row * heads + head) * channels + channel
         offsets = chunk_row[:, None] * (heads * channels) + n[None, :]
         # rows after the last sequence get the zeros that they read as
-        written = (chunk_row < end - begin - at)[:, None] & (n < channels - channel)[None, :]
+        written = (chunk_row < chunk.size - chunk.at)[:, None] & (n < channels - channel)[None, :]
         if reader is not None:
             q = (q.to(tl.float32) * tl.exp(since)).to(DTYPE)
             tl.store(reader_decayed + position + offsets, q, mask=written)

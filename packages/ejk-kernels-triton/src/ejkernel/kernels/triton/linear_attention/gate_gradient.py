@@ -24,12 +24,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.gates import load_chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.launch import ScalarGradientLaunch
-from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows
+from ejkernel.kernels.triton.linear_attention.rows import POINTERS, find_chunk, load_chunk_rows
 from ejkernel.kernels.triton.linear_attention.tiles import width
 
 
@@ -38,7 +37,6 @@ def gate_gradient(inputs, states, dstates, cu, dgate):
     """Writes the gradient of the gates of one chunk and head."""
     heads, kv_heads, dim, columns = inputs.heads, inputs.kv_heads, inputs.dim, inputs.columns
     CHUNK: tl.constexpr = inputs.CHUNK
-    SEGMENT: tl.constexpr = inputs.SEGMENT
     DIM: tl.constexpr = inputs.DIM
     COLUMNS: tl.constexpr = inputs.COLUMNS
     MAPS: tl.constexpr = inputs.MAPS
@@ -48,26 +46,16 @@ def gate_gradient(inputs, states, dstates, cu, dgate):
     head = program % heads
     kv_head = head // (heads // kv_heads)
     slot = (program // heads).to(tl.int64)
-    segment = slot // (SEGMENT // CHUNK)
-    at = (slot % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
-    batch, begin, end, used = find_segment(
-        cu, segment, inputs.pieces, inputs.rows, inputs.sequences, SEGMENT, inputs.LANES
-    )
-    length = used - begin
-    base = batch * inputs.rows + begin
-    row = base + at
+    chunk = find_chunk(cu, slot, inputs, CHUNK, inputs.SEGMENT, inputs.LANES)
+    at, length, row = chunk.at, chunk.length, chunk.row
     chunk_row = tl.arange(0, CHUNK)
 
     high, low, since, until, chunk_decay = load_chunk_sums(
         inputs.high_sums, inputs.low_sums, inputs.gate_totals, row * heads + head, slot, head,
         heads, length - at, inputs.REVERSED, CHUNK, POINTERS,
     )  # fmt: skip
-    # chunks past the segment may not even start in the array
-    base = tl.where(at < length, base, base - at)
-    q = load_rows(inputs.query, base, length, at, head, heads, 0, dim, CHUNK, DIM, MAPS).to(DTYPE)
-    k = load_rows(inputs.key, base, length, at, kv_head, kv_heads, 0, dim, CHUNK, DIM, MAPS).to(
-        DTYPE
-    )
+    q = load_chunk_rows(inputs.query, chunk, head, heads, 0, dim, CHUNK, DIM, MAPS).to(DTYPE)
+    k = load_chunk_rows(inputs.key, chunk, kv_head, kv_heads, 0, dim, CHUNK, DIM, MAPS).to(DTYPE)
     d = tl.arange(0, DIM)[:, None]
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
     reached = tl.zeros([CHUNK], tl.float32)
@@ -78,12 +66,12 @@ def gate_gradient(inputs, states, dstates, cu, dgate):
     valid_dim = tl.where(at < length, dim, 0)
     for column in tl.range(0, columns, COLUMNS):
         c = (column + tl.arange(0, COLUMNS))[None, :]
-        v = load_rows(
-            inputs.value, base, length, at, kv_head, kv_heads, column, columns, CHUNK, COLUMNS, MAPS
-        ).to(DTYPE)  # fmt: skip
-        do = load_rows(
-            inputs.dout, base, length, at, head, heads, column, columns, CHUNK, COLUMNS, MAPS
-        ).to(DTYPE)  # fmt: skip
+        v = load_chunk_rows(
+            inputs.value, chunk, kv_head, kv_heads, column, columns, CHUNK, COLUMNS, MAPS
+        ).to(DTYPE)
+        do = load_chunk_rows(
+            inputs.dout, chunk, head, heads, column, columns, CHUNK, COLUMNS, MAPS
+        ).to(DTYPE)
         element = d * columns + c
         inside = (d < valid_dim) & (c < columns)
         h = tl.load(states + state_at + element, mask=inside, other=0.0)
@@ -109,7 +97,9 @@ def gate_gradient(inputs, states, dstates, cu, dgate):
     dg = tl.sum(tl.where(is_after, since[None, :], before[None, :]), 1) + outside * tl.exp(
         chunk_decay
     )
-    tl.store(dgate + row * heads + head + chunk_row * heads, dg, mask=chunk_row < end - begin - at)
+    tl.store(
+        dgate + row * heads + head + chunk_row * heads, dg, mask=chunk_row < chunk.size - chunk.at
+    )
 
 
 @dataclass(frozen=True)

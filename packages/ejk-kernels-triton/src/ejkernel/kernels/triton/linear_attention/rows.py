@@ -1,4 +1,4 @@
-"""Rows of one head of ``[rows, heads, columns]``, chunk by chunk of a run.
+"""Chunks of segments, and the rows of one head of ``[rows, heads, columns]`` in them.
 
 They come through the copy engine where the chip has one: addresses of tiles would take the
 registers that states need. Rows past a run read as 0: where runs are full chunks nothing has to be
@@ -7,12 +7,62 @@ done for that, otherwise the descriptor is one of runs (``bound_launch.runs_map`
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
+from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention import tiles
 
 RUNS = tl.constexpr(_RUNS)
 POINTERS, FULL, RUN = (tl.constexpr(i) for i in (tiles.POINTERS, tiles.FULL, tiles.RUN))
+
+
+class ChunkOfSegment(NamedTuple):
+    """The position of a chunk in its segment.
+
+    Attributes:
+        base: first row of the segment, counted over all batch rows. Chunks past the segment may
+            not even start in the array: then the first row of the segment less ``at``.
+        length: rows of the segment that are in use.
+        at: first row of the chunk in the segment.
+        row: first row of the chunk, counted over all batch rows.
+        size: rows of the segment, also those not in use.
+    """
+
+    base: Any
+    length: Any
+    at: Any
+    row: Any
+    size: Any
+
+
+@triton.jit
+def find_chunk(
+    cu, slot, sizes, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Returns the position of chunk ``slot``, counted over all segments."""
+    segment = slot // (SEGMENT // CHUNK)
+    at = (slot % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
+    batch, begin, end, used = find_segment(
+        cu, segment, sizes.pieces, sizes.rows, sizes.sequences, SEGMENT, LANES
+    )
+    length = used - begin
+    base = batch * sizes.rows + begin
+    row = base + at
+    base = tl.where(at < length, base, base - at)
+    return ChunkOfSegment(base, length, at, row, end - begin)
+
+
+@triton.jit
+def load_chunk_rows(
+    source, chunk, head, heads, column, columns, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    MAPS: tl.constexpr,
+):  # fmt: skip
+    """Loads ``load_rows`` of a ``ChunkOfSegment``."""
+    return load_rows(
+        source, chunk.base, chunk.length, chunk.at, head, heads, column, columns, CHUNK, WIDTH, MAPS
+    )
 
 
 @triton.jit
