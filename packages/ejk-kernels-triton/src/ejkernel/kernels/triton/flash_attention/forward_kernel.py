@@ -43,13 +43,13 @@ from ejkernel.kernels.triton.common.tiles import (
     zero_tiles,
 )
 from ejkernel.kernels.triton.flash_attention import groups
-from ejkernel.kernels.triton.flash_attention.launch import FLOAT, TINY, QueryBlockLaunch
-from ejkernel.kernels.triton.flash_attention.scaled import (
-    enlarged,
+from ejkernel.kernels.triton.flash_attention.eight_bit_operands import (
     load_scales,
-    scaled_product,
-    value_scale,
+    output_scale,
+    scale_probabilities,
+    scale_scores,
 )
+from ejkernel.kernels.triton.flash_attention.launch import FLOAT, TINY, QueryBlockLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (
     key_blocks,
     load_bias,
@@ -109,7 +109,7 @@ def flash_fwd(
     q_tiles = load_tiles(q, queries, first, True)
 
     if scales is not None:
-        row_scale, key_scale = load_scales(scales, i, b, h, hk, sizes)
+        row_scale, key_scales = load_scales(scales, i, b, h, hk, sizes)
 
     rows = (b * heads + h).to(tl.int64) * q_len
     if dropout is not None:
@@ -151,7 +151,7 @@ def flash_fwd(
             )
 
             if scales is not None:
-                s = scaled_product(s, scales, row_scale, key_scale, j, sizes)
+                s = scale_scores(s, scales, row_scale, key_scales, j, sizes)
             v_tiles = (load_tile(v, 0, keys, j0, (phase == 1) and not EVEN_KV),)
             s = tile_logits(s, bias_tile, logits, mods, i[:, None], j[None, :], b, h, sizes)
             if phase == 1:
@@ -180,7 +180,7 @@ def flash_fwd(
                 keep = keep_mask(mixed, dropout.threshold)
                 p = tl.where(keep, p, zero)
             if scales is not None:
-                p = enlarged(p, scales)
+                p = scale_probabilities(p, scales)
             p = p.to(v_tiles[0].dtype)
             acc = add_matmul_parts(
                 acc, p, v_tiles, v, keys, j0, (phase == 1) and not EVEN_KV, PRECISION
@@ -227,7 +227,7 @@ def finish_rows(
     if dropout is not None:
         factor = factor * dropout.scale
     if scales is not None:
-        factor = factor * value_scale(scales, b, hk, sizes)
+        factor = factor * output_scale(scales, b, hk, sizes)
     factor = tl.where(alive, factor, 0.0)
     inside = i < sizes.q_len
     tl.store(lse + rows + i, tl.where(alive, top + log2_sum * LN2, float("-inf")), mask=inside)

@@ -73,7 +73,7 @@ class Scales(NamedTuple):
     k_blocks: int
     Q_BLOCK: int
     K_BLOCK: int
-    LARGEST: float | None  # factor of probabilities before they are rounded to 8 bits
+    PROBABILITY_FACTOR: float | None  # factor of probabilities before they are rounded to 8 bits
 
 
 class SegmentPair(NamedTuple):

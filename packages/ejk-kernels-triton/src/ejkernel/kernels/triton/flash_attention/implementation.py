@@ -18,9 +18,13 @@ from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.precision import precision_name, refused_precision
 from ejkernel.kernels.triton.flash_attention import lists, mods, single_row, tiles
+from ejkernel.kernels.triton.flash_attention.eight_bit_operands import (
+    FLOAT8,
+    has_8_bit_matmuls,
+    tokens_innermost,
+)
 from ejkernel.kernels.triton.flash_attention.fits import neighbours
 from ejkernel.kernels.triton.flash_attention.launch import AttentionLaunch, is_fused
-from ejkernel.kernels.triton.flash_attention.scaled import FLOAT8, multiplies, tokens_innermost
 from ejkernel.kernels.triton.flash_attention.static_lists import build_static_lists, list_key
 from ejkernel.kernels.triton.flash_attention.terms import (
     logit_shift,
@@ -52,11 +56,11 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     """Exact attention in memory linear in the lengths, on a GPU.
 
     q, k and v are float16, bfloat16 or float32, promoted to one dtype, with head dims that are
-    multiples of 8 up to 256, or of 8 bits with scales (see ``scaled``). Accumulators are float32.
-    Nothing is summed by atomics, so two runs give the same bits. ``cfg``: ``fwd_params``
-    (q_blocksize, kv_blocksize, num_warps, num_stages)
-    and ``bwd_params`` (the same for the key gradients; blocksize_m and blocksize_n, with the same
-    warps and stages, for the query gradient).
+    multiples of 8 up to 256, or of 8 bits with scales (see ``eight_bit_operands``). Accumulators
+    are float32. Nothing is summed by atomics, so two runs give the same bits. ``cfg``:
+    ``fwd_params`` (q_blocksize, kv_blocksize, num_warps, num_stages) and ``bwd_params`` (the same
+    for the key gradients; blocksize_m and blocksize_n, with the same warps and stages, for the
+    query gradient).
     """
 
     call = calls.FlashAttention
@@ -73,7 +77,7 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         problem = self.call.problem(a)
-        if problem.dtype == FLOAT8 and not multiplies(problem, self.target()):
+        if problem.dtype == FLOAT8 and not has_8_bit_matmuls(problem, self.target()):
             problem = replace(problem, dtype="bfloat16")  # which holds every value
         return replace(problem, precision=precision_name(a.get("precision"), problem.dtype))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bound_launch import TensorMap
 from ejkernel.kernels.triton.flash_attention import groups, mods
-from ejkernel.kernels.triton.flash_attention.scaled import FLOAT8, largest
+from ejkernel.kernels.triton.flash_attention.eight_bit_operands import FLOAT8, probability_factor
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_unit
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
 from ejkernel.kernels.triton.launch import BATCHED, SHARED, WHOLE, Launch
@@ -201,7 +201,8 @@ class AttentionLaunch(Launch):
         q_blocks, k_blocks = p.scale_blocks
         key_block = block_size(p.kv_len, k_blocks) if k_blocks > 1 else 0
         query_block = block_size(p.q_len, q_blocks)
-        return groups.Scales(*arrays, q_blocks, k_blocks, query_block, key_block, largest(p))
+        factor = probability_factor(p)
+        return groups.Scales(*arrays, q_blocks, k_blocks, query_block, key_block, factor)
 
     def mods(self) -> groups.Mods:
         """Returns the functions of the call and their arrays."""

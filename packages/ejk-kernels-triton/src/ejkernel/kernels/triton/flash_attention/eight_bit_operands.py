@@ -18,11 +18,11 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention.problem import Problem
 
 FLOAT8 = "float8_e4m3fn"
-LARGEST = 2.0**8
+PROBABILITY_FACTOR = 2.0**8  # see above
 ALIGNED = 16  # bytes of one load
 
 
-def multiplies(problem: Problem, target: Target) -> bool:
+def has_8_bit_matmuls(problem: Problem, target: Target) -> bool:
     """Returns whether matmuls of the target take the 8-bit operands as they are.
 
     They sum over at least 32 columns.
@@ -40,42 +40,45 @@ def tokens_innermost(v: jax.Array) -> jax.Array:
 
 @triton.jit
 def load_scales(scales, i, b, h, hk, sizes):
-    """Returns the scales of the rows ``i``, and of all keys where these have one."""
-    row = tl.minimum(i, sizes.q_len - 1) // scales.Q_BLOCK
-    of_rows = tl.load(scales.q + (b * sizes.heads + h) * scales.q_blocks + row)
-    of_keys = scales.k + (b * sizes.kv_heads + hk) * scales.k_blocks
+    """Loads the scales of the rows ``i``; returns them, and the pointer to the scales of the keys.
+
+    A scale that all keys share is in those of the rows.
+    """
+    block = tl.minimum(i, sizes.q_len - 1) // scales.Q_BLOCK
+    row_scale = tl.load(scales.q + (b * sizes.heads + h) * scales.q_blocks + block)
+    key_scales = scales.k + (b * sizes.kv_heads + hk) * scales.k_blocks
     if scales.K_BLOCK == 0:
-        of_rows = of_rows * tl.load(of_keys)
-    return of_rows, of_keys
+        row_scale = row_scale * tl.load(key_scales)
+    return row_scale, key_scales
 
 
 @triton.jit
-def scaled_product(s, scales, row_scale, key_scale, j, sizes):
+def scale_scores(s, scales, row_scale, key_scales, j, sizes):
     """Returns s times the scales of its rows and its keys ``j``."""
     s = s * row_scale[:, None]
     if scales.K_BLOCK:
         block = tl.minimum(j, sizes.kv_len - 1) // scales.K_BLOCK
-        s = s * tl.load(key_scale + block)[None, :]
+        s = s * tl.load(key_scales + block)[None, :]
     return s
 
 
 @triton.jit
-def enlarged(p, scales):
-    """Returns probabilities as they are rounded."""
-    if scales.LARGEST is not None:
-        p = p * scales.LARGEST
+def scale_probabilities(p, scales):
+    """Returns probabilities times their factor, as they are rounded to 8 bits."""
+    if scales.PROBABILITY_FACTOR is not None:
+        p = p * scales.PROBABILITY_FACTOR
     return p
 
 
 @triton.jit
-def value_scale(scales, b, hk, sizes):
-    """Returns the factor of the output."""
+def output_scale(scales, b, hk, sizes):
+    """Returns the factor of the output: the scale of the values, less the probabilities'."""
     scale = tl.load(scales.v + b * sizes.kv_heads + hk)
-    if scales.LARGEST is not None:
-        scale = scale / scales.LARGEST
+    if scales.PROBABILITY_FACTOR is not None:
+        scale = scale / scales.PROBABILITY_FACTOR
     return scale
 
 
-def largest(problem: Problem) -> Any:
+def probability_factor(problem: Problem) -> Any:
     """Returns the factor of probabilities, None where they keep 16 bits."""
-    return LARGEST if problem.dtype == FLOAT8 else None
+    return PROBABILITY_FACTOR if problem.dtype == FLOAT8 else None
