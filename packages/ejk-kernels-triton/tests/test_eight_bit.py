@@ -120,12 +120,12 @@ def run(text, word):
 @pytest.mark.parametrize(
     ("text", "kind", "read"),
     [
-        (eight_bit.INT8, np.int8, halves),
-        (eight_bit.INT8_BIASED, np.int8, without_bias),
+        (eight_bit.PAIRED_INT8, np.int8, halves),
+        (eight_bit.PAIRED_INT8_BIASED, np.int8, without_bias),
         (eight_bit.PAIRED_INT8_BFLOAT16, np.int8, brains),
-        (eight_bit.E5M2, ml_dtypes.float8_e5m2, halves),
-        (eight_bit.E4M3, ml_dtypes.float8_e4m3fn, halves),
-        (eight_bit.E4M3_BITS, ml_dtypes.float8_e4m3fn, halves),
+        (eight_bit.PAIRED_E5M2, ml_dtypes.float8_e5m2, halves),
+        (eight_bit.PAIRED_E4M3, ml_dtypes.float8_e4m3fn, halves),
+        (eight_bit.PAIRED_E4M3_BITS, ml_dtypes.float8_e4m3fn, halves),
     ],
 )
 def test_every_pair_of_numbers_is_exact(text, kind, read):

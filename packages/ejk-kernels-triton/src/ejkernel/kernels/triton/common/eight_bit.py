@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from ejkernel.kernels.triton.language import tl, triton
 
-INT8 = tl.constexpr("""{
+PAIRED_INT8 = tl.constexpr("""{
 .reg .b32 high, bias;
 mov.b32 bias, 0x64806480;
 shr.u32 high, $2, 8;
@@ -30,18 +30,18 @@ lop3.b32 $1, high, 0x00ff00ff, bias, 0x6a;
 sub.rn.f16x2 $0, $0, bias;
 sub.rn.f16x2 $1, $1, bias;
 }""")
-INT8_BIASED = tl.constexpr("""{
+PAIRED_INT8_BIASED = tl.constexpr("""{
 .reg .b32 high, sign;
 mov.b32 sign, 0x00800080;
 shr.u32 high, $2, 8;
 lop3.b32 $0, $2, 0x00ff00ff, sign, 0x6a;
 lop3.b32 $1, high, 0x00ff00ff, sign, 0x6a;
 }""")
-E5M2 = tl.constexpr("""{
+PAIRED_E5M2 = tl.constexpr("""{
 prmt.b32 $0, $2, 0, 0x2404;
 and.b32 $1, $2, 0xff00ff00;
 }""")
-E4M3 = tl.constexpr("""{
+PAIRED_E4M3 = tl.constexpr("""{
 .reg .b32 sorted;
 .reg .b16 even, odd;
 prmt.b32 sorted, $2, 0, 0x3120;
@@ -49,7 +49,7 @@ mov.b32 {even, odd}, sorted;
 cvt.rn.f16x2.e4m3x2 $0, even;
 cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
-E4M3_BITS = tl.constexpr("""{
+PAIRED_E4M3_BITS = tl.constexpr("""{
 .reg .b32 low, high, huge, zero, scale;
 mov.b32 zero, 0x00000000;
 mov.b32 scale, 0x5c005c00;
@@ -67,6 +67,20 @@ mul.rn.f16x2 low, low, huge;
 mul.rn.f16x2 high, high, huge;
 fma.rn.f16x2 $0, low, zero, $0;
 fma.rn.f16x2 $1, high, zero, $1;
+}""")
+
+PAIRED_INT8_BFLOAT16 = tl.constexpr("""{
+.reg .b32 high, start, edge, one, rest, sign;
+mov.b32 start, 0x43004300;
+mov.b32 edge, 0xc300c300;
+mov.b32 one, 0x3f803f80;
+shr.u32 high, $2, 8;
+lop3.b32 rest, $2, 0x007f007f, start, 0xea;
+lop3.b32 sign, $2, 0x00800080, edge, 0xea;
+fma.rn.bf16x2 $0, rest, one, sign;
+lop3.b32 rest, high, 0x007f007f, start, 0xea;
+lop3.b32 sign, high, 0x00800080, edge, 0xea;
+fma.rn.bf16x2 $1, rest, one, sign;
 }""")
 
 # the same four values, adjacent columns together
@@ -93,14 +107,14 @@ lop3.b32 sign, $1, 0x00800080, bias, 0xea;
 lop3.b32 $1, $1, 0x007f007f, bias, 0xea;
 fma.rn.bf16x2 $1, sign, minus, $1;
 }""")
-_E5M2 = """prmt.b32 $0, $2, 0, 0x1404;
+_ADJACENT_E5M2 = """prmt.b32 $0, $2, 0, 0x1404;
 prmt.b32 $1, $2, 0, 0x3424;"""
-_E4M3 = """.reg .b16 first, second;
+_ADJACENT_E4M3 = """.reg .b16 first, second;
 mov.b32 {first, second}, $2;
 cvt.rn.f16x2.e4m3x2 $0, first;
 cvt.rn.f16x2.e4m3x2 $1, second;"""
 # through float32: a direct conversion of float16 to bfloat16 has a quarter of the rate
-_BFLOAT16 = """.reg .b16 low, high;
+_TO_BFLOAT16 = """.reg .b16 low, high;
 .reg .f32 left, right;
 """ + "\n".join(
     f"""mov.b32 {{low, high}}, {register};
@@ -109,30 +123,15 @@ cvt.f32.f16 right, high;
 cvt.rn.bf16x2.f32 {register}, right, left;"""
     for register in ("$0", "$1")
 )
-E5M2_FLOAT16 = tl.constexpr(f"{{\n{_E5M2}\n}}")
-E5M2_BFLOAT16 = tl.constexpr(f"{{\n{_E5M2}\n{_BFLOAT16}\n}}")
-E4M3_FLOAT16 = tl.constexpr(f"{{\n{_E4M3}\n}}")
-E4M3_BFLOAT16 = tl.constexpr(f"{{\n{_E4M3}\n{_BFLOAT16}\n}}")
-
-
-PAIRED_INT8_BFLOAT16 = tl.constexpr("""{
-.reg .b32 high, start, edge, one, rest, sign;
-mov.b32 start, 0x43004300;
-mov.b32 edge, 0xc300c300;
-mov.b32 one, 0x3f803f80;
-shr.u32 high, $2, 8;
-lop3.b32 rest, $2, 0x007f007f, start, 0xea;
-lop3.b32 sign, $2, 0x00800080, edge, 0xea;
-fma.rn.bf16x2 $0, rest, one, sign;
-lop3.b32 rest, high, 0x007f007f, start, 0xea;
-lop3.b32 sign, high, 0x00800080, edge, 0xea;
-fma.rn.bf16x2 $1, rest, one, sign;
-}""")
+E5M2_FLOAT16 = tl.constexpr(f"{{\n{_ADJACENT_E5M2}\n}}")
+E5M2_BFLOAT16 = tl.constexpr(f"{{\n{_ADJACENT_E5M2}\n{_TO_BFLOAT16}\n}}")
+E4M3_FLOAT16 = tl.constexpr(f"{{\n{_ADJACENT_E4M3}\n}}")
+E4M3_BFLOAT16 = tl.constexpr(f"{{\n{_ADJACENT_E4M3}\n{_TO_BFLOAT16}\n}}")
 
 
 @triton.jit
-def pair_operands(pairs, KIND: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
-    """Converts as ``pair_numbers`` does to operands of a matmul in ``DTYPE``, all exact.
+def convert_pairs_to(pairs, KIND: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """Converts int16 ``pairs`` to (even, odd) operands of a matmul in DTYPE, all exact.
 
     float16 becomes bfloat16 through float32: the direct instruction has a quarter of the rate.
     """
@@ -146,28 +145,28 @@ def pair_operands(pairs, KIND: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.conste
             pack=2,
         )
     else:
-        even, odd = pair_numbers(pairs, KIND, PTX)
+        even, odd = convert_pairs(pairs, KIND, PTX)
         even, odd = even.to(tl.float32).to(DTYPE), odd.to(tl.float32).to(DTYPE)
     return even, odd
 
 
 @triton.jit
-def pair_numbers(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
+def convert_pairs(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
     """Converts the low and the high bytes of int16 ``pairs`` to float16 (even, odd).
 
     KIND: int8, float8_e4m3fn or float8_e5m2. PTX: compute capability times ten whose instructions
     may be used (80 or 89), 0 for none.
     """
     if PTX == 0:
-        return _plain(pairs & 0xFF, KIND), _plain((pairs >> 8) & 0xFF, KIND)
+        return _convert_byte(pairs & 0xFF, KIND), _convert_byte((pairs >> 8) & 0xFF, KIND)
     elif KIND == "int8":
-        return _assembled(pairs, INT8)
+        return _convert_pairs_by_ptx(pairs, PAIRED_INT8)
     elif KIND == "float8_e5m2":
-        return _assembled(pairs, E5M2)
+        return _convert_pairs_by_ptx(pairs, PAIRED_E5M2)
     elif PTX >= 89:
-        return _assembled(pairs, E4M3)
+        return _convert_pairs_by_ptx(pairs, PAIRED_E4M3)
     else:
-        return _assembled(pairs, E4M3_BITS)
+        return _convert_pairs_by_ptx(pairs, PAIRED_E4M3_BITS)
 
 
 @triton.jit
@@ -177,13 +176,14 @@ def convert_biased_pairs(pairs, PTX: tl.constexpr):
     These are the bytes with the sign bit flipped, subnormals that MMAs multiply exactly.
     """
     if PTX == 0:
-        return _byte_bits(pairs), _byte_bits(pairs >> 8)
+        return _convert_biased_byte(pairs), _convert_biased_byte(pairs >> 8)
     else:
-        return _assembled(pairs, INT8_BIASED)
+        return _convert_pairs_by_ptx(pairs, PAIRED_INT8_BIASED)
 
 
 @triton.jit
-def _byte_bits(pairs):
+def _convert_biased_byte(pairs):
+    """Returns ``convert_biased_pairs`` of the low bytes, in portable operations."""
     return ((pairs & 0xFF) ^ 0x80).to(tl.int16).to(tl.float16, bitcast=True)
 
 
@@ -193,21 +193,22 @@ def convert_rows(pairs, KIND: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constex
 
     For MMAs that read shared memory: the tile is written there once, converted.
     """
-    SHORT: tl.constexpr = DTYPE == tl.float16
+    IS_FLOAT16: tl.constexpr = DTYPE == tl.float16
     if PTX < 89:
-        even, odd = pair_numbers(pairs, KIND, PTX)
+        even, odd = convert_pairs(pairs, KIND, PTX)
         tile = tl.interleave(even, odd).to(DTYPE)
     elif KIND == "int8":
-        tile = _unpacked(pairs, INT8_FLOAT16 if SHORT else INT8_BFLOAT16, DTYPE)
+        tile = _convert_adjacent_by_ptx(pairs, INT8_FLOAT16 if IS_FLOAT16 else INT8_BFLOAT16, DTYPE)
     elif KIND == "float8_e5m2":
-        tile = _unpacked(pairs, E5M2_FLOAT16 if SHORT else E5M2_BFLOAT16, DTYPE)
+        tile = _convert_adjacent_by_ptx(pairs, E5M2_FLOAT16 if IS_FLOAT16 else E5M2_BFLOAT16, DTYPE)
     else:
-        tile = _unpacked(pairs, E4M3_FLOAT16 if SHORT else E4M3_BFLOAT16, DTYPE)
+        tile = _convert_adjacent_by_ptx(pairs, E4M3_FLOAT16 if IS_FLOAT16 else E4M3_BFLOAT16, DTYPE)
     return tile
 
 
 @triton.jit
-def _unpacked(pairs, TEXT: tl.constexpr, DTYPE: tl.constexpr):
+def _convert_adjacent_by_ptx(pairs, TEXT: tl.constexpr, DTYPE: tl.constexpr):
+    """Returns ``[rows, 2 * n]`` in DTYPE of int16 ``pairs [rows, n]``, by the PTX of TEXT."""
     two = tl.inline_asm_elementwise(TEXT, "=&r,=&r,r", [pairs], tl.int32, is_pure=True, pack=2)
     low = two.to(tl.int16).to(DTYPE, bitcast=True)
     high = (two >> 16).to(tl.int16).to(DTYPE, bitcast=True)
@@ -215,7 +216,8 @@ def _unpacked(pairs, TEXT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _assembled(pairs, TEXT: tl.constexpr):
+def _convert_pairs_by_ptx(pairs, TEXT: tl.constexpr):
+    """Returns float16 (even, odd) of int16 ``pairs``, by the PTX of TEXT."""
     # early clobber: results are written before the operand is last read
     return tl.inline_asm_elementwise(
         TEXT, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
@@ -223,8 +225,8 @@ def _assembled(pairs, TEXT: tl.constexpr):
 
 
 @triton.jit
-def _plain(byte, KIND: tl.constexpr):
-    """The float16 that int16 ``byte`` (0 to 255) stands for, in portable operations."""
+def _convert_byte(byte, KIND: tl.constexpr):
+    """Returns the float16 that int16 ``byte`` (0 to 255) stands for, in portable operations."""
     if KIND == "int8":
         bits = (byte ^ 0x6480).to(tl.int16)
         value = bits.to(tl.float16, bitcast=True) - 1152.0

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ejkernel.kernels.triton.bound_launch import In, TensorMap
-from ejkernel.kernels.triton.common.eight_bit import pair_operands
+from ejkernel.kernels.triton.common.eight_bit import convert_pairs_to
 from ejkernel.kernels.triton.grouped_matmul.forward import store_tile, store_unmatched
 from ejkernel.kernels.triton.grouped_matmul.groups import (
     find_matrix,
@@ -86,12 +86,12 @@ def grouped_matmul_8bit(
                         base, k, inner, column // 2, columns // 2, params.BLOCK_K, HALF_N
                     )
             if params.TRANSPOSED:
-                even, odd = pair_operands(pairs, KIND, PTX, a.dtype)
+                even, odd = convert_pairs_to(pairs, KIND, PTX, a.dtype)
                 a_even, a_odd = tl.split(tl.reshape(a, (params.BLOCK_M, HALF_K, 2)))
                 acc = tl.dot(even, tl.trans(a_even), acc, input_precision=params.PRECISION)
                 acc = tl.dot(odd, tl.trans(a_odd), acc, input_precision=params.PRECISION)
             else:
-                even, odd = pair_operands(tl.trans(pairs), KIND, PTX, a.dtype)
+                even, odd = convert_pairs_to(tl.trans(pairs), KIND, PTX, a.dtype)
                 w = tl.permute(tl.join(even, odd), (2, 0, 1))
                 w = tl.reshape(w, (params.BLOCK_N, params.BLOCK_K))
                 acc = tl.dot(w, tl.trans(a), acc, input_precision=params.PRECISION)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
 from ejkernel.kernels.triton.common.eight_bit import (
     convert_biased_pairs,
+    convert_pairs,
     convert_rows,
-    pair_numbers,
 )
 from ejkernel.kernels.triton.common.softmax import (
     fused_softmax,
@@ -130,7 +130,7 @@ def _convert_tile(tile, layout, PTX: tl.constexpr, BIASED: tl.constexpr):
         even = convert_rows(tile, layout.CONVERT_ONCE, layout.DTYPE, PTX)
         odd = even
     elif layout.KIND != "":
-        even, odd = pair_numbers(tile, layout.KIND, PTX)
+        even, odd = convert_pairs(tile, layout.KIND, PTX)
     else:
         even, odd = tile, tile
     return even, odd

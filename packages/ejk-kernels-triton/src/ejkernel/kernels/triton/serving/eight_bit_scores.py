@@ -13,7 +13,7 @@ As there, it is multiplied twice, with two operands made from the queries. FORM:
 
 from __future__ import annotations
 
-from ejkernel.kernels.triton.common.eight_bit import pair_numbers
+from ejkernel.kernels.triton.common.eight_bit import convert_pairs
 from ejkernel.kernels.triton.language import tl, triton
 
 MAX_QUERY = tl.constexpr(32512.0)  # 127 * 256: both digits fit int8
@@ -41,7 +41,7 @@ def split_column_pairs(q):
 def convert_adjacent(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
     """Converts int16 ``pairs [rows, n]`` to float16 ``[rows, 2 n]``."""
     if PTX == 0:
-        low, high = pair_numbers(pairs, KIND, PTX)
+        low, high = convert_pairs(pairs, KIND, PTX)
     else:
         two = tl.inline_asm_elementwise(TWO_E4M3, "=r,h", [pairs], tl.int32, is_pure=True, pack=1)
         low = two.to(tl.int16).to(tl.float16, bitcast=True)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
-from ejkernel.kernels.triton.common.eight_bit import pair_numbers
+from ejkernel.kernels.triton.common.eight_bit import convert_pairs
 from ejkernel.kernels.triton.common.softmax import tanh_from_exp2
 from ejkernel.kernels.triton.language import tl
 from ejkernel.kernels.triton.launch import SubstituteLaunch, power_of_two
@@ -378,12 +378,12 @@ def _attend_rows(
             m = top
             fence_async_shared()
             gl.barrier()
-            even, odd = pair_numbers(first_half, KIND, PTX)
+            even, odd = convert_pairs(first_half, KIND, PTX)
             even = warpgroup_mma(even, weights, sums[0] * alpha, is_async=True)
             odd = warpgroup_mma(odd, weights, sums[1] * alpha, is_async=True)
             # converted when half of the first are no longer needed: registers
             even, odd, second_half = warpgroup_mma_wait(1, deps=[even, odd, second_half])
-            even_2, odd_2 = pair_numbers(second_half, KIND, PTX)
+            even_2, odd_2 = convert_pairs(second_half, KIND, PTX)
             even_2 = warpgroup_mma(even_2, weights, sums[2] * alpha, is_async=True)
             odd_2 = warpgroup_mma(odd_2, weights, sums[3] * alpha, is_async=True)
             sums = warpgroup_mma_wait(0, deps=[even, odd, even_2, odd_2])
