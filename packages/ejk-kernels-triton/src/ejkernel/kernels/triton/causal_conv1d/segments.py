@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ejkernel.kernels.triton.common.pieces import lane_count
-from ejkernel.kernels.triton.common.sequences import find_piece
+from ejkernel.kernels.triton.common.sequences import find_piece, lane_count
 from ejkernel.kernels.triton.common.softmax import LOG2E
 from ejkernel.kernels.triton.language import tl, triton
 

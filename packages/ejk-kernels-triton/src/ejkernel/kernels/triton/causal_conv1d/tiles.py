@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejkernel.kernels.triton.common.pieces import piece_count
+from ejkernel.kernels.triton.common.sequences import piece_count
 from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.targets import Target

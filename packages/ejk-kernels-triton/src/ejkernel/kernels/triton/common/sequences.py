@@ -4,12 +4,22 @@ A *piece* is what a sequence has of one tile of LENGTH rows. Piece ``i + m`` is 
 that belongs to sequence m: both only rise from row to row, so the number is unique and no table is
 needed. The number of the first piece of a sequence rises with every sequence, so its sequence is
 the last one that begins at or before it. Some pieces have no rows. Rows behind the last sequence
-belong to one more sequence. ``pieces.piece_count`` is the number of pieces.
+belong to one more sequence.
 """
 
 from __future__ import annotations
 
 from ejkernel.kernels.triton.language import tl, triton
+
+
+def piece_count(rows: int, sequences: int, length: int) -> int:
+    """Returns the number of pieces of ``length`` rows, empty ones included."""
+    return -(-rows // length) + sequences
+
+
+def lane_count(sequences: int) -> int:
+    """Returns LANES of ``find_piece``: sequences that are searched together."""
+    return max(16, min(1024, 1 << sequences.bit_length()))
 
 
 @triton.jit

@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
-from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
-from ejkernel.kernels.triton.common.sequences import find_segment, pieces_of, sequence_start
+from ejkernel.kernels.triton.common.sequences import (
+    find_segment,
+    lane_count,
+    piece_count,
+    pieces_of,
+    sequence_start,
+)
 from ejkernel.kernels.triton.gated_delta_rule.problem import Problem
 from ejkernel.kernels.triton.gated_delta_rule.tiles import Tiles
 from ejkernel.kernels.triton.language import tl, triton

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
-from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
+from ejkernel.kernels.triton.common.sequences import lane_count, piece_count
 from ejkernel.kernels.triton.language import tl
 from ejkernel.kernels.triton.launch import BATCHED, Launch
 from ejkernel.kernels.triton.linear_attention.problem import Problem

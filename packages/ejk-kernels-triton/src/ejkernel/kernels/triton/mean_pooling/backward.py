@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
-from ejkernel.kernels.triton.common.sequences import find_piece
+from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, Launch, power_of_two, struct
 from ejkernel.kernels.triton.mean_pooling.tiles import Tiles, exceeds_cache, sizes_of

@@ -21,8 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ejkernel.kernels.triton.common.pieces import lane_count
-from ejkernel.kernels.triton.common.sequences import find_piece, pieces_of, sequence_start
+from ejkernel.kernels.triton.common.sequences import (
+    find_piece,
+    lane_count,
+    pieces_of,
+    sequence_start,
+)
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, Launch, struct
 from ejkernel.kernels.triton.mean_pooling.tiles import Tiles, exceeds_cache, sizes_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
+from ejkernel.kernels.triton.common.sequences import lane_count, piece_count
 from ejkernel.kernels.triton.launch import Launch, power_of_two
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
 from ejkernel.kernels.triton.native_sparse_attention.tiles import Tiles, piece_length
