@@ -18,8 +18,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ejkernel.kernels.triton.common.dropout import keep_mask, load_row_words, mix_words
-from ejkernel.kernels.triton.common.structure import band_blocks
-from ejkernel.kernels.triton.common.tiles import TilePosition, load_tile, load_tiles, matmul_parts
+from ejkernel.kernels.triton.common.head_tiles import (
+    TilePosition,
+    load_tile,
+    load_tiles,
+    matmul_parts,
+)
+from ejkernel.kernels.triton.common.visibility import band_blocks
 from ejkernel.kernels.triton.flash_attention.launch import GRADIENT_OPERANDS, AttentionLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (
     load_bias,

@@ -24,14 +24,7 @@ from typing import ClassVar
 
 from ejkernel.kernels.triton.common.dims import split_dim
 from ejkernel.kernels.triton.common.dropout import keep_mask, load_row_words, mix_words
-from ejkernel.kernels.triton.common.structure import (
-    band_blocks,
-    load_block_ranges,
-    load_list_start,
-    phase_block,
-    phase_steps,
-)
-from ejkernel.kernels.triton.common.tiles import (
+from ejkernel.kernels.triton.common.head_tiles import (
     TilePosition,
     add_matmul_parts,
     load_tile,
@@ -39,6 +32,13 @@ from ejkernel.kernels.triton.common.tiles import (
     matmul_parts,
     store_tiles,
     zero_tiles,
+)
+from ejkernel.kernels.triton.common.visibility import (
+    band_blocks,
+    load_block_ranges,
+    load_list_start,
+    phase_block,
+    phase_steps,
 )
 from ejkernel.kernels.triton.flash_attention.launch import GRADIENT_OPERANDS, AttentionLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (

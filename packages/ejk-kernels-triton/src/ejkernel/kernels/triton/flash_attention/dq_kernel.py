@@ -27,8 +27,7 @@ from ejkernel.kernels.triton.common.dropout import (
     mix_words,
     offset_row_words,
 )
-from ejkernel.kernels.triton.common.structure import phase_block, phase_steps
-from ejkernel.kernels.triton.common.tiles import (
+from ejkernel.kernels.triton.common.head_tiles import (
     TilePosition,
     add_matmul_parts,
     load_tile,
@@ -37,6 +36,7 @@ from ejkernel.kernels.triton.common.tiles import (
     store_tiles,
     zero_tiles,
 )
+from ejkernel.kernels.triton.common.visibility import phase_block, phase_steps
 from ejkernel.kernels.triton.flash_attention.launch import GRADIENT_OPERANDS, QueryBlockLaunch
 from ejkernel.kernels.triton.flash_attention.scores import (
     key_blocks,

@@ -31,9 +31,7 @@ from ejkernel.kernels.triton.common.dropout import (
     mix_words,
     offset_row_words,
 )
-from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, fused_softmax, online_softmax
-from ejkernel.kernels.triton.common.structure import phase_block, phase_steps
-from ejkernel.kernels.triton.common.tiles import (
+from ejkernel.kernels.triton.common.head_tiles import (
     TilePosition,
     add_matmul_parts,
     load_tile,
@@ -42,6 +40,8 @@ from ejkernel.kernels.triton.common.tiles import (
     store_tiles,
     zero_tiles,
 )
+from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, fused_softmax, online_softmax
+from ejkernel.kernels.triton.common.visibility import phase_block, phase_steps
 from ejkernel.kernels.triton.flash_attention import groups
 from ejkernel.kernels.triton.flash_attention.eight_bit_operands import (
     load_scales,

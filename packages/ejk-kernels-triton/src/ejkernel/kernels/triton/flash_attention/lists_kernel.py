@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from ejkernel.kernels.triton.common.structure import band_blocks
+from ejkernel.kernels.triton.common.visibility import band_blocks
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, Launch, power_of_two, struct
 from ejkernel.kernels.triton.targets import Target

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from ejkernel.kernels.triton.common.softmax import capped_weight
-from ejkernel.kernels.triton.common.structure import (
+from ejkernel.kernels.triton.common.visibility import (
     band_blocks,
     load_block_ranges,
     load_list_start,

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
-from ejkernel.kernels.triton.common.structure import band_blocks
+from ejkernel.kernels.triton.common.visibility import band_blocks
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import struct
 from ejkernel.kernels.triton.serving.attend_block import (
