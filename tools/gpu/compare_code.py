@@ -38,8 +38,8 @@ import numpy as np  # noqa: E402
 
 from ejkernel.kernels import triton  # noqa: E402
 from ejkernel.kernels.triton.bound_launch import In, Out, TensorMap, leaves  # noqa: E402
-from ejkernel.kernels.triton.bridge import describe  # noqa: E402
-from ejkernel.kernels.triton.compiled import CONSTANT, stages  # noqa: E402
+from ejkernel.kernels.triton.bridge import specialize  # noqa: E402
+from ejkernel.kernels.triton.compiled import CONSTANT, compile_stages  # noqa: E402
 from ejkernel.kernels.triton.resources import launch_source  # noqa: E402
 from ejkernel.kernels.triton.targets import Target, compile_for  # noqa: E402
 from ejktest import triton_calls  # noqa: E402
@@ -83,9 +83,9 @@ def _without_names(text: str, names: list[str]) -> str:
 def code_of(source: Any, target: Target) -> tuple[str, dict[str, Any]]:
     """Compiles one specialisation; returns its normalized code and the compiler's metadata."""
     if target.platform == "cuda":
-        outputs, metadata = stages(source, target, "ptx")
+        outputs, metadata = compile_stages(source, target, "ptx")
         return normalized_ptx(outputs["ptx"]), metadata
-    outputs, metadata = stages(source, target, "amdgcn")
+    outputs, metadata = compile_stages(source, target, "amdgcn")
     return normalized_amdgcn(outputs["amdgcn"]), metadata
 
 
@@ -115,7 +115,7 @@ def triton_launches(programs: Any, target: Target) -> tuple[Launches, Texts]:
     compiled: dict[Any, tuple[str, dict[str, Any]]] = {}
     for described, avals in programs:
         launch, outs = described.bind(target), described.result_types()
-        source = describe(launch, avals, outs)
+        source = specialize(launch, avals, outs)
         if source not in compiled:
             compiled[source] = code_of(source, target)
         text, metadata = compiled[source]

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel.kernels.triton import bridge, compat, flash_attention
 from ejkernel.kernels.triton.bound_launch import RUNS, In, TensorMap, leaves, runs_map
-from ejkernel.kernels.triton.bridge import call, describe
+from ejkernel.kernels.triton.bridge import call, specialize
 from ejkernel.kernels.triton.compiled import (
     Code,
 )
@@ -88,7 +88,7 @@ def test_every_array_of_flash_attention_is_where_its_parameter_is(
 
     def spy(launch, avals, outs):
         described.append((launch, avals, outs))
-        return describe(launch, avals, outs)
+        return specialize(launch, avals, outs)
 
     def no_code(source, target):
         kinds = leaves(tuple(kind for _, kind in source.signature))
@@ -96,7 +96,7 @@ def test_every_array_of_flash_attention_is_where_its_parameter_is(
         params = {"elem_type": 10, "swizzle": 3, "block_size": [64, 64]}
         return Code(source.kernel.__name__, "", 8, 0, 0, 1, (params,) * len(maps))
 
-    monkeypatch.setattr(bridge, "describe", spy)
+    monkeypatch.setattr(bridge, "specialize", spy)
     monkeypatch.setattr(bridge, "compile_kernel", no_code)
     shape = jax.ShapeDtypeStruct
     b, n, h, hk, d, dv = 2, 72, 4, 2, 96, 192

@@ -22,7 +22,7 @@ struct = jax.ShapeDtypeStruct
 
 @pytest.fixture(autouse=True)
 def versions_are_fine(monkeypatch):
-    monkeypatch.setattr(compat, "problem", lambda: None)
+    monkeypatch.setattr(compat, "unavailable_reason", lambda: None)
 
 
 def array(*shape: int, dtype="bfloat16"):
@@ -110,7 +110,7 @@ def test_refused_with_the_argument(start: str, change) -> None:
 
 
 def test_missing_packages_are_the_first_reason(monkeypatch) -> None:
-    monkeypatch.setattr(compat, "problem", lambda: "triton is not installed")
+    monkeypatch.setattr(compat, "unavailable_reason", lambda: "triton is not installed")
     assert reason(**with_dims(60)) == "triton is not installed"
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.kernels.triton.compiled import stages
+from ejkernel.kernels.triton.compiled import compile_stages
 from ejkernel.kernels.triton.grouped_matmul import tiles
 from ejkernel.kernels.triton.grouped_matmul.backward_rhs import GroupedDrhs
 from ejkernel.kernels.triton.grouped_matmul.forward import GroupedForward
@@ -129,7 +129,7 @@ def test_the_copies_of_later_steps_fly_while_one_is_multiplied(which):
     """One loop over the steps of all tiles, filled before it starts and never drained."""
     target = TARGETS["sm_90"]
     launch, avals = launched("large", which, target)
-    text = stages(launch_source(launch, avals, target), target, "ttgir")[0]["ttgir"]
+    text = compile_stages(launch_source(launch, avals, target), target, "ttgir")[0]["ttgir"]
     copies = text.count("async_tma_copy_global_to_local")
     assert copies == 2 * launch.tiles.num_stages
     assert "pendings = 1" in text

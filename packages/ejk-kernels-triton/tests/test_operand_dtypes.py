@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from ejkernel.kernels import triton as package
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.compiled import Source, stages
+from ejkernel.kernels.triton.compiled import Source, compile_stages
 from ejkernel.kernels.triton.flash_attention import mods
 from ejkernel.kernels.triton.resources import launch_source
 from ejkernel.kernels.triton.serving.implementation import CacheKernel
@@ -183,7 +183,7 @@ def type_errors(sources: dict[Source, DtypeCase]) -> list[str]:
             continue
         _checked.update(operands)
         try:
-            stages(source, HOPPER, "source")
+            compile_stages(source, HOPPER, "source")
         except Exception as error:
             cause: BaseException = error
             while cause.__cause__ is not None:

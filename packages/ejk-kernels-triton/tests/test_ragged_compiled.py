@@ -201,7 +201,7 @@ def test_numbers_for_an_8_bit_cache_are_made_by_instructions_for_them():
     bounds."""
     target, p = TARGETS["sm_90"], problem("float8_e4m3fn")
     source = bound_source("write", p, tiles.choose(p, target), target)
-    text = str(compiled.stages(source, target, "ptx")[0]["ptx"])
+    text = str(compiled.compile_stages(source, target, "ptx")[0]["ptx"])
     numbers = 2 * BLOCK * p.paged.dim // 128  # keys and values of a thread
     assert text.count("cvt.rn.satfinite.e4m3x2.f32") >= numbers // 2
     assert text.count("fma.rn.f32") >= 4 * numbers

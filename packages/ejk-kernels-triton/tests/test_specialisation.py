@@ -22,7 +22,7 @@ from ejkernel.kernels.triton.compiled import (
     cache_key,
     clear_memory_cache,
     compile_kernel,
-    stages,
+    compile_stages,
 )
 from ejkernel.kernels.triton.launch import struct
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, current_target, rocm_target
@@ -133,7 +133,7 @@ def test_groups_are_types_and_places_of_their_fields(launcher) -> None:
     scalars = [("scalar", *x) for x in ((5, "i32"), (33, "i32"), (2.0, "fp32"), (3.0, "fp32"))]
     assert launcher.launches[0].parameters == [*[array] * 4, *scalars, array]
     # the code takes them in the same order
-    text = stages(source, HOPPER, "ttir")[0]["ttir"]
+    text = compile_stages(source, HOPPER, "ttir")[0]["ttir"]
     kinds = re.search(r"tt.func public @\w+\((.*)\) attributes", text)[1]
     types = re.findall(r"%[\w.]+: (!tt.ptr<f32>|\w+)", kinds)
     assert types == ["!tt.ptr<f32>"] * 4 + ["i32", "i32", "f32", "f32", "!tt.ptr<f32>"]
@@ -154,7 +154,7 @@ def test_code_is_kept_per_divisibility(tmp_path, monkeypatch) -> None:
 
     def attributes(source):
         """The ``n`` of the kernel as the compiler is told of it."""
-        text = stages(source, HOPPER, "ttir")[0]["ttir"]
+        text = compile_stages(source, HOPPER, "ttir")[0]["ttir"]
         return re.search(r"%n: i32( \{[^}]*\})?", text)[1] or ""
 
     assert "tt.divisibility = 16" in attributes(even)

@@ -50,13 +50,13 @@ def test_refused_versions(versions, found, message) -> None:
         compat.toolchain()
     for part in ("Python 3.11", "jax-triton 0.3.1", "jax-triton>=0.4.1", "triton>=3.7.1"):
         assert part in str(caught.value)
-    assert compat.problem() == str(caught.value)
+    assert compat.unavailable_reason() == str(caught.value)
 
 
 @pytest.mark.parametrize("triton", ["3.7.1", "3.8.0", "3.9.0", "4.0.0"])
 def test_accepted_versions(versions, triton) -> None:
     versions(triton=triton)
-    assert compat.problem() is None
+    assert compat.unavailable_reason() is None
 
 
 @pytest.mark.parametrize(

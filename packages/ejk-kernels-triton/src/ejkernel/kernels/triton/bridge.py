@@ -113,8 +113,8 @@ def _batch(arrays, dims, *, launch):
 batching.primitive_batchers[_primitive] = _batch
 
 
-def describe(launch: BoundLaunch, avals: Sequence[Any], outs: Sequence[Any]) -> Source:
-    """Returns the specialisation a launch needs: types, alignment, constants.
+def specialize(launch: BoundLaunch, avals: Sequence[Any], outs: Sequence[Any]) -> Source:
+    """Returns the specialisation that a launch needs: types, alignment, constants.
 
     Arrays start at multiples of 16 bytes under XLA; integers are specialised on being a multiple
     of 16 and on nothing else, so nearby shapes share code.
@@ -227,7 +227,7 @@ def _lower(platform: str, context, *operands, launch):
             f"lowering for {platform}, but the target is {target.name}"
         )
     bound = launch.bind(target)
-    source = describe(bound, context.avals_in, context.avals_out)
+    source = specialize(bound, context.avals_in, context.avals_out)
     code = compile_kernel(source, target)
     text = code.text if platform == "cuda" else _code_object(code)
     kernel_args = [

@@ -61,8 +61,8 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def problem() -> str | None:
-    """Why the installed packages cannot run Triton kernels; None when they can.
+def unavailable_reason() -> str | None:
+    """Returns why the installed packages cannot run Triton kernels, None if they can.
 
     Reads package metadata only, so it is cheap and imports nothing.
     """
@@ -87,7 +87,7 @@ def toolchain() -> Toolchain:
     Raises:
         IncompatibleVersions: naming what is wrong and a combination that works.
     """
-    reason = problem()
+    reason = unavailable_reason()
     if reason is not None:
         raise IncompatibleVersions(reason)
     version = version_tuple(installed("jax-triton") or "")

@@ -127,8 +127,8 @@ def cache_key(source: Source, target: Target) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def stages(source: Source, target: Target, last: str | None = None) -> tuple[dict, dict]:
-    """Run the compiler; returns the text of every stage and the metadata.
+def compile_stages(source: Source, target: Target, last: str | None = None) -> tuple[dict, dict]:
+    """Runs the compiler and returns the text of every stage, and the metadata.
 
     ``last`` names the stage to stop after: ``"source"`` (the front end, which checks types and
     has no text), ``"ptx"``, ``"cubin"``, ``"hsaco"``...
@@ -167,7 +167,7 @@ def stages(source: Source, target: Target, last: str | None = None) -> tuple[dic
 
 def _compile(source: Source, target: Target) -> Code:
     last = "ptx" if target.platform == "cuda" else "hsaco"
-    outputs, metadata = stages(source, target, last)
+    outputs, metadata = compile_stages(source, target, last)
     binary = outputs[last]
     return Code(
         name=metadata["name"],

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.targets import Target, current_target, too_old
+from ejkernel.kernels.triton.targets import Target, current_target, too_old_reason
 from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.params import config_field
 
@@ -19,13 +19,13 @@ class TritonKernel(CallKernel):
     """A kernel for GPUs, launched through the bridge."""
 
     def unavailable_reason(self) -> str | None:
-        return compat.problem() or too_old(self.target())
+        return compat.unavailable_reason() or too_old_reason(self.target())
 
     def target(self) -> Target:
         return current_target()
 
 
-def unsupported(
+def unsupported_operands(
     dtypes: Mapping[str, str],
     dims: Mapping[str, int],
     among: Collection[str] = DTYPES,
@@ -42,7 +42,7 @@ def unsupported(
     return None
 
 
-def overridden(tiles: Any, cfg: Any, names: Mapping[str, str]) -> Any:
+def override_tiles(tiles: Any, cfg: Any, names: Mapping[str, str]) -> Any:
     """Returns ``tiles`` overridden by a config; ``names``: tile fields to config fields."""
     values = {mine: config_field(cfg, theirs) for mine, theirs in names.items()}
     return replace(tiles, **{mine: int(x) for mine, x in values.items() if x is not None})

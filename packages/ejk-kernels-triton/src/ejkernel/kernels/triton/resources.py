@@ -13,8 +13,8 @@ import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
 
-from ejkernel.kernels.triton.bridge import describe
-from ejkernel.kernels.triton.compiled import Source, stages
+from ejkernel.kernels.triton.bridge import specialize
+from ejkernel.kernels.triton.compiled import Source, compile_stages
 from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.targets import Target
 
@@ -44,7 +44,7 @@ class Resources:
 
 def launch_source(launch: Launch, avals, target: Target) -> Source:
     """Returns the specialisation that ``launch`` needs for operands like ``avals``."""
-    return describe(launch.bind(target), avals, launch.result_types())
+    return specialize(launch.bind(target), avals, launch.result_types())
 
 
 @functools.lru_cache(maxsize=16)
@@ -54,7 +54,7 @@ def assembly(source: Source, target: Target) -> tuple[str, dict]:
     Kept for some sources, since what reads the text often measures it too.
     """
     last = "ptx" if target.platform == "cuda" else "amdgcn"
-    outputs, metadata = stages(source, target, last)
+    outputs, metadata = compile_stages(source, target, last)
     return outputs[last], metadata
 
 

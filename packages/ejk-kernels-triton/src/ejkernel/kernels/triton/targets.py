@@ -12,8 +12,10 @@ from ejkernel.kernels.triton import compat
 
 # Shared memory one program may use, bytes (CUDA C++ programming guide, table of technical
 # specifications per compute capability: "maximum amount of shared memory per thread block").
-_CUDA_SHARED = {75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448}
-_CUDA_SHARED_RECENT = {100: 232448, 103: 232448, 120: 101376, 121: 101376}
+_CUDA_SHARED = {
+    75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 100: 232448,
+    103: 232448, 120: 101376, 121: 101376,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,11 @@ class Target:
 
 def cuda_target(capability: int, cores: int = 132) -> Target:
     """Returns the target of a compute capability, e.g. ``cuda_target(80)``."""
-    shared = {**_CUDA_SHARED, **_CUDA_SHARED_RECENT}.get(capability, 101376)
+    shared = _CUDA_SHARED.get(capability, 101376)
     return Target("cuda", capability, shared, cores)
 
 
-def instructions(target: Target) -> int:
+def ptx_level(target: Target) -> int:
     """Returns the capability (80 or 89) whose PTX conversions may be used, 0 for none."""
     if target.platform != "cuda":
         return 0
@@ -66,7 +68,7 @@ def rocm_target(arch: str, cores: int = 304) -> Target:
     return Target("rocm", arch, 163840 if arch == "gfx950" else 65536, cores)
 
 
-def too_old(target: Target) -> str | None:
+def too_old_reason(target: Target) -> str | None:
     """Returns why no kernel here runs on ``target``, None if they do.
 
     Matrix instructions for bfloat16 and asynchronous copies came with compute capability 8.0.

@@ -12,7 +12,7 @@ from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.causal_conv1d import tiles
 from ejkernel.kernels.triton.causal_conv1d.backward import ConvolveBackwardLaunch
 from ejkernel.kernels.triton.causal_conv1d.forward import ConvolveLaunch
-from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
+from ejkernel.kernels.triton.kernel import TritonKernel, unsupported_operands
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -33,7 +33,7 @@ class CausalConv1D(TritonKernel):
     neighbours = staticmethod(tiles.neighbours)
 
     def problem(self, a: Mapping[str, Any]) -> ConvolutionProblem:
-        return ConvolutionProblem.from_call(a, unsupported(float_dtypes(a), {}) or "")
+        return ConvolutionProblem.from_call(a, unsupported_operands(float_dtypes(a), {}) or "")
 
     def variant_reason(self, problem: Any) -> str | None:
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ejkernel.kernels.triton.common.sequences import piece_count
-from ejkernel.kernels.triton.kernel import overridden
+from ejkernel.kernels.triton.kernel import override_tiles
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.problems.convolution import ConvolutionProblem
@@ -38,7 +38,7 @@ class Tiles:
 
     def apply_config(self, cfg: Any, problem: ConvolutionProblem, target: Target) -> Tiles:
         """Returns these tiles with the values of a config."""
-        return overridden(self, cfg, FIELDS)
+        return override_tiles(self, cfg, FIELDS)
 
     def backward(self, p: ConvolutionProblem, target: Target) -> Tiles:
         """Returns the tiles of the backward launch, which stores sums for every segment."""

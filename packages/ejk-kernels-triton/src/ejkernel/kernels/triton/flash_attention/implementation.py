@@ -33,7 +33,7 @@ from ejkernel.kernels.triton.flash_attention.terms import (
     row_terms,
 )
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
-from ejkernel.kernels.triton.kernel import DTYPES, TritonKernel, unsupported
+from ejkernel.kernels.triton.kernel import DTYPES, TritonKernel, unsupported_operands
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.kernel_registry import kernel_registry
@@ -102,7 +102,7 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
 
     def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         dims = {"query": problem.dim, "value": problem.value_dim}
-        reason = unsupported({"query": problem.dtype}, dims, (*DTYPES, FLOAT8), least=8)
+        reason = unsupported_operands({"query": problem.dtype}, dims, (*DTYPES, FLOAT8), least=8)
         reason = reason or _unsupported_output(problem)
         reason = reason or refused_precision(problem.precision)
         if reason is None and (problem.score_mod is not None or problem.mask_mod is not None):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ejkernel.kernels.triton.common.dims import exact_dim, split_dim
 from ejkernel.kernels.triton.flash_attention import single_row
-from ejkernel.kernels.triton.kernel import overridden
+from ejkernel.kernels.triton.kernel import override_tiles
 from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.errors import ConfigError
@@ -337,7 +337,7 @@ def least_keys(problem: Problem) -> int:
 
 def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:
     """Returns ``tiles`` overridden by ``fwd_params`` or ``bwd_params`` of a config."""
-    new = overridden(tiles, params, fields)
+    new = override_tiles(tiles, params, fields)
     # a bound on registers was chosen for these sizes only
     return tiles if new == tiles else replace(new, registers=None)
 

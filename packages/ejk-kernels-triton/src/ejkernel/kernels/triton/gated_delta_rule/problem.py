@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.kernel import unsupported
+from ejkernel.kernels.triton.kernel import unsupported_operands
 from ejkernel.types.problems.recurrence import RecurrentProblem
 
 MAX_DIM = 128
@@ -41,7 +41,7 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
     """Returns the static properties of a call whose arguments are canonical."""
     names = ("query", "key", "value", "g", "beta", "initial_state")
     dtypes = {name: jnp.dtype(a[name].dtype).name for name in names if a[name] is not None}
-    reason = unsupported(dtypes, {})
+    reason = unsupported_operands(dtypes, {})
     for name in ("query", "value"):
         if a[name].shape[3] > MAX_DIM:
             reason = reason or f"{name}: head dim {a[name].shape[3]} is more than {MAX_DIM}"

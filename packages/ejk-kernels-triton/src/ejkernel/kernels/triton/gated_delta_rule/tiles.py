@@ -7,7 +7,7 @@ from typing import Any
 
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.gated_delta_rule.problem import Problem
-from ejkernel.kernels.triton.kernel import overridden
+from ejkernel.kernels.triton.kernel import override_tiles
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.linear_attention.tiles import maps_of, width
 from ejkernel.kernels.triton.targets import Target
@@ -43,7 +43,7 @@ class Tiles:
 
     def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
         """Returns these tiles with the values of a config, in which chunks are bounded."""
-        t = overridden(self, cfg, FIELDS)
+        t = override_tiles(self, cfg, FIELDS)
         return replace(t, chunk=max(16, min(t.chunk, MAX_CHUNK)))
 
 

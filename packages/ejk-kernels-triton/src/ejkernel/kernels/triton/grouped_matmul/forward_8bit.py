@@ -33,7 +33,7 @@ from ejkernel.kernels.triton.grouped_matmul.launch import GroupedLaunch
 from ejkernel.kernels.triton.grouped_matmul.tiles import uses_maps
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, SHARED, struct
-from ejkernel.kernels.triton.targets import instructions
+from ejkernel.kernels.triton.targets import ptx_level
 
 
 @triton.jit
@@ -146,5 +146,5 @@ class GroupedForward8Bit(GroupedLaunch):
             "rhs": rhs,
             "params": self.params(target, maps),
             "KIND": p.stored,
-            "PTX": instructions(target),
+            "PTX": ptx_level(target),
         }

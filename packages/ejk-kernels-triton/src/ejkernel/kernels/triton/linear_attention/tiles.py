@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ejkernel.kernels.triton.bound_launch import RUNS
-from ejkernel.kernels.triton.kernel import overridden
+from ejkernel.kernels.triton.kernel import override_tiles
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.linear_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.targets import Target
@@ -37,7 +37,7 @@ class Tiles:
 
     def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
         """Returns these tiles with the values that a config sets."""
-        changed = overridden(self, cfg, FIELDS)
+        changed = override_tiles(self, cfg, FIELDS)
         if changed == self:
             return self
         return replace(changed, segment=segment_of(problem, changed, target))

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ejkernel.kernels.triton.bridge import call
-from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
+from ejkernel.kernels.triton.kernel import TritonKernel, unsupported_operands
 from ejkernel.kernels.triton.mean_pooling import tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
@@ -38,7 +38,7 @@ class MeanPooling(TritonKernel):
         return replace(problem, batch=1)
 
     def unsupported_reason(self, problem: PoolingProblem, target: Target) -> str | None:
-        return unsupported({"x": problem.dtype}, {})
+        return unsupported_operands({"x": problem.dtype}, {})
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         from ejkernel.kernels.triton.mean_pooling.forward import MergeSplits, PoolGroups

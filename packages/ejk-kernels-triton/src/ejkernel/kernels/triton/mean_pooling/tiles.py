@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.common.sequences import piece_count
-from ejkernel.kernels.triton.kernel import overridden
+from ejkernel.kernels.triton.kernel import override_tiles
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.problems.mean_pooling import PoolingProblem
@@ -56,7 +56,7 @@ class Tiles:
 
     def apply_config(self, cfg: Any, problem: PoolingProblem, target: Target) -> Tiles:
         """Returns these tiles with the values that a config sets."""
-        t = overridden(self, cfg, FIELDS)
+        t = override_tiles(self, cfg, FIELDS)
         return replace(t, split=max(t.split, t.rows) if t.split else 0)
 
     def shape(self, p: PoolingProblem) -> tuple[int, int]:

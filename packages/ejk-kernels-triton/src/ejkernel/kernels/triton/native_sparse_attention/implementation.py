@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
+from ejkernel.kernels.triton.kernel import TritonKernel, unsupported_operands
 from ejkernel.kernels.triton.native_sparse_attention import tiles
 from ejkernel.kernels.triton.native_sparse_attention.branches import compressed, sliding
 from ejkernel.kernels.triton.native_sparse_attention.lists import sort_lists
@@ -49,7 +49,7 @@ class NativeSparseAttention(TritonKernel):
 
     def unsupported_reason(self, problem: Any, target: Target) -> str | None:
         dims = {"query": problem.query.shape[3], "value": problem.value.shape[3]}
-        return unsupported({"query": promoted_dtype(problem)}, dims)
+        return unsupported_operands({"query": promoted_dtype(problem)}, dims)
 
     def choose(self, problem: Any, target: Target) -> tiles.SparseTiles:
         return tiles.choose(Problem.from_call(problem), target)

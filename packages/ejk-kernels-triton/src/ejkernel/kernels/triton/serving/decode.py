@@ -87,7 +87,7 @@ from ejkernel.kernels.triton.serving.work_ranges import (
     sequence_cost,
     store_sequence_starts,
 )
-from ejkernel.kernels.triton.targets import Target, instructions
+from ejkernel.kernels.triton.targets import Target, ptx_level
 from ejkernel.types.serving.problem import ITEMSIZE
 
 # sequences that a program looks at together: lanes of one warp are summed without the other warps,
@@ -396,7 +396,7 @@ class PagedSplit(PagedLaunch):
             "ROUNDS": -(-power_of_two(p.batch) // lanes),
             "SPLITS": t.splits or 0,
             "SETUP_TILES": 0 if t.splits else t.setup_tiles,
-            "PTX": instructions(target),
+            "PTX": ptx_level(target),
         }  # fmt: skip
 
     def bind(self, target):

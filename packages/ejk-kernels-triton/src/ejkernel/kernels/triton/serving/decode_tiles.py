@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejkernel.kernels.triton.kernel import overridden
+from ejkernel.kernels.triton.kernel import override_tiles
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.serving.params import column_parts, has_narrow_tail, needs_float32
 from ejkernel.kernels.triton.targets import Target
@@ -78,7 +78,7 @@ class DecodeTiles:
 
     def apply_config(self, cfg: Any, problem: PagedProblem, target: Target) -> DecodeTiles:
         """Returns the tiles with the values of a config, then the splits that the call asks for."""
-        tiles, pages = overridden(self, cfg, LAUNCHED), config_field(cfg, "pages_per_block")
+        tiles, pages = override_tiles(self, cfg, LAUNCHED), config_field(cfg, "pages_per_block")
         if pages is not None:
             tiles = replace(tiles, block=block_of_pages(int(pages), problem, target))
         splits, min_tokens = problem.num_splits, 1
@@ -90,7 +90,7 @@ class DecodeTiles:
 
     def apply_block_config(self, params: Any) -> DecodeTiles:
         """Returns the tiles with forward params of a config, for caches without pages."""
-        tiles, block = overridden(self, params, LAUNCHED), config_field(params, "kv_blocksize")
+        tiles, block = override_tiles(self, params, LAUNCHED), config_field(params, "kv_blocksize")
         if block is not None:
             tiles = replace(tiles, block=max(MIN_BLOCK, power_of_two(int(block))))
         return tiles

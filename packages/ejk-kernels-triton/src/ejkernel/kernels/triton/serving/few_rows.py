@@ -51,7 +51,7 @@ from ejkernel.kernels.triton.serving.ragged_tiles import (
     decode_problem,
     few_row_ranges,
 )
-from ejkernel.kernels.triton.targets import instructions
+from ejkernel.kernels.triton.targets import ptx_level
 from ejkernel.types.serving.problem import ITEMSIZE
 
 COPIED = 2048  # elements of a cache that a program copies at a time
@@ -323,5 +323,5 @@ class FewRowsAttention(RaggedLaunch):
                 PARTS=max(1, MERGED // (heads * columns)),
                 COPIED=COPIED,
             ),
-            "PTX": instructions(target),
+            "PTX": ptx_level(target),
         }  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from ejkernel.kernels.triton.bound_launch import RUNS
-from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
+from ejkernel.kernels.triton.kernel import TritonKernel, unsupported_operands
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.serving import decode_tiles, mla_decode_tiles, ragged_tiles, stages
 from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles
@@ -72,7 +72,7 @@ class PageAttention(DecodeKernel):
 
     def unsupported_reason(self, problem: PagedProblem, target: Target) -> str | None:
         p = problem
-        return unsupported({"query": p.query_dtype}, {}) or unsupported(
+        return unsupported_operands({"query": p.query_dtype}, {}) or unsupported_operands(
             {"key_cache": p.key_dtype, "value_cache": p.value_dtype},
             {"key_cache": p.dim, "value_cache": p.value_dim},
             among=ITEMSIZE,
@@ -98,7 +98,7 @@ class RaggedDecodeAttention(DecodeKernel):
     def unsupported_reason(self, problem: PagedProblem, target: Target) -> str | None:
         p = problem
         dtypes = {"query": p.query_dtype, "key": p.key_dtype, "value": p.value_dtype}
-        return unsupported(dtypes, {"key": p.dim, "value": p.value_dim})
+        return unsupported_operands(dtypes, {"key": p.dim, "value": p.value_dim})
 
     def neighbours(
         self, problem: PagedProblem, target: Target, chosen: DecodeTiles
@@ -155,7 +155,7 @@ class MLADecode(DecodeKernel):
 
     def unsupported_reason(self, problem: LatentProblem, target: Target) -> str | None:
         p = problem
-        reason = unsupported({"query": p.query_dtype}, {}) or unsupported(
+        reason = unsupported_operands({"query": p.query_dtype}, {}) or unsupported_operands(
             {"latent_cache": p.key_dtype}, {}, among=ITEMSIZE
         )
         if reason is not None:
@@ -195,8 +195,8 @@ class RaggedKernel(CacheKernel):
 
     def unsupported_reason(self, problem: RaggedProblem, target: Target) -> str | None:
         p = problem.paged
-        reason = unsupported({"queries": p.query_dtype}, {"queries": p.dim})
-        reason = reason or unsupported({self.cache: p.key_dtype}, {}, among=ITEMSIZE)
+        reason = unsupported_operands({"queries": p.query_dtype}, {"queries": p.dim})
+        reason = reason or unsupported_operands({self.cache: p.key_dtype}, {}, among=ITEMSIZE)
         if reason is not None:
             return reason
         if p.pages * p.page_size >= 2**31:

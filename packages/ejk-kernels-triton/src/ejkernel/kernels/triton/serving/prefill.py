@@ -72,7 +72,7 @@ from ejkernel.kernels.triton.serving.schedule import (
     UNITS_END,
     find_sequence,
 )
-from ejkernel.kernels.triton.targets import Target, instructions
+from ejkernel.kernels.triton.targets import Target, ptx_level
 from ejkernel.types.serving.problem import ITEMSIZE
 
 CLEARED_ROWS = 32  # rows that a program sets to zero
@@ -339,5 +339,5 @@ class RaggedPrefill(RaggedLaunch):
             "dots": dot_options(p, target, FUSED=fused),
             "BLOCK": t.block,
             "PERSISTENT": self.has("o_in"),
-            "PTX": instructions(target),
+            "PTX": ptx_level(target),
         }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ejkernel.kernels.triton.bound_launch import RUNS
-from ejkernel.kernels.triton.kernel import overridden
+from ejkernel.kernels.triton.kernel import override_tiles
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.serving import decode_tiles
 from ejkernel.kernels.triton.serving.decode_tiles import LAUNCHED, query_rows
@@ -52,7 +52,7 @@ class RaggedTiles:
 
     def apply_config(self, cfg: Any, problem: RaggedProblem, target: Target) -> RaggedTiles:
         """Returns the tiles with the values of a config."""
-        p, tiles = problem.paged, overridden(self, cfg, LAUNCHED | {"splits": "num_splits"})
+        p, tiles = problem.paged, override_tiles(self, cfg, LAUNCHED | {"splits": "num_splits"})
         queries = config_field(cfg, "num_queries_per_block")
         pages = config_field(cfg, "num_kv_pages_per_block")
         if queries is not None:

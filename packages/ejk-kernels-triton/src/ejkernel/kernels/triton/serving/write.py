@@ -26,7 +26,7 @@ from ejkernel.kernels.triton.serving.params import layout_params
 from ejkernel.kernels.triton.serving.quantize import eight_bit_quotients, eight_bits
 from ejkernel.kernels.triton.serving.ragged_tiles import count_counters
 from ejkernel.kernels.triton.serving.schedule import END_ROW, FIRST_ROW, KV_LEN, ROW_END
-from ejkernel.kernels.triton.targets import instructions
+from ejkernel.kernels.triton.targets import ptx_level
 from ejkernel.types.serving.problem import ITEMSIZE
 
 COUNTED = tl.constexpr(256)  # counters that are set to 0 at once
@@ -244,5 +244,5 @@ class RaggedWrite(RaggedLaunch):
                 VERBATIM_K=key == p.key_dtype,
                 VERBATIM_V=value == p.key_dtype,
             ),
-            "PTX": instructions(target),
+            "PTX": ptx_level(target),
         }
