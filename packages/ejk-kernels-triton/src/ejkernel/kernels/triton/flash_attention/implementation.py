@@ -18,12 +18,16 @@ from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.precision import precision_name, refused_precision
 from ejkernel.kernels.triton.flash_attention import lists, mods, single_row, tiles
+from ejkernel.kernels.triton.flash_attention.dbias_kernel import DbiasLaunch
+from ejkernel.kernels.triton.flash_attention.dkv_kernel import DkvLaunch
+from ejkernel.kernels.triton.flash_attention.dq_kernel import DqLaunch
 from ejkernel.kernels.triton.flash_attention.eight_bit_operands import (
     FLOAT8,
     has_8_bit_matmuls,
     tokens_innermost,
 )
 from ejkernel.kernels.triton.flash_attention.fits import neighbours
+from ejkernel.kernels.triton.flash_attention.forward_kernel import ForwardLaunch
 from ejkernel.kernels.triton.flash_attention.launch import AttentionLaunch, is_fused
 from ejkernel.kernels.triton.flash_attention.static_lists import build_static_lists, list_key
 from ejkernel.kernels.triton.flash_attention.terms import (
@@ -166,9 +170,6 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
         return ((tile.block_q, tile.block_kv) for tile in (work.tiles.dq, *key_tiles))
 
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
-        from ejkernel.kernels.triton.flash_attention.dkv_kernel import DkvLaunch
-        from ejkernel.kernels.triton.flash_attention.dq_kernel import DqLaunch
-
         p, t = work.problem, work.tiles
         base, *base_tail = arrays["base"]
         replaced = ("sink", "base", "do", "delta")
@@ -183,8 +184,6 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
             grads |= call(launch, **operands)
         bias = arrays.get("bias")
         if bias is not None:
-            from ejkernel.kernels.triton.flash_attention.dbias_kernel import DbiasLaunch
-
             shared = dict(sum_batch=p.batch // bias.shape[0], sum_heads=p.heads // bias.shape[1])
             tile = tiles.bias_tiles(t.dq, work.target)
             launch, operands = _with_operands(DbiasLaunch, work, tile, tensors, **shared)
@@ -265,8 +264,6 @@ def _mask_mod_states(problem: Problem, tensors: Arrays) -> Any:
 
 def _forward(work: Work, arrays: Arrays) -> tuple[AttentionLaunch, dict[str, Any]]:
     """Returns the forward launch and its operands."""
-    from ejkernel.kernels.triton.flash_attention.forward_kernel import ForwardLaunch
-
     return _with_operands(ForwardLaunch, work, work.tiles.fwd, arrays)
 
 

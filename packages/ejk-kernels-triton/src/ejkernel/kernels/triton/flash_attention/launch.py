@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.bound_launch import TensorMap
 from ejkernel.kernels.triton.flash_attention import groups, mods
 from ejkernel.kernels.triton.flash_attention.eight_bit_operands import FLOAT8, probability_factor
@@ -70,8 +71,6 @@ class AttentionLaunch(Launch):
         """Returns whether tiles are loaded by TMA."""
         if self.tensor_maps is not None:
             return self.tensor_maps
-        from ejkernel.kernels.triton import compat
-
         return compat.has_tensor_maps() and can_use_tensor_maps(self.problem, target)
 
     def heads(self, name: str, block: int, maps: bool = False) -> groups.Heads:

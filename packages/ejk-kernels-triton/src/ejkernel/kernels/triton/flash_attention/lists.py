@@ -15,6 +15,7 @@ import numpy as np
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.flash_attention.launch import Block, last_first
+from ejkernel.kernels.triton.flash_attention.lists_kernel import ListsLaunch, OrderLaunch
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.types.arrays import namespace
 from ejkernel.types.attention.problem import Problem
@@ -38,8 +39,6 @@ def list_operands(
 
     ``states``: the blocks of a mask_mod, ``Mod.blocks``.
     """
-    from ejkernel.kernels.triton.flash_attention.lists_kernel import ListsLaunch, OrderLaunch
-
     p, rules = problem, problem.rules
     sizes = (p.q_len, p.kv_len, tile.block_q, tile.block_kv)
     any_seen = all_seen = jnp.ones((), bool)

@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.grouped_matmul import tiles
+from ejkernel.kernels.triton.grouped_matmul.backward_rhs import GroupedDrhs
+from ejkernel.kernels.triton.grouped_matmul.forward import GroupedForward
+from ejkernel.kernels.triton.grouped_matmul.forward_8bit import GroupedForward8Bit
 from ejkernel.kernels.triton.grouped_matmul.tiles import Passes, Problem
 from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.targets import Target
@@ -23,24 +26,17 @@ INVARIANT_ROWS = 1024  # of a group, whatever the number of rows
 
 def forward(work: Work, arrays: Arrays) -> Arrays:
     """Returns the rows of every group times the matrix of the group."""
-    from ejkernel.kernels.triton.grouped_matmul.forward import GroupedForward
-    from ejkernel.kernels.triton.grouped_matmul.forward_8bit import GroupedForward8Bit
-
     launch = GroupedForward8Bit if work.problem.stored else GroupedForward
     return call(launch(work.problem, work.tiles.fwd), **arrays)
 
 
 def dlhs(work: Work, arrays: Arrays) -> Arrays:
     """Returns the gradient of lhs, for the flipped problem."""
-    from ejkernel.kernels.triton.grouped_matmul.forward import GroupedForward
-
     return call(GroupedForward(work.problem, work.tiles.dlhs), **arrays)
 
 
 def drhs(work: Work, arrays: Arrays) -> Arrays:
     """Returns the gradient of rhs."""
-    from ejkernel.kernels.triton.grouped_matmul.backward_rhs import GroupedDrhs
-
     return call(GroupedDrhs(work.problem, work.tiles.drhs), **arrays)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.linear_attention import tiles
+from ejkernel.kernels.triton.linear_attention.pipeline import Pipeline, decode
 from ejkernel.kernels.triton.linear_attention.problem import Problem, problem_of
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.call_kernel import CallKernel
@@ -36,8 +37,6 @@ class LinearAttention(TritonKernel):
         return problem.unsupported or None
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        from ejkernel.kernels.triton.linear_attention.pipeline import Pipeline, decode
-
         if tiles.few_tokens(work.problem):
             return decode(work, arrays), None
         pipeline = Pipeline(work, arrays)
@@ -45,8 +44,6 @@ class LinearAttention(TritonKernel):
         return (pipeline.compute_output(starts), state), starts
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        from ejkernel.kernels.triton.linear_attention.pipeline import Pipeline
-
         do, dstate = cotangents
         pipeline = Pipeline(work, arrays | {"do": do})
         if saved is None:

@@ -11,6 +11,8 @@ import jax
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported_operands
 from ejkernel.kernels.triton.mean_pooling import tiles
+from ejkernel.kernels.triton.mean_pooling.backward import PoolBackward
+from ejkernel.kernels.triton.mean_pooling.forward import MergeSplits, PoolGroups
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -41,8 +43,6 @@ class MeanPooling(TritonKernel):
         return unsupported_operands({"x": problem.dtype}, {})
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        from ejkernel.kernels.triton.mean_pooling.forward import MergeSplits, PoolGroups
-
         p, t, rows = work.problem, work.tiles, _rows(work.problem, arrays)
         pooled = call(PoolGroups(p, t), x=arrays["x"], **rows)
         if t.split:
@@ -52,8 +52,6 @@ class MeanPooling(TritonKernel):
         return (pooled["out"],), pooled.get("count")
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        from ejkernel.kernels.triton.mean_pooling.backward import PoolBackward
-
         launch = PoolBackward(work.problem, work.tiles)
         rows = _rows(work.problem, arrays)
         return {"x": call(launch, dout=cotangents[0], count=saved, **rows)["dx"]}

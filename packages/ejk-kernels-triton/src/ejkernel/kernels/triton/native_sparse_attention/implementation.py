@@ -20,6 +20,7 @@ from ejkernel.kernels.triton.native_sparse_attention.branches import compressed,
 from ejkernel.kernels.triton.native_sparse_attention.lists import sort_lists
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.native_sparse_attention.select import select
+from ejkernel.kernels.triton.native_sparse_attention.selected import attend
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work, compiled
 from ejkernel.types import calls
@@ -63,8 +64,6 @@ class NativeSparseAttention(TritonKernel):
         return chosen.apply_config(cfg, Problem.from_call(problem), target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        from ejkernel.kernels.triton.native_sparse_attention.selected import attend
-
         p, cu = work.problem, arrays.get("cu_seqlens")
         dtype = jnp.dtype(promoted_dtype(p))
         q, k, v = (arrays[name].astype(dtype) for name in ("query", "key", "value"))

@@ -11,6 +11,7 @@ from jax import lax
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
+from ejkernel.kernels.triton.native_sparse_attention.select_kernel import ScoreBlocks
 from ejkernel.kernels.triton.native_sparse_attention.tiles import choose_select_tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.masks.token_blocks import Blocks, block_means
@@ -54,8 +55,6 @@ def select(
 
     The best come first if ``sorts``.
     """
-    from ejkernel.kernels.triton.native_sparse_attention.select_kernel import ScoreBlocks
-
     q, k = map(lax.stop_gradient, (q, k))
     lead = (p.batch, p.length, p.kv_heads)
     own_block = blocks.position // blocks.size

@@ -7,17 +7,22 @@ may write the cache, decodes, prefills and merges.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.serving.decode import PagedSplit
 from ejkernel.kernels.triton.serving.decode_tiles import (
     DecodeTiles,
     can_merge_at_end,
     count_work_ranges,
 )
+from ejkernel.kernels.triton.serving.few_rows import FewRowsAttention
+from ejkernel.kernels.triton.serving.merge import PagedMerge
+from ejkernel.kernels.triton.serving.packed_rows import packed_operands
+from ejkernel.kernels.triton.serving.prefill import RaggedPrefill
+from ejkernel.kernels.triton.serving.ragged_merge import RaggedMerge
 from ejkernel.kernels.triton.serving.ragged_tiles import (
     RaggedTiles,
     count_counters,
@@ -25,12 +30,11 @@ from ejkernel.kernels.triton.serving.ragged_tiles import (
     decode_ranges,
     is_few_rows,
 )
+from ejkernel.kernels.triton.serving.schedule import RaggedScheduleLaunch
+from ejkernel.kernels.triton.serving.write import RaggedWrite
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
-
-if TYPE_CHECKING:
-    from ejkernel.kernels.triton.serving.decode import PagedSplit
 
 ONLY_MERGED = ("v_scale", "sink")  # operands that only the merge reads
 
@@ -40,8 +44,6 @@ def decode_sequences(work: Work, arrays: Arrays) -> Arrays:
 
     It does where each sequence has one split, or where its tiles ask for it.
     """
-    from ejkernel.kernels.triton.serving.decode import PagedSplit
-
     p, t, ranges = _work_ranges(work)
     launch = PagedSplit(p, t, ranges)
     if launch.direct:
@@ -53,8 +55,6 @@ def decode_sequences(work: Work, arrays: Arrays) -> Arrays:
 
 def merge_sequences(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output of partial results, and the log-sum-exp if the call returns it."""
-    from ejkernel.kernels.triton.serving.merge import PagedMerge
-
     if "o" in arrays:
         return {}
     launch = PagedMerge(*_work_ranges(work))
@@ -74,17 +74,12 @@ def build_schedule(work: Work, arrays: Arrays) -> Arrays:
     """Returns the tables of ``types.serving.schedule.RaggedSchedule``; none for few rows."""
     if is_few_rows(work.problem, work.tiles):
         return {}
-    from ejkernel.kernels.triton.serving.schedule import RaggedScheduleLaunch
-
     launch = RaggedScheduleLaunch(work.problem, work.tiles, work.target)
     return call(launch, **select_arrays(arrays, "starts", "lens", "valid"))
 
 
 def write_cache(work: Work, arrays: Arrays) -> Arrays:
     """Returns the cache with the new keys and values, and the scale of the logits after that."""
-    from ejkernel.kernels.triton.serving.packed_rows import packed_operands
-    from ejkernel.kernels.triton.serving.write import RaggedWrite
-
     names = ("keys", "values", "tables", "sequences", "header", "k_scale", "v_scale")
     if is_few_rows(work.problem, work.tiles):
         names += packed_operands(work.problem)
@@ -117,9 +112,6 @@ def decode_rows(work: Work, arrays: Arrays) -> Arrays:
 
 
 def _attend_few_rows(work: Work, arrays: Arrays) -> Arrays:
-    from ejkernel.kernels.triton.serving.few_rows import FewRowsAttention
-    from ejkernel.kernels.triton.serving.packed_rows import packed_operands
-
     p, t = work.problem, work.tiles
     counters = arrays.get("counters")
     if counters is None:
@@ -137,8 +129,6 @@ def _attend_few_rows(work: Work, arrays: Arrays) -> Arrays:
 
 def decode_launch(problem: RaggedProblem, tiles: RaggedTiles, target: Target) -> PagedSplit:
     """Returns the split kernel over decoded sequences; the other sequences have length 0."""
-    from ejkernel.kernels.triton.serving.decode import PagedSplit
-
     ranges = decode_ranges(problem, tiles, target)
     return PagedSplit(decode_problem(problem, tiles), tiles.decode, ranges)
 
@@ -156,8 +146,6 @@ def prefill_rows(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output with the rows of short prefill, and partial results of split tiles."""
     if is_few_rows(work.problem, work.tiles):
         return {}
-    from ejkernel.kernels.triton.serving.prefill import RaggedPrefill
-
     names = ("q", "k", "tables", "sequences", "header", "tree", "positions")
     names += ("k_scale", "v_scale", "sink")
     o = arrays.get("o")
@@ -190,8 +178,6 @@ def merge_rows_and_cache(work: Work, arrays: Arrays) -> Arrays:
 
 
 def _merge_partials(work: Work, arrays: Arrays, cache: jax.Array | None) -> Arrays:
-    from ejkernel.kernels.triton.serving.ragged_merge import RaggedMerge
-
     decoded = ("d_acc", "d_m", "d_l", "d_starts", "d_counts")
     prefilled = ("sequences", "header", "p_acc", "p_m", "p_l")
     return call(
