@@ -69,7 +69,7 @@ from ejkernel.kernels.triton.serving.launch import (
     sequential,
 )
 from ejkernel.kernels.triton.serving.merge import (
-    MERGED,
+    LOADED_ELEMENTS,
     POLLS,
     PagedMerge,
     average_factor,
@@ -325,7 +325,7 @@ class PagedSplit(PagedLaunch):
         if self.tiles.last_merges:
             members = min(self.query_block[0], power_of_two(p.group * p.tokens))
             columns = max(16, power_of_two(p.value_dim))
-            parts = min(max(1, MERGED // (members * columns)), power_of_two(self.ranges))
+            parts = min(max(1, LOADED_ELEMENTS // (members * columns)), power_of_two(self.ranges))
             return MergeAtEnd(columns, 1, parts, members, POLLS)
         launch = PagedMerge(p, self.tiles, self.ranges)
         return MergeAtEnd(*launch.columns, launch.parts[0], 0, POLLS)

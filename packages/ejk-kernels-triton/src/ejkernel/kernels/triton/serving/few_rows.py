@@ -43,7 +43,7 @@ from ejkernel.kernels.triton.serving.launch import (
     logits_group,
     sequential,
 )
-from ejkernel.kernels.triton.serving.merge import MERGED, find_range, merge_block
+from ejkernel.kernels.triton.serving.merge import LOADED_ELEMENTS, find_range, merge_block
 from ejkernel.kernels.triton.serving.packed_rows import find_packed_rows, packed_sequences
 from ejkernel.kernels.triton.serving.pages import load_block_pages
 from ejkernel.kernels.triton.serving.ragged_tiles import (
@@ -54,7 +54,7 @@ from ejkernel.kernels.triton.serving.ragged_tiles import (
 from ejkernel.kernels.triton.targets import ptx_level
 from ejkernel.types.serving.problem import ITEMSIZE
 
-COPIED = 2048  # elements of a cache that a program copies at a time
+COPIED_PER_PROGRAM = 2048  # elements of a cache, at a time
 
 
 class FewRowsSizes(NamedTuple):
@@ -79,7 +79,7 @@ class FewRowsSizes(NamedTuple):
 
 
 @triton.jit
-def _at(lane, x, i):
+def select_lane(lane, x, i):
     """Returns element i of a vector."""
     return tl.sum(tl.where(lane == i, x, 0), 0)
 
@@ -92,7 +92,7 @@ def _clear_rows(o, lse, lane, is_seen, first, step, rows, member, inside, layout
     """
     if tl.min(tl.where(lane < rows, is_seen, 1), 0) == 0:
         for row in range(first, rows, step):
-            if _at(lane, is_seen, row) == 0:
+            if select_lane(lane, is_seen, row) == 0:
                 target = (row * layout.ALL + member).to(tl.int64)
                 zero = tl.zeros([layout.BLOCK, V.MAIN], tl.float32)
                 zero_tail = zero
@@ -163,12 +163,12 @@ def few_rows_attention(
     v = cache.k + cache.V_OFFSET
     while t < end:
         b = tl.sum((ends <= t).to(tl.int32), 0)
-        chunk_end = _at(lane, ends, b)
-        chunk_tiles = _at(lane, tiles, b)
-        count = _at(lane, counts, b)
-        length = _at(lane, stops, b)
-        begin = _at(lane, begins, b)
-        sequence = _at(lane, row_of.sequence, b)
+        chunk_end = select_lane(lane, ends, b)
+        chunk_tiles = select_lane(lane, tiles, b)
+        count = select_lane(lane, counts, b)
+        length = select_lane(lane, stops, b)
+        begin = select_lane(lane, begins, b)
+        sequence = select_lane(lane, row_of.sequence, b)
         chunk_start = chunk_end - chunk_tiles
         stop = tl.minimum(end, chunk_end)
         table = tables + sequence.to(tl.int64) * sizes.max_pages
@@ -184,8 +184,8 @@ def few_rows_attention(
             inside = token < count
             position = length - count + token
         if tree.words is not None:
-            keys_before = _at(lane, before, b)
-            position = keys_before + b - _at(lane, row_of.first, b) + token
+            keys_before = select_lane(lane, before, b)
+            position = keys_before + b - select_lane(lane, row_of.first, b) + token
             nodes = tree_rows(tree, b + token, inside, position, keys_before)
         row_number = token * layout.ALL + member
         q_row = b.to(tl.int64) * layout.ALL + row_number
@@ -320,8 +320,8 @@ class FewRowsAttention(RaggedLaunch):
                 SEQUENCES=power_of_two(p.batch),
                 HEADS=heads,
                 COLUMNS=columns,
-                PARTS=max(1, MERGED // (heads * columns)),
-                COPIED=COPIED,
+                PARTS=max(1, LOADED_ELEMENTS // (heads * columns)),
+                COPIED=COPIED_PER_PROGRAM,
             ),
             "PTX": ptx_level(target),
         }  # fmt: skip

@@ -38,7 +38,7 @@ from ejkernel.kernels.triton.serving.launch import (
 from ejkernel.types.serving.problem import ITEMSIZE
 
 POLLS = 1024  # looks at a counter, about 0.5 us each, before a program gives up waiting
-MERGED = 8192  # float32 elements of partial results that the last program loads at once
+LOADED_ELEMENTS = 8192  # float32 elements of partial results that the last program loads at once
 FEW = tl.constexpr(8)  # partial results that a thread holds, one after the other
 
 

@@ -1,10 +1,9 @@
 """Ragged attention, last kernel: partial results of decoded rows and of split tiles to the output.
 
 The sum of ``merge``. Few programs take the work one after another: first each (sequence, query
-head), then each (slot, kv head, LINES rows of a tile), of which only the slots of a tile's first
-split are work. Writes into the output of the prefill kernel, which has all other rows;
-these, and the cache of a call that writes one, are copied where XLA put a result elsewhere
-(``in_place``).
+head), then each (slot, kv head, TILE_ROWS rows of a tile). Writes into the output of the prefill
+kernel, which has all other rows; these, and the cache of a call that writes one, are copied where
+XLA put a result elsewhere (``in_place``).
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from ejkernel.kernels.triton.serving.schedule import (
 )
 from ejkernel.types.serving.problem import ITEMSIZE
 
-MERGED = 4  # rows of a tile that a warp merges
-MERGING = 16  # warps of a multiprocessor that merge, at least
-COPIED = 512  # elements that a warp copies at a time, 32 bytes of 16-bit values a thread
+ROWS_PER_WARP = 4  # of a tile, merged at once
+MERGE_WARPS = 16  # of a multiprocessor, at least
+COPIED_PER_WARP = 512  # elements that are copied at a time, 32 bytes of 16-bit values a thread
 
 
 @triton.jit
@@ -74,9 +73,16 @@ class MergeSizes(NamedTuple):
 
 
 class MergeTile(NamedTuple):
-    """Constants: TOKENS rows of a decoded sequence; PARTS partial results, LINES rows at once.
+    """Constants.
 
-    SPLITS: partial results of every decoded sequence; 0: as many as its work ranges.
+    Attributes:
+        TOKENS: rows of a decoded sequence, at most.
+        SPLITS: partial results of every decoded sequence; 0: as many as its work ranges.
+        D, COLUMNS: columns of a head, and these as a power of two.
+        PARTS: partial results of a decoded row that are loaded at once.
+        TILE_ROWS: rows of a split tile that are merged at once.
+        LANES: sequences that are searched at once.
+        COPIED: elements that are copied at once.
     """
 
     TOKENS: int
@@ -84,89 +90,79 @@ class MergeTile(NamedTuple):
     D: int
     COLUMNS: int
     PARTS: int
-    LINES: int
+    TILE_ROWS: int
     LANES: int
     COPIED: int
 
 
 @triton.jit
-def ragged_merge(
-    decoded, d_starts, d_counts, first_rows, sequences, header, prefilled, v_scale, sinks, o_in,
-    cache_in, lse_in, o, cache, lse, sizes, layout, tile,
-):  # fmt: skip
-    """Writes the rows of ``decoded`` and ``prefilled`` partial results into the outputs.
-
-    ``o_in``, ``cache_in``, ``lse_in``: operands in whose memory ``o``, ``cache`` and ``lse`` are.
-    """
-    n = sizes.n
+def _merge_decoded_rows(
+    decoded, starts, counts, first_rows, v_scale, sinks, o, lse, n, ranges, layout, tile
+):
+    """Writes the rows of the decoded sequences, a (sequence, query head) at a time."""
     HEADS: tl.constexpr = layout.HEADS
-    KV_HEADS: tl.constexpr = layout.KV_HEADS
-    CHUNKS: tl.constexpr = layout.CHUNKS
-    ROWS: tl.constexpr = layout.ROWS
+    GROUP: tl.constexpr = HEADS // layout.KV_HEADS
     TOKENS: tl.constexpr = tile.TOKENS
-    D: tl.constexpr = tile.D
-    COLUMNS: tl.constexpr = tile.COLUMNS
-    PARTS: tl.constexpr = tile.PARTS
-    LINES: tl.constexpr = tile.LINES
-    LANES: tl.constexpr = tile.LANES
-    COPIED: tl.constexpr = tile.COPIED
-    if cache_in is not None:
-        copy_if_elsewhere(cache_in, cache, sizes.cache_size, COPIED)
-    if is_elsewhere(o_in, o):
-        _copy_other_rows(
-            o_in, o, sizes.rows, d_counts, first_rows, sequences, n, HEADS * D, COPIED, LANES
-        )  # fmt: skip
-    if lse is not None:
-        if is_elsewhere(lse_in, lse):
-            _copy_other_rows(
-                lse_in, lse, sizes.rows, d_counts, first_rows, sequences, n, HEADS, COPIED, LANES
-            )  # fmt: skip
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    HEAD_CHUNKS: tl.constexpr = KV_HEADS * CHUNKS  # programs of a unit
-    LANE: tl.constexpr = ROWS // LINES
-    pid = tl.program_id(0)
-    programs = tl.num_programs(0)
-    column = tl.arange(0, COLUMNS)
-    slots = tl.load(header + SLOTS)
-    for x in tl.range(pid, n * HEADS, programs):
+    column = tl.arange(0, tile.COLUMNS)
+    for x in tl.range(tl.program_id(0), n * HEADS, tl.num_programs(0)):
         h = x % HEADS
         b = x // HEADS
-        tokens = tl.load(d_counts + b)
+        tokens = tl.load(counts + b)
         start = tl.load(first_rows + b)
-        slot, count = find_slots(b, d_starts, n, sizes.ranges, tile.SPLITS, 0)
+        slot, count = find_slots(b, starts, n, ranges, tile.SPLITS, 0)
         value_scale = load_head_scale(v_scale, 0, h // GROUP)
         for token in range(0, tokens):
             partial_row = slot.to(tl.int64) * (TOKENS * HEADS) + token * HEADS + h
             m, l, acc = merge_row(  # noqa: E741
-                decoded.acc, decoded.m, decoded.l, partial_row, count, TOKENS * HEADS, column, D,
-                PARTS,
+                decoded.acc, decoded.m, decoded.l, partial_row, count, TOKENS * HEADS, column,
+                tile.D, tile.PARTS,
             )  # fmt: skip
             lane = tl.arange(0, 1)
             factor = compute_output_factor(m, l, sinks, 0, h + lane, lane < 1, value_scale)
             row = (start + token).to(tl.int64) * HEADS + h
             acc = (acc * tl.sum(factor, 0)).to(o.dtype.element_ty)
-            tl.store(o + row * D + column, acc, mask=column < D)
+            tl.store(o + row * tile.D + column, acc, mask=column < tile.D)
             if lse is not None:
                 logit = row_lse(m, l, sinks, 0, h + lane, lane < 1)
                 tl.store(lse + row + lane, logit, mask=lane < 1)
-    for x in tl.range(pid, slots * (HEAD_CHUNKS * LANE), programs):
-        line = x % LANE
-        head_chunk = (x // LANE) % HEAD_CHUNKS
-        slot = x // (LANE * HEAD_CHUNKS)
-        r, before = find_sequence(slot, sequences + SLOTS_END * n, n, LANES)
+
+
+@triton.jit
+def _merge_split_tiles(
+    prefilled, first_rows, sequences, header, v_scale, sinks, o, lse, n, layout, tile
+):
+    """Writes the rows of the tiles with several splits, TILE_ROWS of a (slot, kv head) at a time.
+
+    Only the slots of a tile's first split are work.
+    """
+    HEADS: tl.constexpr = layout.HEADS
+    GROUP: tl.constexpr = HEADS // layout.KV_HEADS
+    CHUNKS: tl.constexpr = layout.CHUNKS
+    ROWS: tl.constexpr = layout.ROWS
+    D: tl.constexpr = tile.D
+    TILE_ROWS: tl.constexpr = tile.TILE_ROWS
+    HEAD_CHUNKS: tl.constexpr = layout.KV_HEADS * CHUNKS  # programs of a unit
+    BLOCKS: tl.constexpr = ROWS // TILE_ROWS
+    column = tl.arange(0, tile.COLUMNS)
+    slots = tl.load(header + SLOTS)
+    for x in tl.range(tl.program_id(0), slots * (HEAD_CHUNKS * BLOCKS), tl.num_programs(0)):
+        row_block = x % BLOCKS
+        head_chunk = (x // BLOCKS) % HEAD_CHUNKS
+        slot = x // (BLOCKS * HEAD_CHUNKS)
+        r, before = find_sequence(slot, sequences + SLOTS_END * n, n, tile.LANES)
         splits = tl.load(sequences + SPLITS * n + r)
         if (slot - before) % splits == 0:
             first = tl.load(first_rows + r)
             count = tl.load(sequences + ROW_END * n + r) - first
             hk = head_chunk // CHUNKS
-            member = line * LINES + tl.arange(0, LINES)
+            member = row_block * TILE_ROWS + tl.arange(0, TILE_ROWS)
             _, heads, row, inside = tile_rows(
                 member, (slot - before) // splits, head_chunk % CHUNKS, first, count, hk,
                 HEADS, GROUP, layout.TILE, layout.MEMBERS,
             )  # fmt: skip
-            m = tl.full([LINES], float("-inf"), tl.float32)
-            l = tl.zeros([LINES], tl.float32)  # noqa: E741
-            acc = tl.zeros([LINES, COLUMNS], tl.float32)
+            m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+            l = tl.zeros([TILE_ROWS], tl.float32)  # noqa: E741
+            acc = tl.zeros([TILE_ROWS, tile.COLUMNS], tl.float32)
             for i in range(0, splits):
                 partial_row = ((slot + i).to(tl.int64) * HEAD_CHUNKS + head_chunk) * ROWS + member
                 m_i = tl.load(prefilled.m + partial_row)
@@ -189,6 +185,39 @@ def ragged_merge(
             if lse is not None:
                 logit = row_lse(m, l, sinks, 0, heads, inside)
                 tl.store(lse + row, logit, mask=inside)
+
+
+@triton.jit
+def ragged_merge(
+    decoded, d_starts, d_counts, first_rows, sequences, header, prefilled, v_scale, sinks, o_in,
+    cache_in, lse_in, o, cache, lse, sizes, layout, tile,
+):  # fmt: skip
+    """Writes the rows of ``decoded`` and ``prefilled`` partial results into the outputs.
+
+    ``o_in``, ``cache_in``, ``lse_in``: operands in whose memory ``o``, ``cache`` and ``lse`` are.
+    """
+    n = sizes.n
+    HEADS: tl.constexpr = layout.HEADS
+    LANES: tl.constexpr = tile.LANES
+    COPIED: tl.constexpr = tile.COPIED
+    if cache_in is not None:
+        copy_if_elsewhere(cache_in, cache, sizes.cache_size, COPIED)
+    if is_elsewhere(o_in, o):
+        _copy_other_rows(
+            o_in, o, sizes.rows, d_counts, first_rows, sequences, n, HEADS * tile.D, COPIED, LANES
+        )  # fmt: skip
+    if lse is not None:
+        if is_elsewhere(lse_in, lse):
+            _copy_other_rows(
+                lse_in, lse, sizes.rows, d_counts, first_rows, sequences, n, HEADS, COPIED, LANES
+            )  # fmt: skip
+    _merge_decoded_rows(
+        decoded, d_starts, d_counts, first_rows, v_scale, sinks, o, lse, n, sizes.ranges, layout,
+        tile,
+    )  # fmt: skip
+    _merge_split_tiles(
+        prefilled, first_rows, sequences, header, v_scale, sinks, o, lse, n, layout, tile
+    )
 
 
 @dataclass(frozen=True)
@@ -229,9 +258,11 @@ class RaggedMerge(RaggedLaunch):
 
     def grid(self, target):
         p, t, warps = self.problem.paged, self.tiles, self.parts[1]
-        tiles = self.max_split_units * p.kv_heads * self.chunks * (t.rows // (MERGED * warps))
+        tiles = (
+            self.max_split_units * p.kv_heads * self.chunks * (t.rows // (ROWS_PER_WARP * warps))
+        )
         # most calls have few split tiles: a program for each would mostly start and end
-        most = target.cores * MERGING * (2 if warps > 1 else 1) // warps
+        most = target.cores * MERGE_WARPS * (2 if warps > 1 else 1) // warps
         return (min(p.batch * p.heads + tiles, most),)
 
     def options(self, target):
@@ -258,8 +289,8 @@ class RaggedMerge(RaggedLaunch):
                 D=p.dim,
                 COLUMNS=self.columns,
                 PARTS=parts,
-                LINES=MERGED * warps,
+                TILE_ROWS=ROWS_PER_WARP * warps,
                 LANES=self.lanes,
-                COPIED=warps * COPIED,
+                COPIED=COPIED_PER_WARP * warps,
             ),
         }  # fmt: skip
