@@ -17,7 +17,7 @@ import triton.language as tl
 from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out
 from ejkernel.kernels.triton.common import eight_bit
 from ejkernel.kernels.triton.interpret import run_launch
-from ejkernel.kernels.triton.serving.quantize import eight_bits
+from ejkernel.kernels.triton.serving.quantize import round_to_8_bits
 
 U32 = np.uint32
 
@@ -162,7 +162,7 @@ def test_every_pair_of_neighbours_is_exact(name, kind, number):
 @triton.jit
 def narrowed(x, out, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tl.store(out + i, eight_bits(tl.load(x + i, mask=i < n, other=0.0), KIND, 0), mask=i < n)
+    tl.store(out + i, round_to_8_bits(tl.load(x + i, mask=i < n, other=0.0), KIND, 0), mask=i < n)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])

@@ -13,31 +13,31 @@ HALF = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, i
 ABOVE = tl.constexpr(0x4B400100)  # bits of HALF + 256
 NARROWEST = tl.constexpr(2.0**-60)  # divisors in this range: no relevant remainder underflows
 WIDEST = tl.constexpr(2.0**60)
-FOUR = """{{
+CONVERT_FOUR = """{{
 .reg .b16 low, high;
 cvt.rn.satfinite.{0}x2.f32 low, $2, $1;
 cvt.rn.satfinite.{0}x2.f32 high, $4, $3;
 mov.b32 $0, {{low, high}};
 }}"""
-E4M3 = tl.constexpr(FOUR.format("e4m3"))
-E5M2 = tl.constexpr(FOUR.format("e5m2"))
+E4M3 = tl.constexpr(CONVERT_FOUR.format("e4m3"))
+E5M2 = tl.constexpr(CONVERT_FOUR.format("e5m2"))
 
 
 @triton.jit
-def eight_bits(x, KIND: tl.constexpr, PTX: tl.constexpr):
+def round_to_8_bits(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """Returns the bits of the value nearest to ``x``, as int8.
 
-    KIND: int8, float8_e4m3fn, float8_e5m2.
+    DTYPE: int8, float8_e4m3fn, float8_e5m2.
     PTX: compute capability times ten whose instructions may be used.
     """
-    if KIND == "int8":
-        code = _rounded(_clip(x, -128.0, 127.0))
+    if DTYPE == "int8":
+        code = _round_to_int8(_clip(x, -128.0, 127.0))
     elif PTX >= 89:
         code = tl.inline_asm_elementwise(
-            E4M3 if KIND == "float8_e4m3fn" else E5M2, "=r,r,r,r,r", [x], tl.int8, is_pure=True,
+            E4M3 if DTYPE == "float8_e4m3fn" else E5M2, "=r,r,r,r,r", [x], tl.int8, is_pure=True,
             pack=4,
         )  # fmt: skip
-    elif KIND == "float8_e4m3fn":
+    elif DTYPE == "float8_e4m3fn":
         code = _float_bits(x, 3, 7, 448.0, 0x7F).to(tl.int8)
     else:
         code = _float_bits(x, 2, 15, 57344.0, 0x7E).to(tl.int8)
@@ -45,8 +45,8 @@ def eight_bits(x, KIND: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def eight_bit_quotients(x, divisor, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Returns the bits of the quotients ``x / divisor``, rounded like ``eight_bits(div_rn)``.
+def divide_to_8_bits(x, divisor, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Returns the bits of the quotients ``x / divisor``, rounded like ``round_to_8_bits`` of them.
 
     An exact division takes 14 instructions an element, three of them at a quarter of the rate. Two
     corrections by the remainder give the same result from a multiplication by the rounded
@@ -58,22 +58,24 @@ def eight_bit_quotients(x, divisor, KIND: tl.constexpr, PTX: tl.constexpr):
     """
     if PTX > 0 and (divisor >= NARROWEST and divisor <= WIDEST):
         # clipped values have quotients that saturate anyway
-        LEAST: tl.constexpr = -128.0 if KIND == "int8" else -57344.0
-        MOST: tl.constexpr = 127.0 if KIND == "int8" else 57344.0
+        LEAST: tl.constexpr = -128.0 if DTYPE == "int8" else -57344.0
+        MOST: tl.constexpr = 127.0 if DTYPE == "int8" else 57344.0
         x = _clip(x, LEAST * divisor, MOST * divisor)
         shared = tl.div_rn(1.0, divisor)
         quotient = x * shared
         # the signs are chosen so that a remainder of 0 preserves -0
         quotient = tl.fma(tl.fma(quotient, divisor, -x), -shared, quotient)
         quotient = tl.fma(tl.fma(quotient, divisor, -x), -shared, quotient)
-        code = _rounded(quotient) if KIND == "int8" else eight_bits(quotient, KIND, PTX)
+        code = (
+            _round_to_int8(quotient) if DTYPE == "int8" else round_to_8_bits(quotient, DTYPE, PTX)
+        )
     else:
-        code = eight_bits(tl.div_rn(x, tl.zeros_like(x) + divisor), KIND, PTX)
+        code = round_to_8_bits(tl.div_rn(x, tl.zeros_like(x) + divisor), DTYPE, PTX)
     return code
 
 
 @triton.jit
-def _rounded(x):
+def _round_to_int8(x):
     """Rounds values from -128 to 127 to int8, in the lowest bits of x + HALF; NaN becomes 0."""
     bits = (x + HALF).to(tl.uint32, bitcast=True)
     return tl.minimum(bits, ABOVE).to(tl.int8)

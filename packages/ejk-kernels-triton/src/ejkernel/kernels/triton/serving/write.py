@@ -23,7 +23,7 @@ from ejkernel.kernels.triton.serving.in_place import is_elsewhere
 from ejkernel.kernels.triton.serving.launch import RaggedLaunch, sequential
 from ejkernel.kernels.triton.serving.packed_rows import find_packed_rows, packed_sequences
 from ejkernel.kernels.triton.serving.params import layout_params
-from ejkernel.kernels.triton.serving.quantize import eight_bit_quotients, eight_bits
+from ejkernel.kernels.triton.serving.quantize import divide_to_8_bits, round_to_8_bits
 from ejkernel.kernels.triton.serving.ragged_tiles import count_counters
 from ejkernel.kernels.triton.serving.schedule import END_ROW, FIRST_ROW, KV_LEN, ROW_END
 from ejkernel.kernels.triton.targets import ptx_level
@@ -35,24 +35,29 @@ LANES = 64  # sequences it looks at at once: one compare for each row and each o
 
 
 @triton.jit
-def _stored(
-    x, scale, head, kind: tl.constexpr, KIND: tl.constexpr, VERBATIM: tl.constexpr,
+def _convert_to_cache(
+    x, scale, head, dtype: tl.constexpr, EIGHT_BIT_DTYPE: tl.constexpr, VERBATIM: tl.constexpr,
     LARGEST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    """Returns keys or values ``x [BLOCK, D]`` of one head as the cache stores them, of ``dtype``.
+
+    Those of another dtype than the cache's are divided by the head's scale, if there is one, and
+    saturate. Bits of 8-bit values are of ``dtype`` int8.
+    """
     if not VERBATIM:
         x = x.to(tl.float32)
         if scale.array is None:
-            if KIND != "":
-                x = eight_bits(x, KIND, PTX)
+            if EIGHT_BIT_DTYPE != "":
+                x = round_to_8_bits(x, EIGHT_BIT_DTYPE, PTX)
         else:
             factor = tl.load(scale.array + head * scale.head).to(tl.float32)
-            if KIND != "":
-                x = eight_bit_quotients(x, factor, KIND, PTX)
+            if EIGHT_BIT_DTYPE != "":
+                x = divide_to_8_bits(x, factor, EIGHT_BIT_DTYPE, PTX)
             else:
                 x = tl.div_rn(x, tl.zeros_like(x) + factor)
-        if KIND == "":
+        if EIGHT_BIT_DTYPE == "":
             x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
-    return x.to(kind)
+    return x.to(dtype)
 
 
 class WriteSizes(NamedTuple):
@@ -66,11 +71,16 @@ class WriteSizes(NamedTuple):
 
 
 class WriteTile(NamedTuple):
-    """Constants: BLOCK rows of a program, LANES sequences at once.
+    """Constants.
 
-    K_HEADS combined heads of K_STEP elements in a token. KIND: the dtype of an 8-bit cache, else
-    "". LARGEST: the largest value of another cache's dtype. VERBATIM: rows are of the cache's
-    dtype.
+    Attributes:
+        KV_HEADS, D, COLUMNS: heads of the new keys, columns of a head, these as a power of two.
+        K_HEADS, K_STEP: combined heads of a token in the cache, elements of each.
+        PAGE: tokens of a page.
+        BLOCK, LANES: rows of a program, sequences that it looks at at once.
+        EIGHT_BIT_DTYPE: the dtype of an 8-bit cache, else "".
+        LARGEST: the largest value of another cache's dtype.
+        VERBATIM_K, VERBATIM_V: new keys, new values are of the cache's dtype.
     """
 
     KV_HEADS: int
@@ -81,7 +91,7 @@ class WriteTile(NamedTuple):
     PAGE: int
     BLOCK: int
     LANES: int
-    KIND: str
+    EIGHT_BIT_DTYPE: str
     LARGEST: float
     VERBATIM_K: bool
     VERBATIM_V: bool
@@ -129,10 +139,14 @@ def _write_rows(
 
     mask = is_valid[:, None] & (column < tile.D)[None, :]
     target = cache + ((cache_row * tile.K_HEADS + head) * tile.K_STEP)[:, None] + column[None, :]
-    kind: tl.constexpr = cache.dtype.element_ty
-    x = _stored(new_keys, k_scale, head, kind, tile.KIND, tile.VERBATIM_K, tile.LARGEST, PTX)
+    dtype: tl.constexpr = cache.dtype.element_ty
+    x = _convert_to_cache(
+        new_keys, k_scale, head, dtype, tile.EIGHT_BIT_DTYPE, tile.VERBATIM_K, tile.LARGEST, PTX
+    )
     tl.store(target, x, mask=mask)
-    x = _stored(new_values, v_scale, head, kind, tile.KIND, tile.VERBATIM_V, tile.LARGEST, PTX)
+    x = _convert_to_cache(
+        new_values, v_scale, head, dtype, tile.EIGHT_BIT_DTYPE, tile.VERBATIM_V, tile.LARGEST, PTX
+    )
     tl.store(target + tile.K_STEP // 2, x, mask=mask)
 
 
@@ -239,7 +253,7 @@ class RaggedWrite(RaggedLaunch):
                 PAGE=p.page_size,
                 BLOCK=BLOCK if packed is None else min(BLOCK, power_of_two(self.problem.rows)),
                 LANES=LANES if packed is None else power_of_two(p.batch),
-                KIND=p.key_dtype if eight_bit else "",
+                EIGHT_BIT_DTYPE=p.key_dtype if eight_bit else "",
                 LARGEST=0.0 if eight_bit else float(jnp.finfo(p.key_dtype).max),
                 VERBATIM_K=key == p.key_dtype,
                 VERBATIM_V=value == p.key_dtype,
