@@ -88,35 +88,47 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit
-def _load_sequences(i, starts, lens, valid, min_start, rows, capacity):
-    """Returns first row, row past the last, length and rows of sequences ``i``.
+class SequenceRows(NamedTuple):
+    """First row, row past the last, length and number of rows, ``[LANES]`` sequences each."""
 
-    None of them begins before ``min_start``.
-    """
+    first: Operand
+    last: Operand
+    length: Operand
+    count: Operand
+
+
+@triton.jit
+def _load_sequences(i, starts, lens, valid, min_start, sizes):
+    """Returns ``SequenceRows`` of sequences ``i``; none of them begins before ``min_start``."""
     is_valid = i < valid
     first = tl.load(starts + i, mask=is_valid, other=0)
     last = tl.load(starts + i + 1, mask=is_valid, other=0)
     length = tl.load(lens + i, mask=is_valid, other=0)
-    first = tl.minimum(tl.maximum(first, 0), rows)
+    first = tl.minimum(tl.maximum(first, 0), sizes.rows)
     first = tl.maximum(tl.associative_scan(first, 0, _larger), min_start)
-    last = tl.maximum(first, tl.minimum(last, rows))
-    length = tl.minimum(tl.maximum(length, 0), capacity)
-    return first, last, length, tl.where(is_valid, last - first, 0)
+    last = tl.maximum(first, tl.minimum(last, sizes.rows))
+    length = tl.minimum(tl.maximum(length, 0), sizes.capacity)
+    return SequenceRows(first, last, length, tl.where(is_valid, last - first, 0))
 
 
 @triton.jit
-def _count_prefill_tiles(
-    length, count, max_rows, left, WINDOW: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
+def _pass_sequences(loaded, i, starts, lens, valid, min_start, sizes, tile):
+    """Returns ``SequenceRows`` of sequences ``i``: with SINGLE_PASS ``loaded``, else loads them."""
+    sequence_rows = loaded
+    if not tile.SINGLE_PASS:
+        sequence_rows = _load_sequences(i, starts, lens, valid, min_start, sizes)
+    return sequence_rows
+
+
+@triton.jit
+def _count_prefill_tiles(length, count, max_rows, left, tile):
     """Returns tiles and blocks of the last one, 0 for sequences of more than ``max_rows`` rows."""
-    tiles = tl.where((count > TOKENS) & (count <= max_rows), tl.cdiv(count, TILE), 0)
+    tiles = tl.where((count > tile.TOKENS) & (count <= max_rows), tl.cdiv(count, tile.TILE), 0)
     begin = length * 0
-    if WINDOW:
+    if tile.WINDOW:
         # of the first row of the last tile
-        begin = tl.maximum(length - count + (tiles - 1) * TILE - left, 0)
-    return tiles, tl.cdiv(length, BLOCK) - tl.minimum(begin, length) // BLOCK
+        begin = tl.maximum(length - count + (tiles - 1) * tile.TILE - left, 0)
+    return tiles, tl.cdiv(length, tile.BLOCK) - tl.minimum(begin, length) // tile.BLOCK
 
 
 @triton.jit
@@ -237,70 +249,80 @@ class ScheduleTile(NamedTuple):
 
 
 @triton.jit
+def _choose_long_prefill(loaded, starts, lens, valid, first_row, sizes, LANES: tl.constexpr, tile):
+    """Returns (most rows of a sequence that ``prefill`` takes, decodes, programs that decode).
+
+    ``loaded``: the ``SequenceRows`` of all sequences, with SINGLE_PASS.
+    """
+    lane = tl.arange(0, LANES)
+    long_rows = 0
+    # KV tokens that programs of long prefill iterate over, in steps of 128 rows
+    iterated = 0.0
+    # blocks of keys that the programs of its tiles, and its programs that decode, work on
+    tile_blocks = 0.0
+    decode_blocks = 0.0
+    longest_decode = 0
+    min_start = first_row
+    for base in range(0, LANES if tile.SINGLE_PASS else sizes.n, LANES):
+        first, last, length, count = _pass_sequences(
+            loaded, base + lane, starts, lens, valid, min_start, sizes, tile
+        )
+        long_rows += tl.sum(tl.where(count >= tile.MIN_ROWS, count, 0), 0)
+        if tile.DECODES:
+            seen = length.to(tl.float32) - 0.5 * count
+            steps = tl.where(count >= tile.MIN_ROWS, count * seen * (tile.HEADS / 128), 0.0)
+            decode_len = tl.where(count == 1, length, 0)
+            iterated += tl.sum(steps + decode_len.to(tl.float32) * (tile.KV_HEADS / 2), 0)
+            longest_decode = tl.maximum(longest_decode, tl.max(decode_len, 0))
+            blocks = tl.cdiv(length, tile.BLOCK_KV).to(tl.float32)
+            decode_blocks += tl.sum(tl.where(count == 1, blocks, 0.0), 0) * (tile.KV_HEADS / 2)
+            tiles = _count_long_tiles(first, last, tile.BLOCK_Q).to(tl.float32)
+            tiles = tl.where(count >= tile.MIN_ROWS, tiles * (blocks - 0.5 * tiles + 1.0), 0.0)
+            tile_blocks += tl.sum(tiles, 0) * tile.HEADS
+        min_start = tl.max(first, 0)
+    max_rows = tl.where(long_rows >= sizes.min_total_rows, tile.MIN_ROWS - 1, sizes.rows)
+    decodes = 0
+    programs = 0
+    if tile.DECODES:
+        is_short = 2.0 * longest_decode * sizes.cores <= iterated
+        decodes = tl.where((long_rows >= sizes.min_total_rows) & is_short, 1, 0)
+        share = decode_blocks / tl.maximum(decode_blocks + tile_blocks, 1.0)
+        programs = share * sizes.cores * LEAD
+        floor = programs.to(tl.int32)
+        programs = tl.minimum(tl.where(programs > floor, floor + 1, floor), sizes.cores)
+        programs = programs * decodes
+    return max_rows, decodes, programs
+
+
+@triton.jit
 def ragged_schedule(
     starts, lens, valid, decode, sequences, header, long_prefill, sizes, LANES: tl.constexpr, tile
 ):
     """Writes the tables of ``types.serving.schedule.RaggedSchedule``."""
-    n, rows, capacity, left = sizes.n, sizes.rows, sizes.capacity, sizes.left
+    n, rows = sizes.n, sizes.rows
     lane = tl.arange(0, LANES)
     valid = tl.minimum(tl.maximum(tl.load(valid + tile.COUNT), 0), n)
     first_row = tl.load(starts)
     first_row = tl.where(valid > 0, tl.minimum(tl.maximum(first_row, 0), rows), 0)
 
+    loaded = None
     if tile.SINGLE_PASS:
-        first, last, length, count = _load_sequences(
-            lane, starts, lens, valid, first_row, rows, capacity
-        )
+        loaded = _load_sequences(lane, starts, lens, valid, first_row, sizes)
     max_rows = rows  # of a sequence that ``prefill`` takes
     decodes = 0
     programs = 0
     if tile.MIN_ROWS > 0:
-        long_rows = 0
-        # KV tokens that programs of long prefill iterate over, in steps of 128 rows
-        iterated = 0.0
-        # blocks of keys that the programs of its tiles, and its programs that decode, work on
-        tile_blocks = 0.0
-        decode_blocks = 0.0
-        longest_decode = 0
-        min_start = first_row
-        for base in range(0, LANES if tile.SINGLE_PASS else n, LANES):
-            if not tile.SINGLE_PASS:
-                first, last, length, count = _load_sequences(
-                    base + lane, starts, lens, valid, min_start, rows, capacity
-                )
-            long_rows += tl.sum(tl.where(count >= tile.MIN_ROWS, count, 0), 0)
-            if tile.DECODES:
-                seen = length.to(tl.float32) - 0.5 * count
-                steps = tl.where(count >= tile.MIN_ROWS, count * seen * (tile.HEADS / 128), 0.0)
-                decode_len = tl.where(count == 1, length, 0)
-                iterated += tl.sum(steps + decode_len.to(tl.float32) * (tile.KV_HEADS / 2), 0)
-                longest_decode = tl.maximum(longest_decode, tl.max(decode_len, 0))
-                blocks = tl.cdiv(length, tile.BLOCK_KV).to(tl.float32)
-                decode_blocks += tl.sum(tl.where(count == 1, blocks, 0.0), 0) * (tile.KV_HEADS / 2)
-                tiles = _count_long_tiles(first, last, tile.BLOCK_Q).to(tl.float32)
-                tiles = tl.where(count >= tile.MIN_ROWS, tiles * (blocks - 0.5 * tiles + 1.0), 0.0)
-                tile_blocks += tl.sum(tiles, 0) * tile.HEADS
-            min_start = tl.max(first, 0)
-        max_rows = tl.where(long_rows >= sizes.min_total_rows, tile.MIN_ROWS - 1, rows)
-        if tile.DECODES:
-            is_short = 2.0 * longest_decode * sizes.cores <= iterated
-            decodes = tl.where((long_rows >= sizes.min_total_rows) & is_short, 1, 0)
-            share = decode_blocks / tl.maximum(decode_blocks + tile_blocks, 1.0)
-            programs = share * sizes.cores * LEAD
-            floor = programs.to(tl.int32)
-            programs = tl.minimum(tl.where(programs > floor, floor + 1, floor), sizes.cores)
-            programs = programs * decodes
+        max_rows, decodes, programs = _choose_long_prefill(
+            loaded, starts, lens, valid, first_row, sizes, LANES, tile
+        )
 
     total = tl.zeros([], tl.int64)
     min_start = first_row
     for base in range(0, LANES if tile.SINGLE_PASS else n, LANES):
-        if not tile.SINGLE_PASS:
-            first, last, length, count = _load_sequences(
-                base + lane, starts, lens, valid, min_start, rows, capacity
-            )
-        tiles, longest = _count_prefill_tiles(
-            length, count, max_rows, left, tile.WINDOW, tile.BLOCK, tile.TOKENS, tile.TILE
+        first, last, length, count = _pass_sequences(
+            loaded, base + lane, starts, lens, valid, min_start, sizes, tile
         )
+        tiles, longest = _count_prefill_tiles(length, count, max_rows, sizes.left, tile)
         total += tl.sum(tiles.to(tl.int64) * longest, 0)
         min_start = tl.max(first, 0)
     split_blocks = tl.maximum(
@@ -315,13 +337,10 @@ def ragged_schedule(
     for base in range(0, LANES if tile.SINGLE_PASS else n, LANES):
         i = base + lane
         inside = i < n
-        if not tile.SINGLE_PASS:
-            first, last, length, count = _load_sequences(
-                i, starts, lens, valid, min_start, rows, capacity
-            )
-        tiles, longest = _count_prefill_tiles(
-            length, count, max_rows, left, tile.WINDOW, tile.BLOCK, tile.TOKENS, tile.TILE
+        first, last, length, count = _pass_sequences(
+            loaded, i, starts, lens, valid, min_start, sizes, tile
         )
+        tiles, longest = _count_prefill_tiles(length, count, max_rows, sizes.left, tile)
         min_start = tl.max(first, 0)
         end_row = tl.maximum(end_row, tl.max(tl.where(i < valid, last, 0), 0))
         splits = tl.maximum(longest // split_blocks, 1)
@@ -333,7 +352,7 @@ def ragged_schedule(
             is_decode = is_decode & ((decodes == 0) | (count > 1) | (length == 0))
         begin = length * 0
         if tile.WINDOW:
-            begin = tl.maximum(length - count - left, 0)
+            begin = tl.maximum(length - count - sizes.left, 0)
         tl.store(decode.lens + i, tl.where(is_decode, length, 0), mask=inside)
         tl.store(decode.begins + i, begin, mask=inside)
         tl.store(decode.rows + i, first, mask=inside)
