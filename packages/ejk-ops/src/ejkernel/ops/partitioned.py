@@ -107,14 +107,9 @@ class PartitionedKernel:
             a = self._local_arguments(shard, leaves)
             if self._passes_states(shard):
                 _, outputs, types = structures[0]
-                shapes = self._local_shapes(shard, types, outputs, saves=saves)
-                first_state = len(shapes) - len(saved_states)
-                # what the kernel saves for its backward pass, that pass computes
-                saved = [jnp.zeros(x.shape, x.dtype) for x in shapes[outputs:first_state]]
-                results, states = self._shared_outputs(
-                    shard, a, shapes[:outputs], shapes[first_state:]
-                )
-                return *results, *saved, *states
+                words = self._words_of_results(types, outputs, saves=saves)
+                types = _parts_of(shard, types, words)
+                return self._shared_results(shard, a, types, outputs, len(saved_states))
             local = self._local_work(work, shard, a)
             outputs, saved = forward(local, self._operands(local, a))
             # of devices that do not share the sequence, nobody reads the states
@@ -146,44 +141,24 @@ class PartitionedKernel:
         first, last = len(arrays), len(arrays) + len(results)
 
         def run_pass(shard: Any, *inputs: Any) -> tuple[Any, ...]:
-            leaves, cotangents = inputs[:first], inputs[last:]
+            leaves, results, cotangents = inputs[:first], inputs[first:last], inputs[last:]
+
+            def arguments_of(*floats: Any) -> dict[str, Any]:
+                return self._local_arguments(shard, _replaced(leaves, smooth, floats))
+
             floats = [leaves[i] for i in smooth]
             if self._passes_states(shard):
-                types = list(map(_type_of, inputs[first : first + len(outputs)]))
-
-                def changed(*floats: Any) -> dict[str, Any]:
-                    return self._local_arguments(shard, _replaced(leaves, smooth, floats))
-
-                if self._saved_states:
-                    states = inputs[last - len(self._saved_states) : last]
-                    return self.call.share_gradients(
-                        changed, floats, shard, self._run_local, states, cotangents
-                    )
-
-                def shared(*floats: Any) -> tuple[Any, ...]:
-                    return self._shared_outputs(shard, changed(*floats), types)[0]
-
-                # what devices have in common is a sum: each would count its cotangent again
-                once = zip(cotangents, of_results, strict=False)
-                cotangents = tuple(self._counted_once(shard, x, words) for x, words in once)
-                return jax.vjp(shared, *floats)[1](cotangents)
-            local = self._local_work(work, shard, self._local_arguments(shard, leaves))
-
-            def operands(*floats: Any) -> Arrays:
-                changed = _replaced(leaves, smooth, floats)
-                return self._operands(local, self._local_arguments(shard, changed))
-
-            def run_forward(*floats: Any) -> tuple[Any, ...]:
-                return tuple(local.kernel.forward(local, operands(*floats))[0])
-
-            if not self.kernel.has_backward:
-                return jax.vjp(run_forward, *floats)[1](cotangents)
-            of_floats, pull, others = jax.vjp(
-                lambda *floats: _split(operands(*floats)), *floats, has_aux=True
+                words = of_results[: len(outputs)]
+                return self._shared_gradients(
+                    shard, arguments_of, floats, results, cotangents, words
+                )
+            return self._local_gradients(
+                self._local_work(work, shard, arguments_of(*floats)),
+                arguments_of,
+                floats,
+                jax.tree.unflatten(structure, results),
+                cotangents,
             )
-            forward, (saved, _) = jax.tree.unflatten(structure, inputs[first:last])
-            gradients = local.kernel.backward(local, of_floats | others, forward, saved, cotangents)
-            return pull({name: _gradient(gradients, name, x) for name, x in of_floats.items()})
 
         words = self._words_of(arrays)
         of_results = self._words_of_results(results, len(outputs))
@@ -197,6 +172,38 @@ class PartitionedKernel:
         )
         return dict(zip([list(arrays)[i] for i in smooth], gradients, strict=True))
 
+    def _local_gradients(
+        self,
+        local: Work,
+        arguments_of: Callable[..., Any],
+        floats: Sequence[Any],
+        results: Any,
+        cotangents: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
+        """Returns gradients of ``floats`` where a device needs no states of others.
+
+        Args:
+            local: the call on this device.
+            arguments_of: the arguments of that call for values of ``floats``.
+            results: outputs, and (arrays that the forward pass saved, saved states).
+            cotangents: of the outputs.
+        """
+
+        def operands(*floats: Any) -> Arrays:
+            return self._operands(local, arguments_of(*floats))
+
+        if not self.kernel.has_backward:
+            _, pull = jax.vjp(
+                lambda *floats: tuple(local.kernel.forward(local, operands(*floats))[0]), *floats
+            )
+            return pull(cotangents)
+        outputs, (saved, _) = results
+        of_floats, pull, others = jax.vjp(
+            lambda *floats: _split(operands(*floats)), *floats, has_aux=True
+        )
+        gradients = local.kernel.backward(local, of_floats | others, outputs, saved, cotangents)
+        return pull({name: _gradient(gradients, name, x) for name, x in of_floats.items()})
+
     # ---- devices that pass states on --------------------------------------------------------
 
     def _sequence_word(self, shard: Any) -> str:
@@ -209,6 +216,50 @@ class PartitionedKernel:
 
     def _run_local(self, a: Mapping[str, Any]) -> Any:
         return self.kernel.run_canonical(cfg=self.cfg, **a)
+
+    def _shared_results(
+        self, shard: Any, a: Mapping[str, Any], types: Sequence[Any], outputs: int, states: int
+    ) -> tuple[Any, ...]:
+        """Returns the results of the forward pass on one device, which have these types.
+
+        The first are ``outputs``, the last ``states``; what the kernel saves for its backward
+        pass, between them, that pass computes, so it is zeros here.
+        """
+        first_state = len(types) - states
+        saved = [jnp.zeros(x.shape, x.dtype) for x in types[outputs:first_state]]
+        results, saved_states = self._shared_outputs(shard, a, types[:outputs], types[first_state:])
+        return *results, *saved, *saved_states
+
+    def _shared_gradients(
+        self,
+        shard: Any,
+        arguments_of: Callable[..., Any],
+        floats: Sequence[Any],
+        results: Sequence[Any],
+        cotangents: tuple[Any, ...],
+        words: Sequence[Words],
+    ) -> tuple[Any, ...]:
+        """Returns gradients of ``floats`` on one of the devices that share a sequence.
+
+        Args:
+            arguments_of: the arguments of this device for values of ``floats``.
+            results: of the forward pass on this device.
+            cotangents, words: of the outputs.
+        """
+        if self._saved_states:
+            states = results[-len(self._saved_states) :]
+            return self.call.share_gradients(
+                arguments_of, floats, shard, self._run_local, states, cotangents
+            )
+        types = list(map(_type_of, results[: len(words)]))
+        # what devices have in common is a sum: each would count its cotangent again
+        once = zip(cotangents, words, strict=True)
+        cotangents = tuple(self._counted_once(shard, x, of_axes) for x, of_axes in once)
+
+        def run(*floats: Any) -> tuple[Any, ...]:
+            return self._shared_outputs(shard, arguments_of(*floats), types)[0]
+
+        return jax.vjp(run, *floats)[1](cotangents)
 
     def _shared_outputs(
         self,
@@ -239,12 +290,6 @@ class PartitionedKernel:
             return types
         words = [self.rule.words(axes.split(), kind.shape) for axes, kind in saved_states]
         return _parts_of(shard, types, words)
-
-    def _local_shapes(
-        self, shard: Any, types: Sequence[Any], outputs: int, *, saves: bool
-    ) -> list[Any]:
-        """Returns the types that results of the forward pass have on one device."""
-        return _parts_of(shard, types, self._words_of_results(types, outputs, saves=saves))
 
     def _counted_once(self, shard: Any, x: jax.Array, words: Words) -> jax.Array:
         """Returns zeros in place of an array that other devices of the sequence have as well."""
