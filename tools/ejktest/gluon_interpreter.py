@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from ejkernel.kernels.triton import interpret
-from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out, TensorMap, rebuilt
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out, TensorMap, map_leaves
 
 MASK = 2**64 - 1
 
@@ -445,7 +445,7 @@ def run_gluon(
         return Map(inputs[value.index], value) if isinstance(value, TensorMap) else value
 
     values = {**launch.arguments, **launch.constants}
-    values = {name: rebuilt(x, leaf) for name, x in values.items()}
+    values = {name: map_leaves(x, leaf) for name, x in values.items()}
     kernel = lifted(launch.kernel)
     with np.errstate(invalid="ignore", over="ignore"):
         for number in range(launch.grid[0]):

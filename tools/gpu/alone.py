@@ -23,7 +23,7 @@ from jax._src.pallas import mpmd
 from jax.experimental.mosaic.gpu import core as mosaic
 
 from ejkernel.kernels.triton import bridge
-from ejkernel.kernels.triton.bound_launch import In, Out, TensorMap, rebuilt
+from ejkernel.kernels.triton.bound_launch import In, Out, TensorMap, map_leaves
 from ejkernel.kernels.triton.targets import current_target
 
 BITS = {  # what NumPy and PyTorch exchange as integers
@@ -102,7 +102,7 @@ def launch_triton(*arrays, launch, short=False):
             return described(x, list(value.shape), list(value.strides), list(value.block))
         return value
 
-    arguments = {name: rebuilt(x, argument) for name, x in bound.arguments.items()}
+    arguments = {name: map_leaves(x, argument) for name, x in bound.arguments.items()}
     bound.kernel[bound.grid](**arguments, **bound.constants, **bound.options)
     torch.cuda.synchronize()
     launched.append(bound.kernel.__name__)

@@ -100,7 +100,7 @@ class BoundLaunch:
     stand_in: BoundLaunch | None = None
 
 
-def rebuilt(
+def map_leaves(
     value: Any,
     leaf: Callable[[Any, tuple[int, ...], bool], Any],
     path: tuple[int, ...] = (),
@@ -113,27 +113,18 @@ def rebuilt(
     if not isinstance(value, tuple):
         return leaf(value, path, constant)
     names = getattr(value, "_fields", None)
-    new = []
-    for n, x in enumerate(value):
-        fixed = constant or (names is not None and names[n].isupper())
-        where = (*path, n)
-        new.append(
-            rebuilt(x, leaf, where, fixed) if isinstance(x, tuple) else leaf(x, where, fixed)
-        )
-    return tuple(new) if names is None else type(value)(*new)
+    fields = [
+        map_leaves(x, leaf, (*path, i), constant or (names is not None and names[i].isupper()))
+        for i, x in enumerate(value)
+    ]
+    return tuple(fields) if names is None else type(value)(*fields)
 
 
 def leaves(value: Any) -> list[Any]:
     """Returns the values of an argument, the fields of its groups in order."""
     if not isinstance(value, tuple):
         return [value]
-    found = []
-    for part in value:
-        if isinstance(part, tuple):
-            found += leaves(part)
-        else:
-            found.append(part)
-    return found
+    return [leaf for field in value for leaf in leaves(field)]
 
 
 def is_result(value: Any) -> bool:

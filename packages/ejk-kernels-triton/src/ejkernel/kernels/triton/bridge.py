@@ -36,7 +36,7 @@ from ejkernel.kernels.triton.bound_launch import (
     TensorMap,
     input_order,
     leaves,
-    rebuilt,
+    map_leaves,
 )
 from ejkernel.kernels.triton.compiled import CONSTANT, Code, ParameterPath, Source, compile_kernel
 from ejkernel.kernels.triton.interpret import run_interpreted
@@ -158,7 +158,7 @@ def specialize(launch: BoundLaunch, avals: Sequence[Any], outs: Sequence[Any]) -
     for name in names:
         constant = name in launch.constants
         value = (launch.constants if constant else launch.arguments)[name]
-        signature[name] = rebuilt(value, functools.partial(kind, name), constant=constant)
+        signature[name] = map_leaves(value, functools.partial(kind, name), constant=constant)
     return Source(
         kernel=kernel,
         signature=tuple(signature.items()),

@@ -29,7 +29,7 @@ from ejkernel.kernels.triton.bound_launch import (
     Out,
     TensorMap,
     input_order,
-    rebuilt,
+    map_leaves,
 )
 from ejkernel.kernels.triton.compiled import TRITON_LOCK
 from ejkernel.kernels.triton.interpret_types import constructors, quicken
@@ -330,7 +330,7 @@ def run_launch(
         return _implicit_cvt(value) if path and not constant else value
 
     def argument(value: Any) -> Any:
-        made = rebuilt(value, leaf)
+        made = map_leaves(value, leaf)
         return _Group(made) if isinstance(made, tuple) else made
 
     with TRITON_LOCK, _interpreted_library():

@@ -67,7 +67,7 @@ def measure(source: Source, target: Target) -> Resources:
         products = text.count("wgmma.mma_async") or text.count("mma.sync")
         return Resources(registers, spills, shared, warps, products, serialized)
     count = {
-        name: int(found[1]) if (found := re.search(rf"\.{name}:\s+(\d+)", text)) else 0
+        name: int(match[1]) if (match := re.search(rf"\.{name}:\s+(\d+)", text)) else 0
         for name in ("vgpr_count", "agpr_count", "vgpr_spill_count")
     }
     return Resources(

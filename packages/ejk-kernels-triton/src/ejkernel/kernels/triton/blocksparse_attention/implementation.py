@@ -19,7 +19,7 @@ LEAST_STREAMED, LEAST_RESIDENT = 32, 64
 class BlockSparseAttention(FlashAttention):
     """Attention over the blocks that a pattern allows, on a GPU.
 
-    The kernels are those of flash attention; they iterate over lists of the tiles that the pattern
+    Flash attention's kernels, which iterate over lists of the tiles that the pattern
     and the mask leave, which are built on the device. ``cfg`` as for flash attention. Best where
     the blocks of the pattern are multiples of the tiles: a tile that covers several blocks is
     computed if one of them is seen.

@@ -30,7 +30,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 def online_softmax(x, m, l, slope, PER_ROW: tl.constexpr, GUARD: tl.constexpr):  # noqa: E741
     """Returns (p, m, l, alpha) after one tile; alpha is the factor of earlier accumulators.
 
-    GUARD: rows may be empty so far. The other arguments are those of ``_relative``.
+    GUARD: rows may be empty so far. Other arguments: as of ``_relative``.
     """
     p, m, alpha = _relative(x, m, slope, PER_ROW, GUARD)
     return p, m, l * alpha + tl.sum(p, 1), alpha

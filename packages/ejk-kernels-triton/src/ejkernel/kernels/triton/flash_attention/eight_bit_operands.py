@@ -42,7 +42,7 @@ def tokens_innermost(v: jax.Array) -> jax.Array:
 def load_scales(scales, i, b, h, hk, sizes):
     """Loads the scales of the rows ``i``; returns them, and the pointer to the scales of the keys.
 
-    A scale that all keys share is in those of the rows.
+    A scale that all keys share is in the scales of the rows.
     """
     block = tl.minimum(i, sizes.q_len - 1) // scales.Q_BLOCK
     row_scale = tl.load(scales.q + (b * sizes.heads + h) * scales.q_blocks + block)

@@ -213,8 +213,8 @@ def _captured_gradients(
 ) -> Arrays:
     """Returns the gradients of the floats that a score_mod captures, by XLA.
 
-    ``cotangents_of``: returns those of o ``[b, q, h, dv]`` and lse ``[b, h, q]``, or ``[b, q, h]``
-    without ``heads_first``.
+    ``cotangents_of``: returns the cotangents of o ``[b, q, h, dv]`` and of lse ``[b, h, q]``,
+    or ``[b, q, h]`` without ``heads_first``.
 
     Each element may be read by any pair, in any order: sums without atomics would need a kernel for
     every function. A program that does not use them does not compute them.

@@ -124,8 +124,8 @@ class AttentionLaunch(Launch):
         """Returns which programs are neighbours (see ``program_of``): programs that share a bias.
 
         Where many rows meet few keys, by ranges, there are few programs and the first block's are
-        the longest: then the programs of a block are neighbours, and those of all heads start
-        first.
+        the longest: then the programs of a block are neighbours, and the first blocks of all
+        heads start first.
         """
         p, bias = self.problem, self.shape("bias")
         few_keys = self.by_key and 8 * p.kv_len <= p.q_len

@@ -32,13 +32,13 @@ def build_static_lists(
 
     ``states``: the blocks of a mask_mod.
     """
-    found = {}
+    operands = {}
     for tile, by_key in passes:
         arrays = build_static_list(problem, mask, pattern, tile, by_key=by_key, states=states)
         if arrays is None:
             return {}
-        found[list_key(tile, by_key)] = {name: jnp.asarray(x) for name, x in arrays.items()}
-    return found
+        operands[list_key(tile, by_key)] = {name: jnp.asarray(x) for name, x in arrays.items()}
+    return operands
 
 
 def build_static_list(

@@ -225,7 +225,7 @@ def find_program(sizes):
 
 
 class ChunkPosition(NamedTuple):
-    """The position of a chunk of one head: ``ChunkRows``, and its number in those of all heads."""
+    """The position of a chunk of one head: ``ChunkRows``, and its number of all heads' chunks."""
 
     base: Any
     tokens: Any

@@ -151,8 +151,8 @@ def grouped_matmul_drhs(a_map, b_map, a, b, group_sizes, offset, out, params, LA
                 )
                 if LATE:
                     matrix = tl.minimum(matrix, params.batches * params.matrices - 1)
-                here = matrix_lane(matrix, offset, params)
-                row, row_end = lane_range(here, starts, ends)
+                index = matrix_lane(matrix, offset, params)
+                row, row_end = lane_range(index, starts, ends)
                 length = row_end - row
                 if LATE:
                     length = tl.where(t < end, length, 0)
@@ -184,8 +184,8 @@ def grouped_matmul_drhs(a_map, b_map, a, b, group_sizes, offset, out, params, LA
     else:
         for t in tl.range(program, end, programs):
             matrix, m, n = _find_tile(t, down, across, params.BLOCK_M, params.BLOCK_N, params.BAND)
-            here = matrix_lane(matrix, offset, params)
-            row, row_end = lane_range(here, starts, ends)
+            index = matrix_lane(matrix, offset, params)
+            row, row_end = lane_range(index, starts, ends)
             acc = tl.zeros([params.BLOCK_M, params.BLOCK_N], tl.float32)
             for at in tl.range(row, row_end, params.BLOCK_K):
                 x = load_tile(a, at, row_end, m, inner, params.BLOCK_K, params.BLOCK_M)

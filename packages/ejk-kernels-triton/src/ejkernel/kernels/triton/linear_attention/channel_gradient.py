@@ -73,7 +73,7 @@ def store_tile(pointer, offsets, x, written):
 @triton.jit
 def gradients_of_near_chunk(
     a, b, since, before, after, scores, reached, leaving, outside, offsets, written, dreader,
-    dsource, dgate, cuts, PRECISION: tl.constexpr,
+    dsource, dgate, cut_matrices, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradients of a near chunk, with one matmul for each."""
     CHUNK: tl.constexpr = b.shape[0]
@@ -93,24 +93,25 @@ def gradients_of_near_chunk(
         # the diagonal, which no gate decays, is in both
         entering = entering.to(tl.float32)
         dg = reading.to(tl.float32) * read - entering * sent
-        dg = matrix_sums(load_cut_matrix(cuts, 3, CHUNK), dg, 3)
+        dg = matrix_sums(load_cut_matrix(cut_matrices, 3, CHUNK), dg, 3)
         dg += (outside + tl.sum(entering * leaving, 0))[None, :]
         store_tile(dgate, offsets, dg, written)
 
 
 @triton.jit
 def gradients_by_halves(
-    a, b, gate, scores, reached, leaving, outside, offsets, written, dreader, dsource, dgate, cuts,
-    REVERSED: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    a, b, gate, scores, reached, leaving, outside, offsets, written, dreader, dsource, dgate,
+    cut_matrices, REVERSED: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradients of a chunk cut by cut, without a difference."""
     CHUNK: tl.constexpr = b.shape[0]
     r = tl.arange(0, CHUNK)
     diagonal = tl.where(r[:, None] == r[None, :], scores, 0.0)
-    da = tl.exp(matrix_sums(load_cut_matrix(cuts, 1, CHUNK), gate, PARTS)) * reached
+    da = tl.exp(matrix_sums(load_cut_matrix(cut_matrices, 1, CHUNK), gate, PARTS)) * reached
     if dsource is not None:
-        db = tl.exp(matrix_sums(load_cut_matrix(cuts, 2, CHUNK), gate, PARTS)) * leaving
-        since_start = load_cut_matrix(cuts, 3, CHUNK)
+        db = tl.exp(matrix_sums(load_cut_matrix(cut_matrices, 2, CHUNK), gate, PARTS)) * leaving
+        since_start = load_cut_matrix(cut_matrices, 3, CHUNK)
         dg = matrix_sums(since_start, a.to(tl.float32) * da, 3) + outside[None, :]
         dg += matrix_sums(1.0 - since_start, b.to(tl.float32) * db, 3)
         db += tl.dot(diagonal, a.to(scores.dtype), input_precision=PRECISION)
@@ -190,8 +191,8 @@ class Tile(NamedTuple):
 
 @triton.jit
 def channel_gradient(
-    reader, source, reader_other, source_other, gate, halves, cuts, pairs, totals, states, dstates,
-    cu, dreader, dsource, dgate, sizes, scale, tile,
+    reader, source, reader_other, source_other, gate, halves, cut_matrices, pairs, totals, states,
+    dstates, cu, dreader, dsource, dgate, sizes, scale, tile,
 ):  # fmt: skip
     """Writes the gradients of some channels of one chunk and head.
 
@@ -290,7 +291,7 @@ def channel_gradient(
     reached = reached * scale
     g = tl.maximum(g.to(tl.float32), -128.0)
     since, is_near = decay_from_middle(
-        load_cut_matrix(cuts, 0, CHUNK), g, REVERSED, tile.PARTS, tile.LEVELS, tile.NEAR
+        load_cut_matrix(cut_matrices, 0, CHUNK), g, REVERSED, tile.PARTS, tile.LEVELS, tile.NEAR
     )
     half = halves + (slot * heads + head) * (2 * channels) + channel + n
     before = tl.load(half, mask=n < channels - channel, other=0.0)
@@ -304,12 +305,12 @@ def channel_gradient(
     if is_near:
         gradients_of_near_chunk(
             a, b, since, before, after, scores, reached, leaving, outside, offsets, written,
-            dreader, dsource, dgate, cuts, PRECISION,
+            dreader, dsource, dgate, cut_matrices, PRECISION,
         )  # fmt: skip
     else:
         gradients_by_halves(
             a, b, g, scores, reached, leaving, outside, offsets, written, dreader, dsource, dgate,
-            cuts, REVERSED, tile.PARTS, tile.LEVELS, PRECISION,
+            cut_matrices, REVERSED, tile.PARTS, tile.LEVELS, PRECISION,
         )  # fmt: skip
 
 
@@ -324,7 +325,7 @@ class ChannelGradient(LinearLaunch):
     kernel = channel_gradient
     batching: ClassVar = {
         **dict.fromkeys(("reader", "source", "reader_other", "source_other"), BATCHED),
-        **dict.fromkeys(("gate", "halves", "cuts", "pairs", "totals"), BATCHED),
+        **dict.fromkeys(("gate", "halves", "cut_matrices", "pairs", "totals"), BATCHED),
         **dict.fromkeys(("states", "dstates", "cu"), BATCHED),
     }
 

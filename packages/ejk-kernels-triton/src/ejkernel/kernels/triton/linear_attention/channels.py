@@ -84,10 +84,10 @@ def is_reader(level, LATER: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def load_cut_matrix(cuts, WHICH: tl.constexpr, CHUNK: tl.constexpr):
+def load_cut_matrix(cut_matrices, WHICH: tl.constexpr, CHUNK: tl.constexpr):
     """Loads one of ``tiles.cut_matrices``: computing it would take a tenth of the instructions."""
     r = tl.arange(0, CHUNK)
-    return tl.load(cuts + WHICH * (CHUNK * CHUNK) + r[:, None] * CHUNK + r[None, :])
+    return tl.load(cut_matrices + WHICH * (CHUNK * CHUNK) + r[:, None] * CHUNK + r[None, :])
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """``chunk_loop`` with a query, in float32 on Hopper, with hand-placed waits.
 
-The results are those of ``chunk_loop``. Two programs share a multiprocessor, which leaves each
+Results as of ``chunk_loop``. Two programs share a multiprocessor, which leaves each
 chunk's rows one buffer: there every chunk waits for three copies. Here a copy starts as soon as the
 last reader of the rows before is done, and has the remaining time of the chunk; matmuls run while
 operands of others are made.

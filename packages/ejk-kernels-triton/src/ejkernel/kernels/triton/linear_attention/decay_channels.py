@@ -5,7 +5,7 @@
 
 since the state before the chunk, until the state after it. A ``chunk_loop`` then treats them like
 rows without decays: its columns, which share all of this, do not repeat the halvings. The pass of
-the gradients of what was read takes the same arrays, the pairs transposed. For decays per channel
+the gradients of keys and values takes the same arrays, the pairs transposed. For decays per channel
 of values the two arrays are do and v; before there is a do, v alone.
 
 Work split: one chunk of one head a program, some channels one after another.
@@ -66,8 +66,8 @@ class Tile(NamedTuple):
 
 @triton.jit
 def decay_channels(
-    reader, source, gate, cuts, cu, pairs, reader_decayed, source_decayed, totals, halves, sizes,
-    tile,
+    reader, source, gate, cut_matrices, cu, pairs, reader_decayed, source_decayed, totals, halves,
+    sizes, tile,
 ):  # fmt: skip
     """Writes scores and decayed rows of one chunk and head; without ``reader`` only source rows."""
     REVERSED: tl.constexpr = tile.REVERSED
@@ -85,9 +85,9 @@ def decay_channels(
     n = tl.arange(0, CHANNELS)
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
     visible = visible_rows(REVERSED, CHUNK) | (chunk_row[:, None] == chunk_row[None, :])
-    to_middle = load_cut_matrix(cuts, 0, CHUNK)
-    to_start = load_cut_matrix(cuts, 1, CHUNK)
-    to_end = load_cut_matrix(cuts, 2, CHUNK)
+    to_middle = load_cut_matrix(cut_matrices, 0, CHUNK)
+    to_start = load_cut_matrix(cut_matrices, 1, CHUNK)
+    to_end = load_cut_matrix(cut_matrices, 2, CHUNK)
     for channel in tl.range(0, channels, CHANNELS, disable_licm=True):
         if reader is not None:
             q = load_chunk_rows(
@@ -144,7 +144,7 @@ class DecayChannels(LinearLaunch):
     """Launch of ``decay_channels``: q, k and gates of keys, or do, v and gates of values."""
 
     kernel = decay_channels
-    batching: ClassVar = dict.fromkeys(("reader", "source", "gate", "cuts", "cu"), BATCHED)
+    batching: ClassVar = dict.fromkeys(("reader", "source", "gate", "cut_matrices", "cu"), BATCHED)
 
     of_values: bool
 

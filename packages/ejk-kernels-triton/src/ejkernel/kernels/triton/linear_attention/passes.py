@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ejkernel.kernels.triton.linear_attention.launch import GATE_SUMS
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 
-# head dim of the operation's arrays, and whether their heads are those of keys
+# head dim of the operation's arrays, and whether it has key heads
 ARRAYS = {
     "q": ("dim", False),
     "k": ("dim", True),
@@ -23,7 +23,7 @@ class Pass:
     Attributes:
         query: array that reads, "" where only the states of segments are computed.
         key, value: arrays whose outer products a state accumulates.
-        later: whether rows see the rows after them in time (gradients of what was read).
+        later: whether rows see the rows after them in time (gradients of keys and values).
         starts: whether segments start from given states, otherwise from 0.
         ends: whether the states after segments, and their decays, are results.
         states: whether the states before every chunk are results.

@@ -52,8 +52,8 @@ class Pipeline:
             gate = arrays.get("g")
             self.arrays |= call(launch, gate=gate, constant=constant, cu=self.arrays["cu"])
         if p.key_parts or p.value_parts:
-            cuts = tiles.cut_matrices(work.tiles.chunk, p.reverse)
-            self.arrays["cuts"] = jnp.asarray(cuts, jnp.bfloat16)
+            matrices = tiles.cut_matrices(work.tiles.chunk, p.reverse)
+            self.arrays["cut_matrices"] = jnp.asarray(matrices, jnp.bfloat16)
         if p.key_parts:
             self.decay_channels("q", "k", "k")
         if p.value_parts:
@@ -70,7 +70,7 @@ class Pipeline:
             reader=self.arrays[reader],
             source=self.arrays[source],
             gate=self.arrays[f"g{side}"],
-            cuts=self.arrays["cuts"],
+            cut_matrices=self.arrays["cut_matrices"],
             cu=self.arrays["cu"],
         )
         names = {"reader_decayed": f"{reader}_decayed", "source_decayed": f"{source}_decayed"}
@@ -111,7 +111,7 @@ class Pipeline:
             "source_other": a[f"k{suffix}"],
             "gate": a["gv"],
             "halves": a["halves_v"],
-            "cuts": a["cuts"],
+            "cut_matrices": a["cut_matrices"],
             "pairs": a.get("pairs_k"),
             "cu": a["cu"],
         }
@@ -214,7 +214,7 @@ class Pipeline:
                 source_other=a[f"v{suffix}"],
                 gate=a["gk"],
                 halves=a["halves_k"],
-                cuts=a["cuts"],
+                cut_matrices=a["cut_matrices"],
                 pairs=a.get("pairs_v"),
                 totals=a.get("totals_v"),
                 cu=a["cu"],

@@ -53,11 +53,11 @@ class Selected:
             return self.forward(work, arrays)
         launch = SelectedForward(work.problem, work.tiles.fwd, False)
         tensors = arrays | _packed_operands(arrays["places"])
-        return (_launch(launch, tensors)["total"],), ()
+        return (_launch_kernel(launch, tensors)["total"],), ()
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         launch = SelectedForward(work.problem, work.tiles.fwd, True)
-        results = _launch(launch, arrays | _packed_operands(arrays["places"]))
+        results = _launch_kernel(launch, arrays | _packed_operands(arrays["places"]))
         saved = tuple(results[name] for name in ("o", "base", "log_sum"))
         return (results.get("total", results["o"]),), saved
 
@@ -74,15 +74,15 @@ class Selected:
         gradients |= {name.replace("o_", "lse_", 1): -x for name, x in deltas.items()}
         gradients |= {gate_of(name): x for name, x in dots.items() if gate_of(name) in branches}
         tensors["places"], tensors["bounds"] = transpose_lists(arrays["chosen"], blocks)
-        p, found = work.problem, []
+        p, by_heads = work.problem, []
         for first in range(0, p.kv_heads, p.at_once):
             count = min(p.at_once, p.kv_heads - first)
-            found.append(_gradients(work, tensors, blocks, (count, first + count)))
+            by_heads.append(_gradients(work, tensors, blocks, (count, first + count)))
             # the next heads use the memory of these
-            *found[-1], tensors["places"] = lax.optimization_barrier(
-                (*found[-1], tensors["places"])
+            *by_heads[-1], tensors["places"] = lax.optimization_barrier(
+                (*by_heads[-1], tensors["places"])
             )
-        parts = (jnp.concatenate(x, 2) for x in zip(*found, strict=True))
+        parts = (jnp.concatenate(x, 2) for x in zip(*by_heads, strict=True))
         return gradients | dict(zip(("q", "k", "v"), parts, strict=True))
 
 
@@ -92,17 +92,17 @@ def _gradients(
     """Returns dq, dk and dv of some key heads: their number, and the end of their range."""
     p, t, packed = work.problem, work.tiles, _packed_operands(blocks)
     launch = SelectedDkv(p, t.dkv, *heads)
-    pieces = _launch(launch, tensors | packed)
+    pieces = _launch_kernel(launch, tensors | packed)
     ds = pieces.pop("ds", None)
     if ds is None:
-        dq = _launch(SelectedDq(p, t.dq), tensors | packed)
+        dq = _launch_kernel(SelectedDq(p, t.dq), tensors | packed)
     else:
-        dq = _launch(DqFromDs(p, t.dq, *heads), tensors | packed | {"ds": ds})
-    summed = _launch(SumPieces(p, t.dkv, *heads), tensors | packed | pieces)
+        dq = _launch_kernel(DqFromDs(p, t.dq, *heads), tensors | packed | {"ds": ds})
+    summed = _launch_kernel(SumPieces(p, t.dkv, *heads), tensors | packed | pieces)
     return [dq["dq"], summed["dk"], summed["dv"]]
 
 
-def _launch(launch: SelectedLaunch, tensors: Arrays) -> dict[str, jax.Array]:
+def _launch_kernel(launch: SelectedLaunch, tensors: Arrays) -> dict[str, jax.Array]:
     """Launches a kernel on the operands that it declares."""
     return call(launch, **{name: x for name, x in tensors.items() if name in launch.batching})
 

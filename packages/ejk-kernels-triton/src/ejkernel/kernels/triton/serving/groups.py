@@ -54,7 +54,7 @@ class Cache(NamedTuple):
 
 
 class SequenceTables(NamedTuple):
-    """Lengths of sequences, their pages, first visible keys, first query rows, numbers of rows."""
+    """Lengths of sequences, their pages, first visible keys, first query rows and row counts."""
 
     lens: Operand
     tables: Operand

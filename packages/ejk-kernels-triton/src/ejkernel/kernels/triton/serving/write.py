@@ -41,7 +41,7 @@ def _convert_to_cache(
 ):  # fmt: skip
     """Returns keys or values ``x [BLOCK, D]`` of one head as the cache stores them, of ``dtype``.
 
-    Those of another dtype than the cache's are divided by the head's scale, if there is one, and
+    Rows of another dtype than the cache's are divided by the head's scale, if there is one, and
     saturate. Bits of 8-bit values are of ``dtype`` int8.
     """
     if not VERBATIM:
