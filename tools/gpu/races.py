@@ -87,10 +87,12 @@ LATENT = {
     "batch-invariant": ((2310, 0, 130, 2310), 64, 1, 64),
     "single e4m3": ((130,), 128, 2, 64),
 }
-EIGHT_BIT = {
-    "full": (150, 300, 2, 1, 128, False),
-    "causal d64": (300, 260, 2, 2, 64, True),
-    "causal d256": (150, 150, 1, 1, 256, True),
+EIGHT_BIT: dict[str, tuple[int, int, int, int, int, dict[str, Any]]] = {
+    "full": (150, 300, 2, 1, 128, {}),
+    "causal": (300, 290, 2, 1, 128, {"causal": True}),
+    "window": (400, 400, 1, 1, 128, {"sliding_window": (120, 30)}),
+    "causal d64": (300, 260, 2, 2, 64, {"causal": True}),
+    "causal d256": (150, 150, 1, 1, 256, {"causal": True}),
 }
 SMALL = attention_cases.SMALL
 PIPELINED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {  # and fields of the tiles
@@ -163,7 +165,7 @@ def with_tiles(**changes: dict[str, Any]) -> Any:
 
 def hopper_eight_bit(name: str) -> Call:
     """Returns a call of 8-bit operands, against attention in float64 of their values."""
-    q_len, kv_len, heads, kv_heads, d, causal = EIGHT_BIT[name]
+    q_len, kv_len, heads, kv_heads, d, mask = EIGHT_BIT[name]
     rng = np.random.default_rng(0)
     shapes = (q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads)
     arrays = [
@@ -175,10 +177,10 @@ def hopper_eight_bit(name: str) -> Call:
     @jax.jit
     def run(*arrays: Any) -> Any:
         with on(SMALL_H200):
-            return flash_attention(*arrays, **scales, causal=causal, return_lse=True)
+            return flash_attention(*arrays, **scales, **mask, return_lse=True)
 
     exact = [np.asarray(x, np.float32) * s for x, s in zip(arrays, factors, strict=True)]
-    see = flash_oracle.visible(1, q_len, kv_len, causal=causal)
+    see = flash_oracle.visible(1, q_len, kv_len, **mask)
     want = flash_oracle.attention(flash_oracle.Case(*exact, see=see))
 
     def error(actual: Any) -> float:

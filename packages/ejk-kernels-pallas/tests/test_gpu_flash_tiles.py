@@ -491,6 +491,15 @@ def test_tiles_of_8_bits_fit(d):
     with pytest.raises(ConfigError, match=r"fwd_params: .*the Hopper kernel has"):
         other = WarpgroupParams(q_blocksize=128, kv_blocksize=160, warpgroups=2)
         chosen.apply_config({"fwd_params": other}, p, Chip())
+    if d == 128:  # three warpgroups have registers for 96 keys
+        for keys, queries in ((64, 192), (128, 128), (192, 128)):
+            fwd = chosen.apply_config({"fwd_params": {"kv_blocksize": keys}}, p, Chip()).fwd
+            assert (fwd.block_q, fwd.block_kv) == (queries, keys)
+        for tile in tiles.OF_8_BITS[d]:
+            values = dict(zip(("q_blocksize", "kv_blocksize"), tile, strict=True))
+            params = WarpgroupParams(**values, warpgroups=tile[0] // 64)
+            fwd = chosen.apply_config({"fwd_params": params}, p, Chip()).fwd
+            assert (fwd.block_q, fwd.block_kv) == tile and fwd.lane_maxima
     form = Form(p, t, ())
     assert 2.0 ** (t.slack + form.enlarged) <= 448  # the largest probability
 
