@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ejkernel import types
 from ejkernel.types import MaskInfo
@@ -206,3 +209,15 @@ def test_results_under_jit_equal_numpy():
         ),
         mask,
     )
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_positions_of_rows_on_an_explicit_mesh():
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Explicit,))
+    placed = MaskInfo.from_segments(jax.device_put(IDS, NamedSharding(mesh, PartitionSpec("dp"))))
+    expected = MaskInfo.from_segments(IDS).q_position_ids
+    for outer in contextlib.nullcontext(), jax.set_mesh(mesh):
+        with outer:
+            ours = placed.q_position_ids
+        np.testing.assert_array_equal(ours, expected)
+        assert ours.sharding.spec[0] == "dp"

@@ -140,9 +140,9 @@ def cu_seqlens_to_positions(cu: Array, total: int) -> Array:
 
 def run_starts(ids: Any) -> Any:
     """Returns where a maximal run of equal ids starts, bool, in the shape of ``ids``."""
-    xp = namespace(ids)
-    first = xp.ones((*ids.shape[:-1], min(1, ids.shape[-1])), bool)
-    return xp.concatenate([first, ids[..., 1:] != ids[..., :-1]], axis=-1)
+    changes = ids[..., 1:] != ids[..., :-1]
+    width = [(0, 0)] * (ids.ndim - 1) + [(min(1, ids.shape[-1]), 0)]
+    return namespace(ids).pad(changes, width, constant_values=True)  # sharded as ids is
 
 
 def positions_in_segments(ids: Any, padding: int = -1) -> Any:
@@ -150,7 +150,7 @@ def positions_in_segments(ids: Any, padding: int = -1) -> Any:
     xp = namespace(ids)
     if ids.shape[-1] == 0:
         return ids
-    index = xp.broadcast_to(xp.arange(ids.shape[-1], dtype=np.int32), ids.shape)
+    index = np.arange(ids.shape[-1], dtype=np.int32).reshape((1,) * (ids.ndim - 1) + (-1,))
     start = xp.where(run_starts(ids), index, np.int32(0))
     if xp is np:
         start = np.maximum.accumulate(start, axis=-1)
