@@ -38,7 +38,7 @@ def order(length: int, n: int, layout: str) -> np.ndarray:
 
 def on_ring(
     n: int, layout: str, strategy: str, q, k, v, *, bias, softmax_aux, attention_mask=None,
-    **options,
+    kernel=ring_attention, **options,
 ):  # fmt: skip
     """The operation on whole arrays: permute, shard, run, and permute the rows back."""
     options["cfg"] = {**options["cfg"], "context_parallel": strategy}
@@ -59,7 +59,7 @@ def on_ring(
     def local(x):
         fields = {m: x.pop(m) for m in ("attention_mask", "q_positions", "kv_positions") if m in x}
         mask = MaskInfo(**fields) if fields else None
-        return ring_attention(
+        return kernel(
             x.pop("q"), x.pop("k"), x.pop("v"), mask_info=mask, axis_name="sp", layout=layout,
             **x, **options,
         )  # fmt: skip
@@ -159,6 +159,35 @@ def test_against_oracle(way: str, case: tuple[int, str, Call]) -> None:
     check(call, x, *run(partial(on_ring, n, layout, way), call, x))
 
 
+class AsOnGpus(type(ring_attention)):
+    """The ring as kernels for GPUs have it."""
+
+    ring_strategy, divides_own_step, shortest_loop = "ring_packed", True, 7
+
+
+ON_GPUS = [
+    (
+        8,
+        "zigzag",
+        Call(
+            "two dtypes",
+            dtypes=("bfloat16", "float32", "bfloat16"),
+            mask={"causal": True},
+            sinks=(2,),
+            **SMALL,
+        ),
+    ),
+    *(case for case in CASES if str(case[2]) in ("zigzag", "segments", "far", "dense")),
+]
+
+
+@pytest.mark.parametrize(("n", "layout", "call"), ON_GPUS, ids=[str(call) for *_, call in ON_GPUS])
+def test_steps_of_gpus_against_oracle(n: int, layout: str, call: Call) -> None:
+    """Steps written out, with the own step of a backward pass divided and keys packed."""
+    x, kernel = arrays(call), AsOnGpus()
+    check(call, x, *run(partial(on_ring, n, layout, "ring_packed", kernel=kernel), call, x))
+
+
 def test_keys_and_values_in_one_transfer() -> None:
     """The values of a ring, forward and backward, with half of its transfers or less."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("sp",))
@@ -192,39 +221,53 @@ def test_keys_and_values_in_one_transfer() -> None:
 
 
 def test_keys_in_one_transfer_with_wider_gradients() -> None:
-    """Keys of 16 bits and sums of 32, in a loop of steps that send both."""
+    """Keys of 16 bits and sums of 32, in a loop of steps that send both, and written out."""
     mesh, spec = Mesh(np.array(jax.devices()[:8]), ("sp",)), P(None, "sp")
     x = [normal(1, 32, n, 8, seed=i).astype(jnp.bfloat16) for i, n in enumerate((2, 1, 1, 2))]
 
-    def gradients(way: str) -> Any:
+    def gradients(way: str, kernel: Any) -> Any:
         options = {"axis_name": "sp", "layout": "zigzag", "causal": True}
 
         def local(q: Any, k: Any, v: Any, do: Any) -> Any:
-            attend = partial(ring_attention, **options, cfg={"context_parallel": way})
+            attend = partial(kernel, **options, cfg={"context_parallel": way})
             return jax.vjp(attend, q, k, v)[1](do)
 
         program = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
         lowered = jax.jit(program).lower(*x)
         return lowered.as_text(), lowered.compile()(*x)
 
-    (_, apart), (text, packed) = map(gradients, ("ring", "ring_packed"))
+    programs = [
+        ("ring", ring_attention),
+        ("ring_packed", ring_attention),
+        ("ring_packed", AsOnGpus()),
+    ]
+    (_, apart), (text, packed), (text_of_gpus, divided) = (gradients(*x) for x in programs)
     keys, words = 2 * 4 * 8, 16  # a device's keys and values, and the bits of a word
-    assert f"-> tensor<{keys + 32 // words * keys}xui16>" in text
-    for a, b in zip(packed, apart, strict=True):
-        a, b = (np.asarray(y, np.float32) for y in (a, b))
-        assert np.abs(a - b).max() <= 2**-7 * np.abs(b).max()
+    for program in (text, text_of_gpus):
+        assert f"-> tensor<{keys + 32 // words * keys}xui16>" in program
+    for grads in (packed, divided):
+        for a, b in zip(grads, apart, strict=True):
+            a, b = (np.asarray(y, np.float32) for y in (a, b))
+            assert np.abs(a - b).max() <= 2**-7 * np.abs(b).max()
 
 
-def test_keys_and_values_of_two_dtypes_travel_apart() -> None:
-    k, v = jnp.ones((1, 4, 2, 8), jnp.bfloat16), jnp.zeros((1, 4, 2, 6))
-    transport = PackedRingTransport(Ring("sp", 4, False), Schedule(0, 4), (k, v, ()))
-    packed = transport.packed(k, v)
-    assert [x.dtype for x in transport.unpacked(packed)] == [jnp.bfloat16, jnp.float32]
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_of_packed_keys_and_values(batch: int) -> None:
+    """Of two dtypes, and alone in what travels or before other arrays."""
+    k, v = normal(batch, 4, 2, 8).astype(jnp.bfloat16), normal(batch, 4, 2, 6, seed=1)
+    transport = PackedRingTransport(Ring("sp", 4, False), Schedule(0, 4), (k, v, "masks"))
+    words, *others = transport.to_send(transport.local_keys)
+    for packed in (words, jnp.concatenate([words, words])):
+        found = transport.keys((packed, *others), 1, slice(1, 3))
+        assert found[2] == "masks"
+        for x, y in zip(found, (k, v), strict=False):
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y[:, 1:3])
 
 
 def test_own_keys_wait_for_no_gathered_ones() -> None:
     transport = GatheredTransport(Ring("sp", 4, True), Schedule(0, 4), ("own keys",))
-    assert transport.keys(None, 0) is transport.local_keys
+    assert transport.stored(None, 0) is transport.local_keys
 
 
 IN_GROUPS = Call(

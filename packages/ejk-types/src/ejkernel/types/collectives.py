@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -68,18 +69,49 @@ def _gather(axes: Axes, arrays: Arrays) -> Arrays:
 
 def _gather_bits(axes: Axes, *arrays: jax.Array) -> Arrays:
     """Gathers the arrays one after the other in one array, as bits of the narrowest of them."""
-    everywhere = jax.lax.all_gather(_joined_bits(arrays), axes)
-    return _split_bits(everywhere, arrays)
+    everywhere = jax.lax.all_gather(join_bits(arrays), axes)
+    return split_bits(everywhere, arrays)
 
 
-def _joined_bits(arrays: Sequence[jax.Array]) -> jax.Array:
-    width = min(np.dtype(x.dtype).itemsize for x in arrays)
-    bits = [jax.lax.bitcast_convert_type(x, f"uint{8 * width}").reshape(-1) for x in arrays]
-    return jnp.concatenate(bits)
+def join_bits(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns one array of words, which has the arrays one after the other.
+
+    A word is an element where all have one dtype, else an integer as wide as the narrowest.
+    """
+    if len({x.dtype for x in arrays}) > 1:
+        width = min(np.dtype(x.dtype).itemsize for x in arrays)
+        arrays = [jax.lax.bitcast_convert_type(x, f"uint{8 * width}") for x in arrays]
+    return jnp.concatenate([x.reshape(-1) for x in arrays])
 
 
-def _split_bits(bits: jax.Array, like: Sequence[jax.Array]) -> Arrays:
-    """Returns the arrays of ``[..., bits]``, each with the leading axes in front."""
+def count_words(arrays: Sequence[jax.Array], word: Any) -> int:
+    """Returns how many words of a dtype the arrays have."""
+    return sum(x.size * np.dtype(x.dtype).itemsize for x in arrays) // np.dtype(word).itemsize
+
+
+def rows_of_bits(bits: jax.Array, like: Sequence[jax.Array], rows: slice) -> Arrays:
+    """Returns ``rows`` of the second axis of each of the arrays that ``bits`` begins with.
+
+    Rows of an array with one first index are one range in memory. It is taken by one slice, for
+    which a compiler may give a kernel an address, and no copy.
+    """
+    if any(x.shape[0] != 1 for x in like):
+        return tuple(x[:, rows] for x in split_bits(bits, like))
+    parts, first = [], 0
+    for x in like:
+        n = np.dtype(x.dtype).itemsize // np.dtype(bits.dtype).itemsize
+        part = jax.eval_shape(lambda x: x[:, rows], x)
+        start = first + rows.start * math.prod(x.shape[2:]) * n
+        parts += split_bits(bits[start : start + part.size * n], [part])
+        first += x.size * n
+    return tuple(parts)
+
+
+def split_bits(bits: jax.Array, like: Sequence[jax.Array]) -> Arrays:
+    """Returns the arrays that ``[..., words]`` begins with, each with the leading axes in front.
+
+    ``like``: their shapes and dtypes, none narrower than a word.
+    """
     width, front = np.dtype(bits.dtype).itemsize, bits.shape[:-1]
     words = [np.dtype(x.dtype).itemsize // width for x in like]
     ends = list(itertools.accumulate(x.size * n for x, n in zip(like, words, strict=True)))
@@ -88,26 +120,6 @@ def _split_bits(bits: jax.Array, like: Sequence[jax.Array]) -> Arrays:
         part = bits[..., first:end].reshape(*front, *x.shape, *([n] if n > 1 else []))
         arrays.append(jax.lax.bitcast_convert_type(part, x.dtype))
     return tuple(arrays)
-
-
-def permute_joined(
-    arrays: Sequence[jax.Array], axes: Axes, route: Sequence[tuple[int, int]]
-) -> Any:
-    """Returns what ``permute`` does, by one transfer of the bits of all arrays."""
-    return _permute_joined(axes, tuple(route), tuple(arrays))
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _permute_joined(axes: Axes, route: Route, arrays: Arrays) -> Arrays:
-    return _split_bits(jax.lax.ppermute(_joined_bits(arrays), axes, route), arrays)
-
-
-@_permute_joined.defjvp
-def _permute_joined_jvp(axes: Axes, route: Route, primals: Any, tangents: Any) -> Any:
-    """Sends the tangents as they are: bits have no gradient."""
-    (arrays,), (dots,) = primals, tangents
-    sent = tuple(jax.lax.ppermute(x, axes, route) for x in dots)
-    return _permute_joined(axes, route, arrays), sent
 
 
 @_gather.defjvp

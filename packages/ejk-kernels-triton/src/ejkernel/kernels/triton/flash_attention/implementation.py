@@ -310,6 +310,9 @@ class RingAttention(ContextParallel, TritonKernel):
 
     call = calls.RingAttention
     reads = arguments.RING | arguments.DROPOUT | {"bias", "precision"}
+    # XLA for GPUs has one transfer under way at a time: each needs a kernel of its own to hide
+    # it. What a loop carries is copied in each turn, as the next keys arrive in other memory.
+    ring_strategy, divides_own_step, shortest_loop = "ring_packed", True, 7
     flash = flash_attention
 
 

@@ -21,7 +21,7 @@ from ejkernel.types.attention.context.strategy import (
     divides_heads,
     requested_strategy,
 )
-from ejkernel.types.attention.context.transport import TRANSPORTS
+from ejkernel.types.attention.context.transport import TRANSPORTS, rows_of_keys
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.mod_blocks import with_known_blocks
 from ejkernel.types.mods import MASK, MODS, Mod, ModForm, leaves_of
@@ -87,6 +87,12 @@ class ContextParallel:
     flash: ClassVar[Any]
     """The kernel that computes the pieces."""
     strategies: ClassVar[tuple[str, ...]] = STRATEGIES
+    ring_strategy: ClassVar[str] = "ring"
+    """The form of a ring that "auto" takes."""
+    shortest_loop: ClassVar[int] = 2
+    """The fewest steps of one form that are a loop; others are written out."""
+    divides_own_step: ClassVar[bool] = False
+    """Whether a backward pass begins and ends with a part of the step of a device's own keys."""
     vary_over: ClassVar[Any]
     has_backward: ClassVar[bool] = True
     partitioned: ClassVar[bool] = True
@@ -100,8 +106,11 @@ class ContextParallel:
         lengths = (a["query"].shape[1], a["key"].shape[1])
         rules = masks.index_rules(parts)
         # an index in a piece of several chunks is no index in the sequence
-        plan = make_plan(ring, rules, *lengths, joined=not (a["dropout_prob"] or mods))
+        joined = not (a["dropout_prob"] or mods)
+        plan = make_plan(ring, rules, *lengths, joined=joined, divides=self.divides_own_step)
         choice = choose_strategy(a, ring, plan, rules)
+        if choice.strategy == "ring" and ring.size > 1:
+            choice = choice._replace(strategy=self.ring_strategy)
         forms = tuple((name, mod.form) for name, mod in mods.items())
         dense = any(part.attention_mask is not None for part in parts)
         groups = 1 if dense else count_head_groups(a, ring)
@@ -122,7 +131,8 @@ class ContextParallel:
             arrays = {**arrays, "parts": _parts({**a, **arrays})}
             p = passes.Pass(self, static, arrays)
             for piece in pieces:
-                arguments = passes.piece_arguments(p, piece, *p.local_keys, 0)
+                keys = rows_of_keys(p.local_keys, p.slice_of(piece.kv, 1))
+                arguments = passes.piece_arguments(p, piece, *keys, 0)
                 problems.append(self.flash.problem(arguments))
             if not divides_heads(a, static.ring):
                 problems.append(None)
@@ -192,10 +202,11 @@ class ContextParallel:
                 return problem, tiles
         raise KeyError(piece)
 
-    def transport(self, work: Any, p: passes.Pass) -> Any:
+    def transport(self, work: Any, p: passes.Pass, *, backward: bool = False) -> Any:
         name = work.tiles.strategy if p.ring.size > 1 else "ring"
         # a strategy of one kernel is a ring in its backward pass
-        return TRANSPORTS.get(name, TRANSPORTS["ring"])(p.ring, p.plan.schedule, p.local_keys)
+        kind = TRANSPORTS.get(name, TRANSPORTS["ring"])
+        return kind(p.ring, p.plan.schedule, p.local_keys, backward=backward)
 
     def operands(self, a: Mapping[str, Any], problem: ContextProblem) -> dict[str, Any]:
         """Returns the arrays of the call, all constraints as ``parts``."""
@@ -229,13 +240,17 @@ def _passes(work: Any) -> Any:
 
 
 @lru_cache(maxsize=512)
-def _cached_plan(ring: Ring, rules: tuple, q_len: int, kv_len: int, joined: bool) -> Plan:
-    return Plan.make(ring, rules, q_len, kv_len, joined=joined)
+def _cached_plan(
+    ring: Ring, rules: tuple, q_len: int, kv_len: int, joined: bool, divides: bool
+) -> Plan:
+    return Plan.make(ring, rules, q_len, kv_len, joined=joined, divides=divides)
 
 
-def make_plan(ring: Ring, rules: tuple, q_len: int, kv_len: int, *, joined: bool) -> Plan:
+def make_plan(
+    ring: Ring, rules: tuple, q_len: int, kv_len: int, *, joined: bool, divides: bool
+) -> Plan:
     """Returns ``Plan.make``, which calls of one form share."""
-    return _cached_plan(ring, rules, q_len, kv_len, joined)
+    return _cached_plan(ring, rules, q_len, kv_len, joined, divides)
 
 
 def ring_of(a: Mapping[str, Any], *, strict: bool) -> Ring:

@@ -4,8 +4,9 @@
               counted once, at the end.
     backward  dq stays; k and v travel again, and with them the accumulators dk and dv, one step
               behind. A device's own keys come last: the gradients of the others come home during
-              that step. Every piece uses the normaliser and delta of the full row, so the gradients
-              of the pieces add up.
+              that step. Where the plan divides it, its first chunk of keys comes first, while the
+              first visitors arrive. Every piece uses the normaliser and delta of the full row, so
+              the gradients of the pieces add up.
 
 The next keys are sent before the current ones are used, and the accumulators while a piece is
 computed, so that communication overlaps with computation. Devices that compute different pieces in
@@ -15,6 +16,7 @@ local lengths: own keys, the visiting and the next, and their accumulators.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +28,7 @@ import jax.numpy as jnp
 from ejkernel.types.attention.context import masks
 from ejkernel.types.attention.context.pieces import Chunks, Piece
 from ejkernel.types.attention.context.ring import Run, run_steps
+from ejkernel.types.attention.context.transport import RingTransport
 from ejkernel.types.attention.rows import (
     Rows,
     RowScales,
@@ -38,6 +41,8 @@ from ejkernel.types.mods import SCORE, ModForm, is_float
 Arrays = dict[str, Any]
 Pieces = tuple[Piece, ...]
 KEYS = ("key", "value")
+KeyRows = Callable[[slice], Any]
+"""Returns rows of the keys and values of a step, and the arrays of masks of all its keys."""
 
 
 class Pass:
@@ -75,13 +80,15 @@ class Pass:
         branch: Callable[[Pieces], Any],
         *operands: Any,
         is_late: bool = False,
+        row: Sequence[Pieces] | None = None,
     ) -> Any:
         """Runs ``branch`` of this device's pieces; ``step`` is one of ``steps``, perhaps traced.
 
+        ``row``: the pieces of each device; None: the plan's.
         ``is_late``: what it needs is in memory already when the pass begins. XLA for CPUs would
         make its copies then and keep them; inside a conditional it makes them in time.
         """
-        table = [self.plan.pieces[t] for t in steps]
+        table = [self.plan.pieces[t] for t in steps] if row is None else [row]
         every = tuple(dict.fromkeys(pieces for row in table for pieces in row))
         if len(every) == 1 and not is_late:
             return branch(every[0])(*operands)
@@ -95,10 +102,10 @@ class Pass:
         chosen = index[step - steps[0], self.device]
         return jax.lax.switch(chosen, [branch(pieces) for pieces in every], *operands)
 
-    def piece_call(self, piece: Piece, visitors: Any, source: Any) -> tuple[Any, Arrays]:
+    def piece_call(self, piece: Piece, keys: KeyRows, source: Any) -> tuple[Any, Arrays]:
         """Returns the work and the operands of the kernel call of one piece."""
         flash = self.kernel.flash
-        arguments = piece_arguments(self, piece, *visitors, source)
+        arguments = piece_arguments(self, piece, *keys(self.slice_of(piece.kv, 1)), source)
         problem, tiles = self.kernel.call_of(self.work, piece)
         work = replace(self.work, kernel=flash, problem=problem, tiles=tiles, fallback=None)
         operands = flash.operands(arguments, problem)
@@ -108,7 +115,7 @@ class Pass:
 def piece_arguments(
     p: Pass, piece: Piece, k: Any, v: Any, visiting: Any, source: Any
 ) -> dict[str, Any]:
-    """Returns the canonical arguments of flash attention of one piece."""
+    """Returns the canonical arguments of flash attention of one piece, which has k and v."""
     rows, keys = p.slice_of(piece.q, 0), p.slice_of(piece.kv, 1)
     bias = p.bias
     if bias is not None:
@@ -122,8 +129,8 @@ def piece_arguments(
     sizes = (rows.stop - rows.start, keys.stop - keys.start)
     arguments = {
         "query": p.query[:, rows],
-        "key": k[:, keys],
-        "value": v[:, keys],
+        "key": k,
+        "value": v,
         "bias": bias,
         "mask_info": mask,
         "dropout_seed": _seed(p, first) if options["dropout_prob"] else None,
@@ -158,25 +165,55 @@ def forward(work: Any, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Array], Row
 
     def step(t: Any, state: Any, run: Run) -> Any:
         parts, visitors = state
+        if run.before is not None:
+            parts, visitors = _in_order(parts, visitors)
         coming = transport.following(visitors, run)
         # a loop carries one dtype
-        wide = run.before is not None or _is_merged(p, run.steps)
+        wide = run.before is not None or _is_merged([p.plan.pieces[i] for i in run.steps])
+        # slices that are operands of the next conditional would be copies
+        is_full = run.before is None and not has_loop and _covers_queries(p, run.steps[0])
 
         def branch(pieces: Pieces) -> Callable[..., Any]:
-            return partial(_forward_pieces, p, pieces, wide=wide, finish=run.after is None)
+            options = {"wide": wide, "is_full": is_full, "finish": run.after is None}
 
-        parts = p.switch(t, run.steps, branch, parts, transport.keys(visitors, t), p.source(t))
+            def pieces_of(so_far: Any, stored: Any, source: Any) -> Any:
+                keys = partial(transport.keys, stored, t)
+                return _forward_pieces(p, pieces, so_far, keys, source, **options)
+
+            return pieces_of
+
+        parts = p.switch(t, run.steps, branch, parts, transport.stored(visitors, t), p.source(t))
         return parts, coming
 
     runs = transport.runs()
+    shortest = work.kernel.shortest_loop
+    has_loop = any(len(run.steps) >= shortest for run in runs)
     state = (None, transport.start(runs[0].steps[0]))
-    (o, lse, scales), _ = run_steps(runs, step, state, convert=_widened)
+    (o, lse, scales), _ = run_steps(runs, step, state, convert=_widened, shortest=shortest)
     return (o, lse), scales
 
 
-def _is_merged(p: Pass, steps: range, side: str = "q") -> bool:
-    """Returns whether a chunk of queries (or keys: ``kv``) is in two pieces of one of the steps."""
-    for pieces in (pieces for t in steps for pieces in p.plan.pieces[t]):
+def _in_order(done: Any, visitors: Any) -> Any:
+    """Returns its arguments; the visitors wait for the arrays ``done``.
+
+    They are sent on while the kernel of this step runs. Compilers that do not know how long kernels
+    take may send the keys of several steps one after the other, with no kernel running.
+    """
+    return jax.lax.optimization_barrier((done, visitors))
+
+
+def _covers_queries(p: Pass, step: int) -> bool:
+    """Returns whether a step is one piece of all queries on every device."""
+    everything = Chunks(0, p.ring.chunks)
+    return all([piece.q for piece in pieces] == [everything] for pieces in p.plan.pieces[step])
+
+
+def _is_merged(table: Sequence[Sequence[Pieces]], side: str = "q") -> bool:
+    """Returns whether a chunk of queries (or keys: ``kv``) is in two pieces of a step.
+
+    ``table``: the pieces of every step, by device.
+    """
+    for pieces in itertools.chain.from_iterable(table):
         spans = [getattr(piece, side) for piece in pieces]
         chunks = [i for span in spans for i in range(span.first, span.first + span.count)]
         if len(chunks) > len(set(chunks)):
@@ -195,19 +232,37 @@ def _widened(state: Any) -> Any:
 
 
 def _forward_pieces(
-    p: Pass, pieces: Pieces, so_far: Any, visitors: Any, source: Any, *, wide: bool, finish: bool
+    p: Pass,
+    pieces: Pieces,
+    so_far: Any,
+    keys: KeyRows,
+    source: Any,
+    *,
+    wide: bool,
+    is_full: bool,
+    finish: bool,
 ) -> Any:
-    """Merges pieces into the parts so far, one for each chunk of queries."""
+    """Merges pieces into the parts so far, one for each chunk of queries, or one for all.
+
+    ``is_full``: whether this is the first step, and its part is returned undivided.
+    """
     flash, full = p.kernel.flash, p.problem.calls[0][1]
     unit = flash.row_unit(full)
-    parts = [None] * p.ring.chunks if so_far is None else list(so_far)
     length = p.lengths[0] // p.ring.chunks
+
+    def chunks_of(part: Any, count: int) -> list[Any]:
+        ranges = [slice(i * length, (i + 1) * length) for i in range(count)]
+        return [jax.tree.map(lambda x, at=at: x[:, at], part) for at in ranges]
+
+    parts = [None] * p.ring.chunks if so_far is None else list(so_far)
+    if len(parts) < p.ring.chunks:
+        parts = chunks_of(parts[0], p.ring.chunks)
     for piece in pieces:
-        work, operands = p.piece_call(piece, visitors, source)
-        o, rows = flash.part(work, operands)
-        for i in range(piece.q.count):
-            at = slice(i * length, (i + 1) * length)
-            new = (o[:, at], Rows(*(x[:, at] for x in rows)))
+        work, operands = p.piece_call(piece, keys, source)
+        part = flash.part(work, operands)
+        if is_full and not finish:
+            return (part,)
+        for i, new in enumerate(chunks_of(part, piece.q.count)):
             before = parts[piece.q.first + i]
             parts[piece.q.first + i] = new if before is None else merge(before, new, unit)
     dtype, acc = flash.part_dtypes(full)
@@ -251,7 +306,7 @@ def backward(
         p.query, do = (jnp.where(alive, x, jnp.zeros((), x.dtype)) for x in (p.query, do))
         dlse, delta = (jnp.where(scales.alive, x, 0.0) for x in (dlse, delta))
     rows = {"scales": scales._replace(sinks=None), "delta": delta, "dlse": dlse, "o": o, "do": do}
-    transport = work.kernel.transport(work, p)
+    transport = work.kernel.transport(work, p, backward=True)
     # gradients of arrays that stay, to which every piece adds
     staying = {} if p.bias is None else {"bias": p.bias}
     staying |= captured_floats(p.problem.mods, arrays)
@@ -259,27 +314,60 @@ def backward(
 
     dtypes = [arrays[name].dtype for name in KEYS]
 
+    divided = p.plan.divided if isinstance(transport, RingTransport) else ()
+    own_step, everything = transport.own_step, Chunks(0, p.ring.chunks)
+
+    def branches(t: Any, **options: Any) -> Callable[[Pieces], Callable[..., Any]]:
+        def branch(pieces: Pieces) -> Callable[..., Any]:
+            def pieces_of(dq: Any, sums: Any, stored: Any, source: Any) -> Any:
+                keys = partial(transport.keys, stored, t)
+                return _backward_pieces(p, rows, pieces, dq, sums, keys, source, **options)
+
+            return pieces_of
+
+        return branch
+
+    def begin(sums: Any) -> tuple[Any, Any, Any]:
+        """Returns dq, ``sums`` and the gradients of the first chunk of the device's own keys."""
+        row, chunks = p.plan.divided[0], Chunks(0, 1)
+        wide = (_is_merged([row]), False)
+        branch = branches(own_step, wide=wide, finish=False, chunks=chunks)
+        operands = (None, sums, p.local_keys, p.source(own_step))
+        return p.switch(own_step, range(own_step, own_step + 1), branch, *operands, row=row)
+
     def step(t: Any, state: Any, run: Run) -> Any:
         (dq, accumulators), sums, visitors = state
-        coming, arriving = transport.exchange(visitors, accumulators, run)
-        wide = run.before is not None or _is_merged(p, run.steps), _is_merged(p, run.steps, "kv")
-
-        def branch(pieces: Pieces) -> Callable[..., Any]:
-            finish = run.after is None
-            return partial(_backward_pieces, p, rows, pieces, wide=wide, finish=finish)
-
-        keys, source = transport.keys(visitors, t), p.source(t)
+        if dq is not None:
+            dq, visitors = _in_order(dq, visitors)
+        elif not transport.is_own(t):
+            # the first kernel waits for delta too, so the keys are sent on while it runs
+            rows["delta"], visitors = _in_order(rows["delta"], visitors)
+        visitors, coming, arriving = transport.exchange(visitors, accumulators, run)
+        is_rest = bool(divided) and isinstance(t, int) and t == own_step
+        row, chunks = (p.plan.divided[1], Chunks(1, 1)) if is_rest else (None, everything)
+        table = [p.plan.pieces[i] for i in run.steps] if row is None else [row]
+        wide = dq is not None or _is_merged(table), _is_merged(table, "kv")
+        branch = branches(t, wide=wide, finish=run.after is None, chunks=chunks)
+        stored, source = transport.stored(visitors, t), p.source(t)
         is_late = run.before is not None and run.after is None
         if is_late:
             # a compiler may not run this step before the others: nothing would hide the transfer
-            dq, keys = jax.lax.optimization_barrier((dq, keys))
-        dq, sums, new = p.switch(t, run.steps, branch, dq, sums, keys, source, is_late=is_late)
+            dq, stored = jax.lax.optimization_barrier((dq, stored))
+        operands = (dq, sums, stored, source)
+        dq, sums, new = p.switch(t, run.steps, branch, *operands, is_late=is_late, row=row)
+        if is_rest:
+            new = [_joined(parts) for parts in zip(begun, new, strict=True)]
         accumulators = transport.accumulated(arriving, new, t, run, dtypes)
         return (dq, accumulators), sums, coming
 
-    runs = transport.runs(backward=True)
-    state = ((None, None), sums, transport.start(runs[0].steps[0]))
-    (dq, accumulators), sums, _ = run_steps(runs, step, state, convert=_widened)
+    runs = transport.runs()
+    shortest = work.kernel.shortest_loop
+    visitors = transport.start(runs[0].steps[0], delta if divided else None)
+    dq, begun = None, ()
+    if divided:
+        dq, sums, begun = begin(sums)
+    state = ((dq, None), sums, visitors)
+    (dq, accumulators), sums, _ = run_steps(runs, step, state, convert=_widened, shortest=shortest)
     returned = transport.returned(accumulators, runs[-1].steps[-1])
     of_keys = dict(zip(KEYS, returned, strict=True))
     return {**gradients, "query": dq, **of_keys, **sums}
@@ -297,23 +385,25 @@ def _backward_pieces(
     pieces: Pieces,
     dq: Any,
     sums: Arrays,
-    visitors: Any,
+    keys: KeyRows,
     source: Any,
     *,
     wide: tuple[bool, bool],
     finish: bool,
+    chunks: Chunks,
 ) -> Any:
     """Adds the gradients of pieces: dq by chunk of queries, ``sums``, the visitors' dk and dv.
 
     ``sums``: gradients of arrays that stay, by name.
     ``wide``: whether dq, and whether dk and dv, are in the accumulation dtype.
+    ``chunks``: chunks of keys whose dk and dv are returned.
     """
-    flash, chunks = p.kernel.flash, range(p.ring.chunks)
+    flash = p.kernel.flash
     by_query = [None] * p.ring.chunks if dq is None else list(dq)
     by_key: list[list[Any]] = [[None] * p.ring.chunks for _ in KEYS]
     dtype, acc = flash.part_dtypes(p.problem.calls[0][1])
     for piece in pieces:
-        work, operands = p.piece_call(piece, visitors, source)
+        work, operands = p.piece_call(piece, keys, source)
         at = p.slice_of(piece.q, 0)
         local = jax.tree.map(lambda x, at=at: x[:, at], dict(rows))
         new = flash.part_gradients(work, operands, **local)
@@ -332,11 +422,12 @@ def _backward_pieces(
         return x.astype(acc) if wide else x
 
     widths = [p.lengths[axis] // p.ring.chunks for axis in range(2)]
-    like = [x.shape for x in (p.query, *visitors[:2])]
+    like = [x.shape for x in (p.query, *(p.arrays[name] for name in KEYS))]
     shapes = [(s[0], widths[i > 0], *s[2:]) for i, s in enumerate(like)]
-    dq = tuple(filled(by_query[i], shapes[0], wide[0]) for i in chunks)
+    dq = tuple(filled(x, shapes[0], wide[0]) for x in by_query)
+    of_keys = slice(chunks.first, chunks.first + chunks.count)
     new = [
-        _joined([filled(x, shape, wide[1]) for x in parts])
+        _joined([filled(x, shape, wide[1]) for x in parts[of_keys]])
         for parts, shape in zip(by_key, shapes[1:], strict=True)
     ]
     if finish:

@@ -56,10 +56,20 @@ class Cells:
     kv_chunk: int
     joined: bool = True
 
-    def pieces(self) -> tuple[Piece, ...]:
-        """Returns the fewest pieces that cover every visible pair."""
-        everything = (Chunks(0, len(rows)) for rows in (self.shifts, self.shifts[0]))
-        return tuple(self._cover(*everything))
+    def pieces(self, of_keys: int | None = None) -> tuple[Piece, ...]:
+        """Returns the fewest pieces that cover every visible pair.
+
+        ``of_keys``: the chunk of keys; None: all.
+        """
+        q, kv = (Chunks(0, len(rows)) for rows in (self.shifts, self.shifts[0]))
+        if of_keys is None:
+            return tuple(self._cover(q, kv))
+        shifts = [row[of_keys] for row in self.shifts]
+        seeing = [i for i, shift in enumerate(shifts) if self._visibility(shift) != HIDDEN]
+        if not seeing:
+            return ()
+        q = Chunks(seeing[0], seeing[-1] - seeing[0] + 1)
+        return tuple(self._cover(q, Chunks(of_keys, 1)))
 
     def _visibility(self, shift: int) -> str:
         nearest = -shift - (self.q_chunk - 1)  # bounds of key index - query index

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.attention.context.pieces import Cells, Piece
-from ejkernel.types.collectives import permute, permute_joined
+from ejkernel.types.collectives import permute
 from ejkernel.types.masks.rules import Rule
 
 
@@ -59,14 +59,9 @@ class Ring:
         """Every array sent ``places`` devices along the ring."""
         if places % self.size == 0:
             return tree
-        return permute(tree, self.axis_name, self._route(places))
-
-    def shift_joined(self, arrays: Sequence[jax.Array], places: int) -> Any:
-        """Arrays sent ``places`` devices along the ring, not a multiple of all, by one transfer."""
-        return permute_joined(arrays, self.axis_name, self._route(places))
-
-    def _route(self, places: int) -> list[tuple[int, int]]:
-        return [(i, (i + places) % self.size) for i in range(self.size)]
+        return permute(
+            tree, self.axis_name, [(i, (i + places) % self.size) for i in range(self.size)]
+        )
 
 
 @dataclass(frozen=True)
@@ -135,29 +130,40 @@ class Plan:
     Attributes:
         schedule: steps to take.
         pieces: the pieces of each step, by device.
+        divided: the pieces of the step of a device's own keys by chunk of keys, by device; empty:
+            the step is not divided.
     """
 
     schedule: Schedule
     pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
+    divided: tuple[tuple[tuple[Piece, ...], ...], ...] = ()
 
     @classmethod
     def make(
-        cls, ring: Ring, rules: Sequence[Rule], q_len: int, kv_len: int, *, joined: bool = True
+        cls,
+        ring: Ring,
+        rules: Sequence[Rule],
+        q_len: int,
+        kv_len: int,
+        *,
+        joined: bool = True,
+        divides: bool = False,
     ) -> Plan:
         """Returns the plan of shards of ``q_len`` queries and ``kv_len`` keys.
 
-        ``joined``: whether one kernel call may hold several chunks of a shard.
+        ``joined``: whether one kernel call may hold several chunks of a shard. ``divides``: whether
+        a backward pass may divide the step of a device's own keys.
         """
         schedule = Schedule.shortest(ring, rules, q_len, kv_len)
         banded = tuple(rule for rule in rules if rule.chunk is None)
         sizes = (q_len // ring.chunks, kv_len // ring.chunks)
 
-        def between(device: int, source: int) -> tuple[Piece, ...]:
+        def between(device: int, source: int, of_keys: int | None = None) -> tuple[Piece, ...]:
             shifts = tuple(
                 tuple(int(q - k) for k, _ in ring.starts(source, kv_len))
                 for q, _ in ring.starts(device, q_len)
             )
-            return Cells(banded, shifts, *sizes, joined).pieces()
+            return Cells(banded, shifts, *sizes, joined).pieces(of_keys)
 
         steps = (schedule.start + t for t in range(schedule.count))
         devices = range(ring.size)
@@ -165,12 +171,20 @@ class Plan:
             tuple(between(device, (device - hop) % ring.size) for device in devices)
             for hop in steps
         )
-        return cls(schedule, pieces)
+        own_step = schedule.own_step(ring)
+        divided: tuple[tuple[tuple[Piece, ...], ...], ...] = ()
+        if divides and ring.chunks > 1 and own_step is not None and schedule.count > 2:
+            chunks = range(ring.chunks)
+            divided = tuple(tuple(between(d, d, i) for d in devices) for i in chunks)
+            # a call without keys to use would hide nothing
+            divided = divided if all(map(all, divided)) else ()
+        return cls(schedule, pieces, divided)
 
     @property
     def distinct(self) -> tuple[Piece, ...]:
         """All pieces that differ; each is one form of kernel call."""
-        every = (piece for step in self.pieces for pieces in step for piece in pieces)
+        rows = (*self.pieces, *self.divided)
+        every = (piece for step in rows for pieces in step for piece in pieces)
         return tuple(dict.fromkeys(every))
 
 
@@ -215,15 +229,17 @@ def run_steps(
     *,
     convert: Callable[[Any], Any] = lambda state: state,
     unroll: int = 1,
+    shortest: int = 2,
 ) -> Any:
     """``state = body(step, state, run)`` for every step of every run; a loop for a long one.
 
     ``convert``: makes the state of the first step what a loop carries. ``unroll``: steps in a turn
-    of a loop.
+    of a loop. ``shortest``: fewest steps of a loop.
     """
     for run in runs:
-        if len(run.steps) == 1:
-            state = body(run.steps.start, state, run)
+        if len(run.steps) < shortest:
+            for step in run.steps:
+                state = body(step, state, replace(run, steps=range(step, step + 1)))
         else:
             turn = partial(_turned, body, run)
             first, end = run.steps.start, run.steps.stop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.attention.context.ring import Ring, Run, Schedule
+from ejkernel.types.collectives import count_words, join_bits, rows_of_bits, split_bits
+
+
+def rows_of_keys(keys: Any, rows: slice) -> Any:
+    """Returns rows of keys and values, and the arrays of masks of all their rows."""
+    k, v, *others = keys
+    return k[:, rows], v[:, rows], *others
 
 
 class RingTransport:
@@ -19,17 +25,34 @@ class RingTransport:
     devices have accumulated come home meanwhile, and are added to its own, which are never sent.
     """
 
-    def __init__(self, ring: Ring, schedule: Schedule, local_keys: Any) -> None:
+    def __init__(
+        self, ring: Ring, schedule: Schedule, local_keys: Any, *, backward: bool = False
+    ) -> None:
         self.ring, self.schedule, self.local_keys = ring, schedule, local_keys
-        self.own_step = schedule.own_step(ring)
+        self.own_step, self.backward = schedule.own_step(ring), backward
 
-    def runs(self, *, backward: bool = False) -> tuple[Run, ...]:
+    def runs(self) -> tuple[Run, ...]:
         """Returns the steps in their order."""
-        return Run.split(self.schedule.order(self.ring, backward=backward), self.own_step)
+        return Run.split(self.schedule.order(self.ring, backward=self.backward), self.own_step)
 
-    def start(self, step: int) -> Any:
-        """Returns the keys of ``step``, which is the first."""
-        return self.ring.shift(self.local_keys, self.schedule.start + step)
+    def is_own(self, step: Any) -> bool:
+        """Returns whether a step uses the device's own keys; no loop holds that step."""
+        return isinstance(step, int) and step == self.own_step
+
+    def start(self, step: int, after: Any = None) -> Any:
+        """Returns the keys of ``step``, the first that has visitors; they leave ``after`` others.
+
+        In a backward pass a compiler may not take what the forward pass has sent or packed, and
+        keep it until then, of every layer.
+        """
+        keys = self.local_keys
+        if self.backward:
+            keys, _ = jax.lax.optimization_barrier((keys, after))
+        return self.ring.shift(self.to_send(keys), self.schedule.start + step)
+
+    def to_send(self, keys: Any) -> Any:
+        """Returns the device's own keys as they travel."""
+        return keys
 
     def following(self, visitors: Any, run: Run) -> Any:
         """Sends the keys on and returns those that visit next; none before the device's own."""
@@ -41,17 +64,26 @@ class RingTransport:
         is_before_own = run.after is not None and run.steps[-1] + run.after == self.own_step
         return None if is_before_own else run.after
 
-    def keys(self, visitors: Any, step: Any) -> Any:
-        """Returns the keys of this step."""
-        return self.local_keys if isinstance(step, int) and step == self.own_step else visitors
+    def stored(self, visitors: Any, step: Any) -> Any:
+        """Returns the arrays that ``keys`` reads in this step."""
+        return self.local_keys if self.is_own(step) else visitors
 
-    def accumulators(self, sums: Any, run: Run) -> Any:
-        """Sends the gradients so far after their keys; in a last step of the device's own, home."""
-        return None if run.before is None else self.ring.shift(sums, run.before)
+    def keys(self, stored: Any, step: Any, rows: slice) -> Any:
+        """Returns rows of the keys of this step, and their arrays of masks, of all rows."""
+        return rows_of_keys(stored, rows)
 
-    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any]:
-        """Sends keys and accumulators on; returns the next keys, and the gradients that arrive."""
-        return self.following(visitors, run), self.accumulators(sums, run)
+    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any, Any]:
+        """Sends keys on and the gradients so far after theirs; in a last step of the own, home.
+
+        Returns the visitors, which may have gone to other memory, those that visit next and the
+        gradients that arrive.
+        """
+        arriving = None if run.before is None else self.send_sums(sums, run.before)
+        return visitors, self.following(visitors, run), arriving
+
+    def send_sums(self, sums: Any, places: int) -> Any:
+        """Sends gradients of keys."""
+        return self.ring.shift(sums, places)
 
     def accumulated(
         self, sums: Any, new: Sequence[jax.Array], step: Any, run: Run, dtypes: Sequence[Any]
@@ -66,81 +98,87 @@ class RingTransport:
 
     def returned(self, sums: Any, step: int) -> Any:
         """Returns the gradients of this device's own keys, after the last ``step``."""
-        return self.ring.shift(sums, -(self.schedule.start + step))
+        return self.send_sums(sums, -(self.schedule.start + step))
 
 
 class PackedRingTransport(RingTransport):
     """A ring in which keys and values are one array, and so are their accumulators.
 
-    In a step that sends both, they are one array of bits.
-
-    A compiler may let few transfers be under way at once; one then takes the place of two. Keys and
-    values of different dtypes travel apart.
+    A compiler may let few transfers be under way at once; one then takes the place of two, and in a
+    step that sends keys and accumulators, of four. The array that travels begins with keys and
+    values. Kernels read them in it, in branches too: an operand of a conditional that is a slice
+    would be a copy.
     """
 
-    def __init__(self, ring: Ring, schedule: Schedule, local_keys: Any) -> None:
-        super().__init__(ring, schedule, local_keys)
-        self.shapes = tuple(x.shape for x in local_keys[:2])
+    @property
+    def own_keys(self) -> tuple[jax.Array, jax.Array]:
+        k, v, *_ = self.local_keys
+        return k, v
 
-    def packed(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns one array of the elements of both, in which each is a contiguous range."""
-        if k.dtype != v.dtype:
-            return k, v
-        return (jnp.concatenate([k.reshape(-1), v.reshape(-1)]),)
+    def to_send(self, keys: Any) -> Any:
+        """Returns the device's own keys and values as one array, and the arrays of masks."""
+        k, v, *others = keys
+        return (join_bits((k, v)), *others)
 
-    def unpacked(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Returns keys and values, or their gradients."""
-        if len(arrays) == 2:
-            return tuple(arrays)
-        size = math.prod(self.shapes[0])
-        parts = arrays[0][:size], arrays[0][size:]
-        return tuple(x.reshape(shape) for x, shape in zip(parts, self.shapes, strict=True))
-
-    def start(self, step: int) -> Any:
-        """Returns the keys that visit first, packed."""
-        k, v, *others = self.local_keys
-        return self.ring.shift((self.packed(k, v), *others), self.schedule.start + step)
-
-    def keys(self, visitors: Any, step: Any) -> Any:
-        """Returns the keys of this step; the device's own need not be unpacked."""
-        if isinstance(step, int) and step == self.own_step:
-            return self.local_keys
-        packed, *others = visitors
-        return (*self.unpacked(packed), *others)
-
-    def accumulators(self, sums: Any, run: Run) -> Any:
-        """Sends the gradients so far after their keys."""
-        if run.before is None:
+    def following(self, visitors: Any, run: Run) -> Any:
+        """Sends the keys on, without accumulators that came with them."""
+        if self.places_to_next(run) is None:
             return None
-        return self.unpacked(super().accumulators(self.packed(*sums), run))
+        return super().following(self._without_sums(visitors), run)
 
-    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any]:
-        """Sends keys and accumulators on; returns the next keys, and the gradients that arrive."""
+    def _of_keys(self, packed: jax.Array) -> jax.Array:
+        """Returns the part of an array that has keys and values."""
+        return packed[: count_words(self.own_keys, packed.dtype)]
+
+    def _without_sums(self, visitors: Any) -> Any:
+        packed, *others = visitors
+        return (self._of_keys(packed), *others)
+
+    def keys(self, stored: Any, step: Any, rows: slice) -> Any:
+        """Returns rows of the keys of this step; the device's own are not packed."""
+        if self.is_own(step):
+            return super().keys(stored, step, rows)
+        packed, *others = stored
+        return (*rows_of_bits(packed, self.own_keys, rows), *others)
+
+    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any, Any]:
+        """Sends keys and accumulators on; see ``RingTransport.exchange``."""
         if run.before is None or run.before != self.places_to_next(run):
+            if visitors is not None:
+                # a copy of the keys, else sums that have been added would stay with them
+                visitors = self._without_sums(visitors)
             return super().exchange(visitors, sums, run)
         packed, *others = visitors
-        arrived = self.ring.shift_joined((*packed, *sums), run.before)
-        coming = (arrived[: len(packed)], *self.ring.shift(others, run.before))
-        return coming, arrived[len(packed) :]
+        packed = join_bits((self._of_keys(packed), *sums))
+        coming = self.ring.shift((packed, *others), run.before)
+        arriving = split_bits(coming[0][count_words(self.own_keys, packed.dtype) :], sums)
+        if len(run.steps) > 1:
+            # a loop carries what the first step has sent: keys alone
+            words, *others = coming
+            coming = (join_bits(split_bits(words, self.own_keys)), *others)
+        return (packed, *others), coming, arriving
 
-    def returned(self, sums: Any, step: int) -> Any:
-        """Returns the gradients of this device's own keys."""
-        if step == self.own_step:
+    def send_sums(self, sums: Any, places: int) -> Any:
+        """Sends gradients of keys as one array."""
+        if places % self.ring.size == 0:
             return sums
-        return self.unpacked(super().returned(self.packed(*sums), step))
+        return split_bits(self.ring.shift(join_bits(sums), places), sums)
 
 
 class GatheredTransport:
     """All keys are gathered on every device at once; gradients are summed where the keys belong."""
 
-    def __init__(self, ring: Ring, schedule: Schedule, local_keys: Any) -> None:
+    def __init__(
+        self, ring: Ring, schedule: Schedule, local_keys: Any, *, backward: bool = False
+    ) -> None:
         self.ring, self.schedule, self.local_keys = ring, schedule, local_keys
+        self.own_step = schedule.own_step(ring)
 
-    def runs(self, *, backward: bool = False) -> tuple[Run, ...]:
+    def runs(self) -> tuple[Run, ...]:
         """Returns the steps in their order."""
         return Run.split(range(self.schedule.count))
 
-    def start(self, step: int) -> Any:
+    def start(self, step: int, after: Any = None) -> Any:
         """Returns the keys of all devices, with an axis of devices in front."""
         return jax.tree.map(lambda x: jax.lax.all_gather(x, self.ring.axis_name), self.local_keys)
 
@@ -148,21 +186,26 @@ class GatheredTransport:
         """Returns the gathered keys, which stay."""
         return visitors
 
-    def keys(self, visitors: Any, step: Any) -> Any:
-        """Returns the keys of this step.
+    def is_own(self, step: Any) -> bool:
+        """Returns whether a step uses the device's own keys; no loop holds that step."""
+        return isinstance(step, int) and step == self.own_step
 
-        The device's own do not wait until all are gathered.
-        """
-        if isinstance(step, int) and step == self.schedule.own_step(self.ring):
-            return self.local_keys
-        source = self.schedule.source(self.ring, step)
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, source, 0, keepdims=False), visitors
-        )
+    def stored(self, visitors: Any, step: Any) -> Any:
+        """Returns the device's own keys, which do not wait until all are gathered, or all."""
+        return self.local_keys if self.is_own(step) else visitors
 
-    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any]:
+    def keys(self, stored: Any, step: Any, rows: slice) -> Any:
+        """Returns rows of the keys of this step."""
+        if not self.is_own(step):
+            source = self.schedule.source(self.ring, step)
+            stored = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, source, 0, keepdims=False), stored
+            )
+        return rows_of_keys(stored, rows)
+
+    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any, Any]:
         """Returns the gathered keys and the gradients so far, which stay."""
-        return visitors, sums
+        return visitors, visitors, sums
 
     def accumulated(
         self, sums: Any, new: Sequence[jax.Array], step: Any, run: Run, dtypes: Sequence[Any]

@@ -243,6 +243,9 @@ class RingAttention(ContextParallel, PallasKernel):
     reads = arguments.RING | {"precision"}
     chip = staticmethod(current_chip)
     reads_warpgroups = True
+    # XLA for GPUs has one transfer under way at a time: each needs a kernel of its own to hide
+    # it. What a loop carries is copied in each turn, as the next keys arrive in other memory.
+    ring_strategy, divides_own_step, shortest_loop = "ring_packed", True, 7
     flash = flash_attention
     priority_for = FlashAttention.priority_for
 
