@@ -22,7 +22,10 @@ from ejkernel.ops import (
     Executor,
     Invocation,
     Kernel,
+    KernelRegistry,
     NoConfigError,
+    OpConfig,
+    RegisteredKernel,
     Trial,
     autotune,
     autotune_recorded,
@@ -30,6 +33,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.execution import multihost, tuning
 from ejkernel.ops.execution.multihost import PeerGroup
+from ejktest.device import H200, on
 
 
 @dataclass(frozen=True)
@@ -91,9 +95,9 @@ def process(monkeypatch):
             self.executor = Executor(ConfigSelectorChain(ConfigCache(), autotune=False))
             self.store = store
 
-        def choose(self, kernel, x=X):
+        def choose(self, kernel, x=X, **options):
             current[0] = self.number
-            return self.executor.choose_config(kernel, x)
+            return self.executor.choose_config(kernel, x, **options)
 
     return Process
 
@@ -108,6 +112,32 @@ def test_the_first_process_decides(process):
         default_key_builder_with_sharding(Tuned(0), (X,)), Config(8)
     )
     assert follower.choose(Tuned(0)) == Config(8)  # in memory: no need to ask
+
+
+def test_an_agreed_config_serves_only_the_calls_that_its_platform_can_do(process):
+    """Values of floats are no part of a key, and some platforms know only some of them."""
+    registry = KernelRegistry()
+
+    def supports(inv):
+        return "rate: only 0" if inv.arguments["rate"] else None
+
+    for platform, priority, why_not in ("triton", 100, supports), ("cuda", 50, None):
+
+        @registry.register("dropped", platform, "gpu", priority, supports=why_not)
+        def dropped(x, rate=0.0, *, cfg=None):
+            return x
+
+    class Dropped(RegisteredKernel[OpConfig, jax.Array]):
+        algorithm = "dropped"
+
+        def run(self, x, rate=0.0, *, cfg):
+            raise AssertionError("implementations run")
+
+    kernel = Dropped(registry=registry)
+    with on(H200):
+        for rate, platform in (0.0, "triton"), (0.1, "cuda"), (0.0, "triton"), (0.2, "cuda"):
+            for number in range(2):
+                assert process(number).choose(kernel, rate=rate).platform == platform
 
 
 def test_offline_tuning_is_done_once_for_all(process, monkeypatch):

@@ -204,6 +204,13 @@ class Kernel(Generic[Cfg, Out]):
             f"{target.kind.value} devices (it defines {', '.join(methods) or 'no run method'})",
         )
 
+    def usable_implementations(self, inv: Invocation) -> tuple[str, ...]:
+        """Names of the registered implementations among which this call has a choice.
+
+        They may differ between calls of one key, which holds no values of floats.
+        """
+        return ()
+
     def runner(self, resolved: Resolved, cfg: Cfg) -> Callable[..., Out]:
         """Last step: the function that runs bound arguments, differentiated by ``custom_vjp``."""
 

@@ -94,6 +94,9 @@ class RegisteredKernel(Kernel[Cfg, Out]):
             survey = replace(survey, usable=usable, refused=(*survey.refused, *refused))
         return survey
 
+    def usable_implementations(self, inv: Invocation) -> tuple[str, ...]:
+        return tuple(i.name for i in self.survey(inv.bound, inv.route.platform).usable)
+
     def _pass_over(self, impl: Implementation, call: BoundCall, error: Exception) -> None:
         """Take the next implementation for this call, as the heuristic of ``impl`` failed.
 

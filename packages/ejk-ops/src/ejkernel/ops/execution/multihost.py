@@ -54,7 +54,8 @@ class PeerGroup:
         Raises:
             AutotuneError: no answer in time, an answer that cannot be read, or process 0 failed.
         """
-        topic = PREFIX + short_hash([call.key, about], 32)
+        usable = call.kernel.usable_implementations(call)
+        topic = PREFIX + short_hash([call.key, about, usable], 32)
         with self._lock:
             latch = self._latches.setdefault(topic, threading.Lock())
         with latch:
