@@ -299,6 +299,22 @@ def test_read_only_folder(folder, monkeypatch):
     assert not files(folder)
 
 
+def test_a_folder_that_cannot_be_read_is_warned_about_once(folder, monkeypatch):
+    PersistentCache(folder).put(key(), Plain(3))
+
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    cache = PersistentCache(folder)
+    with pytest.warns(EjkernelWarning, match="memory only.*Permission denied") as told:
+        assert cache.get(key()) is None and cache.get(key(kernel="mean_pooling")) is None
+        assert FailureCache(cache).reason(key(), Plain(3)) is None
+        cache.put(key(), Plain(4))
+        assert cache.get(key()) == Plain(4)
+    assert len(told) == 1
+
+
 def test_path_below_a_file(tmp_path):
     (tmp_path / "file").write_text("x")
     memory_only(PersistentCache(tmp_path / "file" / "configs"), "cannot be written")

@@ -99,7 +99,8 @@ class FailureCache(Copyable, process_local={"_files": dict}):
             return None
         path, device, _ = key_file(root, key)
         if path not in self._files:
-            self._files[path] = ConfigFile(path, device=device)
+            folder = None if self._configs is None else self._configs.path
+            self._files[path] = ConfigFile(path, device=device, folder=folder)
         return self._files[path]
 
 

@@ -22,6 +22,7 @@ from ejkernel.ops.config.store import (
     is_about_one_file,
     key_file,
     remember_class,
+    warn_memory_only,
 )
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.utils.copying import Copyable
@@ -123,8 +124,11 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
                 file.update({text: Entry(plain, metadata, measured)}, self._lock_timeout)
             except NOT_WRITTEN as error:
                 self._writable = is_about_one_file(error)
-                where = file.path if self._writable else self.path
-                self._keep(text, cfg, f"{where} cannot be written: {error}")
+                if self._writable:
+                    self._keep(text, cfg, f"{file.path} cannot be written: {error}")
+                else:
+                    self._memory[text] = cfg
+                    warn_memory_only(self.path, f"{self.path} cannot be written: {error}")
 
     def _keep(self, text: str, cfg: Any, reason: str) -> None:
         self._memory[text] = cfg
@@ -205,7 +209,8 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
     def _opened(self, path: Path, device: str, kernel: str) -> ConfigFile:
         file = self._files.get(path)
         if file is None:
-            file = self._files[path] = ConfigFile(path, device=device, kernel=kernel)
+            whole = {"device": device, "kernel": kernel, "folder": self._root()}
+            file = self._files[path] = ConfigFile(path, **whole)
         return file
 
     def _existing(self) -> Iterator[ConfigFile]:

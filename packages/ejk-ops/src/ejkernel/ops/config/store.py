@@ -57,6 +57,12 @@ def is_about_one_file(error: Exception) -> bool:
     return name_too_long or isinstance(error, (NotAFile, TooLarge))
 
 
+def warn_memory_only(folder: str | os.PathLike[str], reason: str, *, stacklevel: int = 5) -> None:
+    """Warns once that nothing of a folder can be read or written."""
+    told = f"configs are kept in memory only: {reason}"
+    warn_once(("persistent", os.fspath(folder)), told, stacklevel=stacklevel + 1)
+
+
 def file_stem(name: str) -> str:
     """The name of a kernel or device as that of a file, which is never that of another's file."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "unnamed"
@@ -208,10 +214,18 @@ class ConfigFile:
     Writing takes a lock file next to it, reads what others wrote, adds, writes a temporary file
     in the same folder, and renames it over the old one: a reader, or a writer that is killed,
     never leaves or sees half a file.
+
+    Args:
+        path: the file.
+        device, kernel: what its entries are about, if all are about one.
+        folder: the cache it belongs to, which is warned about once if it cannot be read.
     """
 
-    def __init__(self, path: Path, *, device: str = "", kernel: str = ""):
+    def __init__(
+        self, path: Path, *, device: str = "", kernel: str = "", folder: Path | None = None
+    ):
         self.path = path
+        self._folder = path if folder is None else folder
         self._header = {k: v for k, v in (("device", device), ("kernel", kernel)) if v}
         self._stamp: Stamp | None = None  # of the file that _entries was read from
         self._foreign: Stamp | None = None  # of a file of another schema
@@ -239,7 +253,11 @@ class ConfigFile:
             active = None
             self._set_corrupt_aside()
         except OSError as error:
-            warn_once(("persistent", str(self.path), "read"), f"{self.path}: {error}", stacklevel=5)
+            if is_about_one_file(error):
+                cause = ("persistent", str(self.path), "read")
+                warn_once(cause, f"{self.path}: {error}", stacklevel=5)
+            else:
+                warn_memory_only(self._folder, f"{self.path} cannot be read: {error}")
             return {}
         return {} if active is None else self._entries
 
