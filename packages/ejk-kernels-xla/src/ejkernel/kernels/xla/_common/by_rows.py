@@ -35,7 +35,7 @@ def run_by_rows(call: Any, a: Mapping[str, Any], run: Callable[..., Any]) -> Any
         ]
     mapped = {n: [x for x, on in zip(leaves[n], rows[n], strict=True) if on] for n in leaves}
     shared = {
-        n: [None if on else _to_float32(x) for x, on in zip(leaves[n], rows[n], strict=True)]
+        n: [x if on else _to_float32(x) for x, on in zip(leaves[n], rows[n], strict=True)]
         for n in leaves
     }
     loops = max(size, 2)
