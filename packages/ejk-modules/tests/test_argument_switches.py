@@ -95,9 +95,15 @@ WITH = {  # what else a call has to have
 }
 
 
+# their kernels make the passes of flash attention, which is traced with every argument it takes
+ON_FLASH_ATTENTION = ("blocksparse_attention", "mla_attention", "scaled_dot_product_attention")
+
+
 def calls_of(operation: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Returns what is given, the operands, and the other arguments."""
-    call = call_class(operation)
+    call, traced = call_class(operation), set()
+    if operation in ON_FLASH_ATTENTION:
+        traced = set(call_class("flash_attention").boundary.names) - set(call.boundary.required)
     cases: dict[Any, Any] = {}
     for case in dtype_cases(call):
         # of the dtypes of an operand one that differs from the others'
@@ -107,10 +113,12 @@ def calls_of(operation: str) -> Iterator[tuple[str, dict[str, Any], dict[str, An
             cases.setdefault((case.operand, case.axes), case)
     base = next(c for c in cases.values() if c.operand == UNIFORM).called
     for (operand, axes), case in cases.items():
+        if operand in traced:
+            continue
         yield f"{operand}[{axes}]", case.called.structs(), case.called.options
     names = {p.name for p in call.boundary.array_parameters}
     for name in call.boundary.defaults:
-        if name in (*names, *call.boundary.required, *base.options):
+        if name in (*names, *call.boundary.required, *base.options, *traced):
             continue
         structs, options = base.structs(), dict(base.options)
         value = STATIC[name]

@@ -20,8 +20,8 @@ from ejktest.variants import SPECS, axis_words, ids
 # packed calls have no batch: their sequences share one axis of rows
 PACKED = ("ragged_page_attention", "ragged_page_attention_v3", "grouped_matmul")
 
-# operations with the kernels of recurrent_attention
-SAME_KERNELS = ("gla_attention", "lightning_attention")
+# operations with the kernels of recurrent_attention and of ragged_page_attention_v3
+SAME_KERNELS = ("gla_attention", "lightning_attention", "ragged_page_attention")
 
 
 def fast(f):

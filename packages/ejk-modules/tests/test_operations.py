@@ -13,6 +13,7 @@ from ejkernel.modules._table import OPERATIONS, exports, operation_class
 from ejkernel.ops import kernel_registry
 from ejkernel.types import MaskInfo
 from ejktest.calls import CALLS, call
+from ejktest.grids import without
 from ejktest.transforms import loss_of
 
 ALL = sorted(CALLS)
@@ -48,7 +49,8 @@ def test_a_class_in_place_of_the_function_names_the_function(operation):
             kernel(*args, **named)
 
 
-@pytest.mark.parametrize("operation", ALL)
+# the kernel of ragged_page_attention_v3 is that of ragged_page_attention, and writes besides
+@pytest.mark.parametrize("operation", without(ALL, "ragged_page_attention"))
 def test_transformations_keep_results(operation):
     c = call(operation)
     function = getattr(modules, operation)

@@ -38,8 +38,15 @@ def trace(c, convert=narrow, **how):
         return jax.make_jaxpr(jax.value_and_grad(loss))(wanted)
 
 
-# blocksparse attention takes longest; test_argument_switches has its arguments one by one
-@pytest.mark.parametrize("operation", without(sorted(OPTIONS), "blocksparse_attention"))
+# the first three make the passes of flash attention, with their own arguments one by one in
+# test_argument_switches; ragged_page_attention_v3 has the kernel of the last, and writes besides
+COVERED = (
+    "blocksparse_attention", "mla_attention", "scaled_dot_product_attention",
+    "ragged_page_attention",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", without(sorted(OPTIONS), *COVERED))
 def test_no_operation_promotes_ranks_or_dtypes(operation):
     for label, c in OPTIONS[operation]:
         try:

@@ -7,6 +7,7 @@ import pytest
 
 import ejkernel.modules as modules
 from ejktest.calls import CALLS, call
+from ejktest.grids import without
 
 
 def widened(x, floats, integers):
@@ -15,7 +16,8 @@ def widened(x, floats, integers):
     return jnp.asarray(np.asarray(x), integers if x.dtype == jnp.int32 else x.dtype)
 
 
-@pytest.mark.parametrize("operation", sorted(CALLS))
+# the kernel of ragged_page_attention_v3 is that of ragged_page_attention, and writes besides
+@pytest.mark.parametrize("operation", without(sorted(CALLS), "ragged_page_attention"))
 def test_every_operation_with_64_bit_types(operation):
     c = call(operation)
     run = getattr(modules, operation)
