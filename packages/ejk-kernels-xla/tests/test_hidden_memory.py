@@ -22,7 +22,11 @@ from ejkernel.kernels.xla import (
     gated_delta_rule,
     gla_attention,
     mla_attention,
+    mla_decode,
     native_sparse_attention,
+    page_attention,
+    ragged_decode_attention,
+    ragged_page_attention,
     ring_attention,
     scaled_dot_product_attention,
 )
@@ -124,3 +128,52 @@ def test_delta_rule(rows: int) -> None:
     padding = np.arange(rows) >= rows - 4
     cu = np.array([0, 6, rows - 4], np.int32)
     check(partial(gated_delta_rule, cu_seqlens=cu, normalize_qk=True), arrays, padding, padding)
+
+
+LENS, TABLES = np.array([0, 10], np.int32), np.array([[0, 3, -1], [2, 2, 5]], np.int32)
+PAGES = normal(5, 6, 4, 2, 8)
+# as tracers: with arrays of NumPy a sequence of more rows than tokens is an error
+STARTS, CONTEXTS = jnp.array([0, 3, 6]), jnp.array([2, 10])
+SLICE = np.array([5, 2], np.int32), np.array([5, 9], np.int32)
+OPTIONS = {"logits_soft_cap": 3.0, "return_lse": True}
+
+
+def in_one_row(outputs):
+    """Returns ``o`` and ``exp(lse)``, which is finite, as one batch row."""
+    o, lse = outputs
+    return o.reshape(1, -1, *o.shape[-2:]), jnp.exp(lse).reshape(1, -1, lse.shape[-1])
+
+
+def test_row_of_an_empty_context() -> None:
+    def call(query, pages):
+        options = OPTIONS | {"num_splits": 2}
+        return in_one_row(page_attention(query[0], pages, pages, LENS, TABLES, **options))
+
+    arrays = {"query": normal(0, 1, 2, 4, 8), "pages": PAGES}
+    check(call, arrays, LENS == 0, without_rows=("pages",))
+
+
+def test_row_of_an_empty_slice_of_a_cache() -> None:
+    def call(query, key, value):
+        return in_one_row(ragged_decode_attention(query[0], key, value, *SLICE, **OPTIONS))
+
+    arrays = {"query": normal(0, 1, 2, 4, 8), "key": normal(1, 2, 9, 2, 8)}
+    check(call, arrays | {"value": normal(2, 2, 9, 2, 8)}, LENS == 0)
+
+
+def test_packed_row_before_its_sequence() -> None:
+    def call(query, pages):
+        rows = CONTEXTS, TABLES, STARTS, 2
+        return in_one_row(ragged_page_attention(query[0], pages, *rows, **OPTIONS))
+
+    arrays = {"query": normal(0, 1, 6, 2, 8), "pages": PAGES}
+    check(call, arrays, np.arange(6) == 0, without_rows=("pages",))
+
+
+def test_latent_row_before_its_sequence() -> None:
+    def call(query, pages):
+        rows = query.reshape(2, 3, 2, 8)
+        return in_one_row(mla_decode(rows, pages, CONTEXTS, TABLES, latent_dim=6, **OPTIONS))
+
+    arrays = {"query": normal(0, 1, 6, 2, 8), "pages": PAGES[:, :, 0]}
+    check(call, arrays, np.arange(6) == 0, without_rows=("pages",))

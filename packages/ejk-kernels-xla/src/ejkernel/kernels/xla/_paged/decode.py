@@ -147,7 +147,12 @@ def attend_call(
         tokens, group or max(n * splits, 1), p.logits_soft_cap, left_of(p.sliding_window), dtype
     )
     scale, sinks = head_scale(hk, dtype, *scales), head_sinks(sinks, hk * g, hk, dtype)
+    # a row that sees no key, or its cotangent, may be NaN, of which 0 * NaN would reach every key
+    first, last = (x[:, None] for x in (tiles.start, tiles.stop))
+    sees_keys = (tiles.position >= jnp.maximum(first, 0)) & (first < last)
+    alive = sees_keys[:, :, None, None, None]
+    query = jnp.where(alive, query, 0)
     o, lse = attend_rows(spec, layout, query, caches, scale, sinks, tiles, splits)
     if v_scale is not None:
         o = o * head_scale(hk, dtype, v_scale)[None, None, :, None, None]
-    return o, lse
+    return jnp.where(alive, o, 0), jnp.where(alive[..., 0], lse, NEG_INF)
