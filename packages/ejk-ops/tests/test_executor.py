@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.ops import (
@@ -189,6 +189,11 @@ def test_mesh_of_a_plain_kernel(x):
     got = executor(Local(), x, mesh=mesh, in_specs=[P("d")])
     np.testing.assert_allclose(got, 2 * x)
     assert shapes == [(2,)]
+    typed = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    for array in np.asarray(x), x, jax.device_put(x, NamedSharding(typed, P())):
+        got = executor(Local(), array, mesh=typed, in_specs=[P("d")])
+        np.testing.assert_allclose(got, 2 * x)
+        assert got.sharding.spec == P("d")
     explained = executor.explain(Local(), x, mesh=mesh, in_specs=(P("d"),))
     assert explained.cfg == Config(2.0)
     with pytest.raises(ValueError, match="without in_specs"):

@@ -21,8 +21,8 @@ from ejkernel.modules._specs import (
     spread_sequence,
     typed_spec,
 )
-from ejkernel.modules.compat import explicit_axes, over_axes, placed
-from ejkernel.ops.compat import mapped_mesh_axes
+from ejkernel.modules.compat import over_axes
+from ejkernel.ops.compat import explicit_axes, mapped_mesh_axes, placed
 from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types.calls.axes import bare, meaning

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ejkernel.modules.compat import explicit_axes, typed_sharding
 from ejkernel.ops import InvalidArgument
+from ejkernel.ops.compat import explicit_axes, typed_sharding
 from ejkernel.ops.core.keys import ARRAYS
 from ejkernel.types.calls.axes import AXES, Kind, meaning
 from ejkernel.types.calls.layout import Layout, MeshAxes

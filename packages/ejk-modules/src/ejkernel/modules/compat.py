@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ejkernel.ops import compat
 from ejkernel.ops.varying import varying_axes
@@ -15,44 +14,6 @@ from ejkernel.ops.varying import varying_axes
 def ambient_mesh() -> Any:
     """The mesh of ``jax.set_mesh`` or of ``with mesh:``, None without one."""
     return next((mesh for mesh in compat.ambient_mesh() if not mesh.empty), None)
-
-
-def explicit_axes(mesh: Any) -> tuple[str, ...]:
-    """The axes of a mesh over which arrays carry their sharding in their type."""
-    kinds = getattr(mesh, "axis_types", None) or ()
-    explicit = jax.sharding.AxisType.Explicit
-    return tuple(a for a, kind in zip(mesh.axis_names, kinds, strict=False) if kind == explicit)
-
-
-def typed_sharding(x: Any) -> NamedSharding | None:
-    """The sharding in the type of an array, None where its type has none."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
-
-
-def placed(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Returns the values sharded over ``mesh`` by ``spec``; of mixed axes, over explicit ones."""
-    explicit = explicit_axes(mesh)
-    if not explicit:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    if len(explicit) < len(mesh.axis_names):  # types name no automatic axis
-        spec = _of_axes(spec, explicit)
-    now = typed_sharding(x)
-    if now is not None and not now.mesh.empty and _entries(now.spec) == _entries(spec):
-        return x  # resharding would replicate it over the axes left to the compiler
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-
-def _of_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    entries = [() if e is None else (e,) if isinstance(e, str) else e for e in spec]
-    return PartitionSpec(*(tuple(axis for axis in e if axis in axes) or None for e in entries))
-
-
-def _entries(spec: PartitionSpec) -> list[Any]:
-    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return entries
 
 
 def automatic_mesh(arrays: Any) -> Any:

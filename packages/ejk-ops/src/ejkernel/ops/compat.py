@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax._src import core, dispatch, distributed, mesh, sharding_impls
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 __all__ = [
     "Coordination",
@@ -18,6 +19,7 @@ __all__ = [
     "ambient_mesh",
     "coordination",
     "device_tiles",
+    "explicit_axes",
     "finds_partitioned_programs",
     "is_partitioned",
     "kernel_times",
@@ -26,8 +28,10 @@ __all__ = [
     "needs_devices",
     "on_mesh",
     "over_automatic_axes",
+    "placed",
     "settings",
     "trace_settings",
+    "typed_sharding",
 ]
 
 settings: Any = jax.config
@@ -70,12 +74,50 @@ def mesh_of(x: Any) -> Any:
     return getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
 
 
+def explicit_axes(mesh: Any) -> tuple[str, ...]:
+    """The axes of a mesh over which arrays carry their sharding in their type."""
+    kinds = getattr(mesh, "axis_types", None) or ()
+    explicit = jax.sharding.AxisType.Explicit
+    return tuple(a for a, kind in zip(mesh.axis_names, kinds, strict=False) if kind == explicit)
+
+
+def typed_sharding(x: Any) -> NamedSharding | None:
+    """The sharding in the type of an array, None where its type has none."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def placed(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    """Returns the values sharded over ``mesh`` by ``spec``; of mixed axes, over explicit ones."""
+    explicit = explicit_axes(mesh)
+    if not explicit:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    if len(explicit) < len(mesh.axis_names):  # types name no automatic axis
+        spec = _of_axes(spec, explicit)
+    now = typed_sharding(x)
+    if now is not None and not now.mesh.empty and _entries(now.spec) == _entries(spec):
+        return x  # resharding would replicate it over the axes left to the compiler
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _of_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    entries = [() if e is None else (e,) if isinstance(e, str) else e for e in spec]
+    return PartitionSpec(*(tuple(axis for axis in e if axis in axes) or None for e in entries))
+
+
+def _entries(spec: PartitionSpec) -> list[Any]:
+    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return entries
+
+
 def on_mesh(aval: Any, mesh: Any) -> Any:
     """The type of an array on ``mesh``, sharded as the compiler likes."""
     if mesh is None or not aval.sharding.mesh.empty:
         return aval
-    spec = jax.sharding.PartitionSpec(*[None] * len(aval.shape))
-    return aval.update(sharding=jax.sharding.NamedSharding(mesh, spec))
+    spec = PartitionSpec(*[None] * len(aval.shape))
+    return aval.update(sharding=NamedSharding(mesh, spec))
 
 
 def needs_devices(primitive: Any) -> None:

@@ -17,10 +17,10 @@ from ejkernel.modules._specs import explicit_mesh
 from ejkernel.modules.compat import (
     ambient_mesh,
     automatic_mesh,
-    explicit_axes,
     other_than_automatic,
 )
 from ejkernel.ops import InvalidArgument, Platform, Support
+from ejkernel.ops.compat import explicit_axes
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.ops.partition import regions_are_partitioned
 from ejkernel.types import MaskInfo, calls

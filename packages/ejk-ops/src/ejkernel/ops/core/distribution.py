@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ejkernel.ops.compat import explicit_axes, placed
 from ejkernel.ops.core.parts import Parts
 
 
@@ -77,6 +79,9 @@ def distribute_by_specs(
         out_specs = specs[0] if specs else PartitionSpec()
     elif not isinstance(out_specs, PartitionSpec):
         out_specs = tuple(out_specs)
+
+    if explicit_axes(mesh):  # there shard_map takes no array that is placed otherwise
+        arrays = [placed(jnp.asarray(x), mesh, s) for x, s in zip(arrays, specs, strict=True)]
 
     def shard(*arrays: Any) -> Any:
         local_args, values = parts.around(arrays)
