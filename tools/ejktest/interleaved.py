@@ -97,9 +97,9 @@ def interleaved(seed: int) -> Generator[None]:
     """Runs the programs of every interpreted launch at the same time."""
     from triton.runtime import interpreter as rt
 
-    from ejkernel.kernels.triton import interpret
+    from ejkernel.kernels.triton import interpret_builder
 
-    interpret._prepare()
+    interpret_builder.install()
     builder, turns = rt.interpreter_builder, Turns(np.random.default_rng(seed))
 
     class Executor(rt.GridExecutor):

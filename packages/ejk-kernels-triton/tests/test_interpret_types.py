@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime import interpreter
 
-from ejkernel.kernels.triton import interpret
+from ejkernel.kernels.triton import interpret, interpret_builder
 
 OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "less_than", "minimum")
 KINDS = (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.float32, tl.float64)
@@ -40,7 +40,7 @@ def outcome(semantic, operation, *operands):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_pair_of_operands(operation) -> None:
-    interpret._prepare()
+    interpret_builder.install()
     semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
     tensors = [(kind, shape) for kind in KINDS for shape in ((), (4,), (2, 4))]
     pairs = [(x, y) for x in tensors for y in tensors]

@@ -1,12 +1,8 @@
 """Runs the kernels on the CPU through Triton's interpreter, on numpy arrays.
 
 The interpreter executes a kernel program by program with numpy in place of the compiler; it needs
-no GPU and no torch. Three things are added to it here:
-
-* arrays are wrapped so that it finds the attributes it reads from torch tensors;
-* bfloat16 and float8 compute as floats (the interpreter treats their bits as integers);
-* every load and store is checked against the arrays of the launch, so that a kernel that reads
-  outside its buffers raises IndexError instead of crashing the process.
+no GPU and no torch: arrays are wrapped so that it finds the attributes it reads from torch tensors.
+``interpret_builder`` adds float types and checks of the memory that a kernel touches.
 
 Kernels are ordinary compiled ones: each is rebuilt as an interpreted twin, together with the
 device functions it calls.
@@ -20,7 +16,6 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ejkernel.kernels.triton.bound_launch import (
@@ -32,16 +27,9 @@ from ejkernel.kernels.triton.bound_launch import (
     map_leaves,
 )
 from ejkernel.kernels.triton.compiled import TRITON_LOCK
-from ejkernel.kernels.triton.interpret_types import constructors, quicken
+from ejkernel.kernels.triton.interpret_types import constructors
 from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.targets import current_target
-
-_EXTENDED = {
-    np.dtype(ml_dtypes.bfloat16): "bfloat16",
-    np.dtype(ml_dtypes.float8_e4m3fn): "float8_e4m3fn",
-    np.dtype(ml_dtypes.float8_e5m2): "float8_e5m2",
-}
-_ranges: list[tuple[int, int]] = []
 
 
 class _Type:
@@ -53,7 +41,7 @@ class _Type:
         self.is_floating_point = self.dtype.kind in "fV"
 
     def __str__(self) -> str:
-        return _EXTENDED.get(self.dtype, self.dtype.name)
+        return self.dtype.name
 
     def __eq__(self, other: object) -> bool:
         return str(self) == str(other)
@@ -138,100 +126,6 @@ class _Group:
         return len(self._values)
 
 
-def _in_bounds(pointers: Any, mask: Any, what: str) -> None:
-    from triton.runtime import interpreter
-
-    addresses = pointers.data[mask.data]
-    width = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
-    inside = np.zeros(addresses.shape, bool)
-    for first, last in _ranges:
-        inside |= (addresses >= first) & (addresses + width <= last)
-    if not inside.all():
-        where = interpreter.interpreter_builder.grid_idx
-        raise IndexError(f"out-of-bounds {what} of {(~inside).sum()} elements in program {where}")
-
-
-@functools.cache
-def _prepare() -> None:
-    """Teach the interpreter extended float types and bounds; once per process."""
-    import triton.language as tl
-    from triton.runtime import interpreter as rt
-
-    extended = {
-        tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
-        tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
-        tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
-    }
-    builder = rt.InterpreterBuilder
-    storage_dtype = rt._get_np_dtype
-    old_cast, old_load, old_store = (
-        builder.cast_impl,
-        builder.create_masked_load,
-        builder.create_masked_store,
-    )
-
-    dtypes: dict[str, np.dtype] = {}
-
-    def np_dtype(kind):
-        scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
-        if scalar.name not in dtypes:
-            pointer = isinstance(scalar, tl.pointer_type)
-            is_extended = not pointer and scalar in extended
-            dtypes[scalar.name] = extended[scalar] if is_extended else storage_dtype(kind)
-        return dtypes[scalar.name]
-
-    def wide(x):
-        return x.data.astype(np.float32) if x.dtype.scalar in extended else x.data
-
-    def cast(self, source, kind, *_):
-        if source.dtype.scalar in extended or kind.scalar in extended:
-            return rt.TensorHandle(wide(source).astype(np_dtype(kind)), kind.scalar)
-        return old_cast(self, source, kind)
-
-    def dot(self, a, b, d, *_):
-        kind = d.data.dtype
-        # equal rows must give equal results, as on a GPU: the order in which the host's BLAS adds
-        # may depend on the position of a row, which accumulating in twice the width hides
-        more = np.dtype(np.float64) if kind == np.float32 else kind
-        with np.errstate(over="ignore"):
-            product = np.matmul(wide(a).astype(more), wide(b).astype(more)).astype(kind)
-        return rt.TensorHandle(product + d.data, d.dtype.scalar)
-
-    def load(self, pointers, mask, other, *args, **kwargs):
-        _in_bounds(pointers, mask, "load")
-        kind = pointers.get_element_ty()
-        if isinstance(kind, tl.pointer_type) or kind not in extended:
-            return old_load(self, pointers, mask, other, *args, **kwargs)
-        raw = storage_dtype(kind)
-        if other is None:
-            fill = np.zeros(pointers.data.shape, raw)
-        else:
-            fill = np.ascontiguousarray(other.data).view(raw)
-        bits = rt._interpreter.load(pointers.data, mask.data, fill, raw)
-        return rt.TensorHandle(bits.view(extended[kind]), kind)
-
-    def store(self, pointers, value, mask, *args, **kwargs):
-        _in_bounds(pointers, mask, "store")
-        kind = value.dtype.scalar
-        if not isinstance(kind, tl.pointer_type) and kind in extended:
-            bits = np.ascontiguousarray(value.data).view(storage_dtype(kind))
-            value = rt.TensorHandle(bits, value.dtype)
-        return old_store(self, pointers, value, mask, *args, **kwargs)
-
-    def splat(self, kind, x):
-        # the handle of a comparison names the dtype of its operands, but its data are bool, as
-        # masks must be
-        return rt.TensorHandle(np.full(kind.shape, x.data, x.data.dtype), x.dtype.scalar)
-
-    rt._get_np_dtype = np_dtype
-    builder.create_splat = splat
-    builder.cast_impl = builder.create_fp_ext = cast
-    builder.create_fp_trunc = builder.create_fp_to_fp = cast
-    builder.create_dot = dot
-    builder.create_masked_load, builder.create_masked_store = load, store
-    quicken(rt.interpreter_semantic)
-
-
 @functools.cache
 def _twin_class() -> type:
     from triton.runtime.interpreter import InterpretedFunction, InterpreterError
@@ -304,6 +198,7 @@ def run_launch(
         IndexError: the kernel reads or writes outside the arrays.
     """
     import triton.experimental.gluon  # noqa: F401  (must not be imported under the twins)
+    from ejkernel.kernels.triton.interpret_builder import install, memory_of
     from triton.runtime.errors import InterpreterError
     from triton.runtime.interpreter import _implicit_cvt
     from triton.runtime.jit import JITFunction
@@ -333,9 +228,8 @@ def run_launch(
         made = map_leaves(value, leaf)
         return _Group(made) if isinstance(made, tuple) else made
 
-    with TRITON_LOCK, _interpreted_library():
-        _prepare()
-        _ranges[:] = [(a.ctypes.data, a.ctypes.data + a.nbytes) for a in (*inputs, *outputs)]
+    with TRITON_LOCK, _interpreted_library(), memory_of([*inputs, *outputs]):
+        install()
         values = {**launch.arguments, **launch.constants, **launch.interpreted}
         arguments = {name: argument(values[name]) for name in launch.arguments}
         constants = {name: values[name] for name in launch.constants}
@@ -349,8 +243,6 @@ def run_launch(
             if isinstance(root, IndexError):
                 raise root from error
             raise
-        finally:
-            _ranges.clear()
 
 
 def run_interpreted(launch: Launch, *arrays: Any) -> list[np.ndarray]:
