@@ -78,13 +78,7 @@ def distribute(
         a = without_packing(a)
     override = op.spec.distributed_axes(a)
     arguments = [_argument(p, a[p.name], override, in_specs or (), i) for i, p in _arrays(op)]
-    sizes = {
-        word.lstrip("#"): size
-        for argument in reversed(arguments)
-        if argument.shape is not None
-        for word, size in zip(argument.words, argument.shape, strict=True)
-        if not (word.startswith("#") and size == 1)
-    }
+    sizes = _sizes_by_word(arguments)
     layout = Layout(
         op.spec.name,
         {axis: mesh.shape[axis] for axis in axis_names},
@@ -116,21 +110,18 @@ def distribute(
 
     arrays, specs, rebuild = _split(a, by_name, layout)
 
+    single = len(outputs) == 1
+
     def body(*leaves: Any) -> Any:
         local = rebuild(leaves)
         if key_heads:
             shard.pick_key_heads(local, key_heads)
         op.to_shard(local, shard)
         if shared and op.spec.passes_states:
-            of_shard = op.spec.share_sequence(local, shard, lambda part: call((), part))
-            return of_shard[0] if single else of_shard
-        if shard.parts("pages") > 1:
-            return op.spec.attend_to_shard(local, shard, lambda part: call((), part))
-        result = call((), local, shared if by_kernel else ())
-        summed = tuple(sorted(layout.summed_axes))
-        return jax.lax.psum(result, summed) if summed else result
+            results = op.spec.share_sequence(local, shard, lambda part: call((), part))
+            return results[0] if single else results
+        return _run_shard(op, local, shard, call, shared if by_kernel else ())
 
-    single = len(outputs) == 1
     by_specs = typed_layout is None and not ring_alone
     if by_specs:
         axis_names = _axes_to_map(mesh, (specs, natural), ring_axis)
@@ -144,6 +135,35 @@ def distribute(
     results = [result] if single else result
     moved = [_move(x, mesh, spec) for x, spec in zip(results, out_layout, strict=True)]
     return moved[0] if single else tuple(moved)
+
+
+def _run_shard(
+    op: DistributedOperation,
+    local: Arguments,
+    shard: Shard,
+    call: LocalCall,
+    sequence_axes: tuple[str, ...],
+) -> Any:
+    """Returns the outputs of one shard, of its arguments.
+
+    ``sequence_axes``: mesh axes over which the kernel itself exchanges keys and values.
+    """
+    if shard.parts("pages") > 1:
+        return op.spec.attend_to_shard(local, shard, lambda part: call((), part))
+    result = call((), local, sequence_axes)
+    summed = tuple(sorted(shard.layout.summed_axes))
+    return jax.lax.psum(result, summed) if summed else result
+
+
+def _sizes_by_word(arguments: Sequence[Argument]) -> dict[str, int]:
+    """Returns the size of every axis by its word; of axes that may be 1, any other size."""
+    return {
+        word.lstrip("#"): size
+        for argument in reversed(arguments)
+        if argument.shape is not None
+        for word, size in zip(argument.words, argument.shape, strict=True)
+        if not (word.startswith("#") and size == 1)
+    }
 
 
 def _axes_to_map(mesh: Any, specs: Any, ring_axis: str | None) -> tuple[str, ...]:
