@@ -209,8 +209,8 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
     def _opened(self, path: Path, device: str, kernel: str) -> ConfigFile:
         file = self._files.get(path)
         if file is None:
-            whole = {"device": device, "kernel": kernel, "folder": self._root()}
-            file = self._files[path] = ConfigFile(path, **whole)
+            header = {"device": device, "kernel": kernel, "folder": self._root()}
+            file = self._files[path] = ConfigFile(path, **header)
         return file
 
     def _existing(self) -> Iterator[ConfigFile]:
