@@ -31,9 +31,12 @@ class Alone:
 
     Attributes:
         row: what it computes. kernel: part of its name. call: a call that runs it.
-        backward: whether it runs in the backward pass. tiles: its tiles, for the table.
+        backward: whether it is counted in the program with gradients. tiles: its tiles, for the
+            table.
         passes: matmuls of 128 x 128 x 128 in its steady code, where they are counted.
         copies: what counts its copies, where it copies by hand.
+        returns_output: whether the program with gradients returns the result too, as that of a
+            training step: the kernels of both passes are counted in one program.
     """
 
     row: str
@@ -43,6 +46,7 @@ class Alone:
     tiles: str = ""
     passes: int = 1
     copies: Callable[[Any], Counted] | None = None
+    returns_output: bool = False
 
     def count(self) -> Iterator[Cost]:
         """Yields the cost."""
@@ -60,6 +64,7 @@ class Alone:
             shapes,
             self.call,
             self.backward,
+            self.returns_output,
             None if self.copies is None else partial(self.copies, self.call),
         )
 
@@ -77,11 +82,17 @@ _WRITING, _WRITING_ROWS = ragged.COMPILED_TPU["ragged"], ragged.writing_ahead(16
 ALONE = {
     **{
         part: (
-            Alone("choice", "ejkernel_select_blocks", call),
-            Alone("selected", "ejkernel_selected_fwd", call, tiles="128x512", passes=8),
-            Alone("gradients", "ejkernel_selected_bwd", call, True, "128x512", 20),
+            trained("choice", "ejkernel_select_blocks"),
+            trained("selected", "ejkernel_selected_fwd", tiles="128x512", passes=8),
+            trained("gradients", "ejkernel_selected_bwd", tiles="128x512", passes=20),
         )
-        for part, call in (("native sparse", _SPARSE), ("native sparse joined", _JOINED))
+        for part, trained in (
+            ("native sparse", partial(Alone, call=_SPARSE, backward=True, returns_output=True)),
+            (
+                "native sparse joined",
+                partial(Alone, call=_JOINED, backward=True, returns_output=True),
+            ),
+        )
     },
     "linear": (
         Alone("forward", "ejkernel_linear_attention", _LINEAR),

@@ -206,7 +206,7 @@ def _program(device: Any, cost: Any) -> Any:
     function, shapes = cost.function, cost.shapes
     if cost.call is not None:
         with chips.targeting(device):
-            function, shapes = with_rows_as_projected(cost.call, cost.backward)
+            function, shapes = with_rows_as_projected(cost.call, cost.backward, cost.returns_output)
     if cost.call is None or "kv_cache" not in shapes[1]:
         return chips.compile_for(device, function, *shapes)
     # a server's cache is written in place: the result takes the memory of the operand

@@ -28,6 +28,7 @@ class Cost:
         depth: contracted length of its matmuls, at most that of a matrix unit.
         function: a call that runs it, for arrays of these ``shapes``.
         call: what ``function`` runs; None for JAX's own. backward: whether with its gradients.
+        returns_output: whether that program returns the result of the call too.
         copies: the same call over fewer tokens, where the kernel copies by hand.
         compiled: compiles a program for several devices of a machine, of which one is given.
     """
@@ -42,6 +43,7 @@ class Cost:
     shapes: tuple[Any, ...]
     call: Any = None
     backward: bool = False
+    returns_output: bool = False
     copies: Callable[[], Counted] | None = None
     compiled: Callable[[Any], Any] | None = None
 

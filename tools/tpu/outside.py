@@ -16,12 +16,15 @@ ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")
 ROWS = ("query", "key", "value", "g", "do")  # a projection leaves heads of a row next to each other
 
 
-def with_rows_as_projected(call: Any, backward: bool) -> tuple[Any, tuple[Any, ...]]:
+def with_rows_as_projected(
+    call: Any, backward: bool, returns_output: bool = False
+) -> tuple[Any, tuple[Any, ...]]:
     """Returns a call of rows ``[b, s, h * d]`` instead of ``[b, s, h, d]``, and its shapes.
 
     Splitting the last axis changes the layout of an array in memory, which a program whose
     parameters are split would do by copies that no model has. With ``backward`` the gradient of
-    the result is an argument too.
+    the result is an argument too, and gradients are returned, after the result if
+    ``returns_output``.
     """
     smooth, fixed = call.shapes()
     rows = call.structs()["query"].shape[:2] if "query" in call.structs() else None
@@ -48,8 +51,9 @@ def with_rows_as_projected(call: Any, backward: bool) -> tuple[Any, tuple[Any, .
         ]
         if not backward:
             return jax.tree.map(merge, forward(*split))
-        _, back = jax.vjp(lambda smooth: forward(smooth, split[1]), split[0])
-        return jax.tree.map(merge, back(split[2]["do"]))
+        out, back = jax.vjp(lambda smooth: forward(smooth, split[1]), split[0])
+        gradients = back(split[2]["do"])
+        return jax.tree.map(merge, (out, *gradients) if returns_output else gradients)
 
     return run, tuple({n: merged(n, x) for n, x in part.items()} for part in parts)
 

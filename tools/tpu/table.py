@@ -27,11 +27,11 @@ OUTSIDE = {
     "joined heads": "the sum of do * o of every row",
     "latent expanded": "keys and values that matmuls expand from latent rows, padded from 192 to "
     "256 columns; as d64",
-    "native sparse": "q and do copied from [s, h * d] to [h, s, d], o and dq back, each in two "
-    "steps; do times the gate of each branch; q with zeros in rows that see no mean; lists of "
+    "native sparse": "both passes: q and do copied from [s, h * d] to [h, s, d], o and dq back, "
+    "each in two steps; the sum of the branches; k and v as d64, in float32 for means; lists of "
     "tiles",
-    "native sparse joined": "sums of the branches and of dq; do times the gate of each branch; q "
-    "with zeros in rows that see no mean; k and v copied as d64, in float32 for means; lists",
+    "native sparse joined": "both passes: the sum of the branches; k and v copied as d64, in "
+    "float32 for means; lists of tiles",
     "trees": "marks of nodes as rows of lanes; queries and outputs by sequence; block tables",
     "ragged write": "new keys and values as one array in the cache's dtype",
     "linear": "gates and their gradients as [heads, rows]; zeros of which states begin",

@@ -82,6 +82,23 @@ def test_nan_that_a_token_sees_is_in_its_output_and_gradients(blocks, operand):
     assert dv_has_nan[seen].all() and (blocks == "selected" or not dv_has_nan[12:].any())
 
 
+@pytest.mark.parametrize("operand", ["query", "do"])
+def test_nan_of_a_token_that_sees_no_mean_stays_in_its_block(operand):
+    """The first tokens share rows and tiles with tokens that see means; gates may be negative."""
+    length, at, block = 24, 1, jnp.arange(24, dtype=jnp.int32) // SIZE
+    q, k, v, g_cmp, g_slc = inputs(2, gates=2, length=length, hk=1)
+    do = normal(1, length, 2, DV)
+    q, do = (x.at[0, at].set(jnp.nan) if n == operand else x for n, x in (("query", q), ("do", do)))
+
+    def branches(*args):
+        return native_sparse_attention(*args, block[None, :, None, None], 1, block_size=SIZE)
+
+    _, pull = jax.vjp(jax.jit(branches), q, k, v, g_cmp, g_slc)
+    _, dk, dv, *of_gates = (np.isnan(x[0]) for x in pull(do))
+    assert dk[: at + 1].all() and dv[: at + 1].all() and not (dk[SIZE:].any() or dv[SIZE:].any())
+    assert of_gates[1][at].all() and not any(np.delete(x, at, 0).any() for x in of_gates)
+
+
 def test_selection_and_all_branches():
     count, window, scale = 3, 5, -0.3
     args = inputs(3, length=30, hk=1)

@@ -186,6 +186,11 @@ def fit(x: jax.Array, width: int) -> jax.Array:
     return x if width == LANES else jnp.concatenate([x] * (width // LANES), axis=1)
 
 
+def finite(x: jax.Array) -> jax.Array:
+    """Returns ``x``, float32, with zeros for infinities and NaN."""
+    return jnp.where(jnp.abs(x) < jnp.inf, x, 0.0)
+
+
 def touches(rules: TileRules, first_q: Any, first_kv: Any, q: int, kv: int) -> Any:
     """Returns whether a tile of ``q`` queries and ``kv`` keys meets band and lengths; scalar."""
     meets = (first_q < rules.q_len) & (first_kv < rules.kv_len)

@@ -54,11 +54,11 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
 
     def add(position: TilePosition, pair: Pair, mask: Any = None) -> None:
         queries, keys = position
-        q, do = x.q[0, 0, queries], x.do[0, 0, queries]
-        lse, delta = x.statistics(queries)
+        q, do = x.rows_to_add(queries, mask)
+        statistics = x.statistics(queries)
         if wide:
-            lse, delta = (fit(column(s), pair[0].shape[1]) for s in (lse, delta))
-        p, ds = gradients.tile_gradients(layout, pair, mask, lse, delta, q.dtype)
+            statistics = tuple(fit(column(s), pair[0].shape[1]) for s in statistics)
+        p, ds = gradients.tile_gradients(layout, pair, mask, statistics, q.dtype)
         q, do = q.astype(ds.dtype), do.astype(p.dtype)
         if wide:
             dv_acc[:, keys] += layout.dot(do.T, p, (1, 0))

@@ -37,8 +37,9 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
     wide = layout.tiles.transposed
     x, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=wide)
     dq_ref, acc_ref, *columns = refs
-    # unless transposed: columns of lse and delta, then of the pairs
-    statistics, columns = columns[:2], columns[2:]
+    # unless transposed: columns of the row values, then of the pairs
+    count = len(x.row_values)
+    statistics, columns = columns[:count], columns[count:]
     b, qi, t = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     first = table_entry(layout, layout.q_blocks, b, pl.program_id(1), qi)
     step = step_of(layout, table, first, qi, t, queries_on_lanes=wide)
@@ -47,7 +48,7 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
     def _begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
         if not wide:
-            for row, spread in zip((x.lse, x.delta), statistics, strict=True):
+            for row, spread in zip(x.row_values, statistics, strict=True):
                 spread[...] = column(row[0, 0])
             for row, spread in zip(x.q_rows, columns, strict=True):
                 spread[...] = column(row[0])
@@ -56,10 +57,10 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
         queries, keys = position
         k = x.k[0, 0, keys]
         if wide:
-            lse, delta = x.statistics(queries)
+            of_rows = x.statistics(queries)
         else:
-            lse, delta = (fit(c[queries], pair[0].shape[1]) for c in statistics)
-        _, ds = gradients.tile_gradients(layout, pair, mask, lse, delta, k.dtype)
+            of_rows = tuple(fit(c[queries], pair[0].shape[1]) for c in statistics)
+        _, ds = gradients.tile_gradients(layout, pair, mask, of_rows, k.dtype)
         k = k.astype(ds.dtype)
         if wide:
             acc_ref[:, queries] += layout.dot(k.T, ds, (1, 0))
@@ -86,9 +87,9 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
 def query_gradient(
     layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: Pairs
 ) -> jax.Array:
-    """dq ``[b, h, q, d]`` of padded, head-major q, k, v, do, lse, delta.
+    """dq ``[b, h, q, d]`` of padded, head-major q, k, v, do, lse, delta, and gate if ``gated``.
 
-    lse (as ``Layout.raw_logits``, large where a row sees no key) and delta are float32
+    lse (as ``Layout.raw_logits``, large where a row sees no key), delta and gate are float32
     ``[b, h, 1, q]``.
     """
     p, rows = layout.problem, layout.tiles.block_q
@@ -96,7 +97,8 @@ def query_gradient(
     if layout.tiles.transposed:
         scratch = [pltpu.VMEM((d, rows), jnp.float32)]
     else:
-        scratch = [pltpu.VMEM((rows, width), jnp.float32) for width in (d, LANES, LANES)]
+        widths = [d] + [LANES] * len(arrays[4:])
+        scratch = [pltpu.VMEM((rows, width), jnp.float32) for width in widths]
         scratch += [pltpu.VMEM((rows, LANES), jnp.int32) for _ in pairs]
     specs, (q, _, _, do, *_) = Specs(layout), arrays
     (dq,) = launch_kernel(

@@ -63,8 +63,8 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
 
     def add(position: TilePosition, pair: Pair, mask: Any = None) -> None:
         queries, keys = position
-        q, k, do = x.q[0, 0, queries], x.k[0, 0, keys], x.do[0, 0, queries]
-        weights, ds = gradients.tile_gradients(layout, pair, mask, *x.statistics(queries), q.dtype)
+        k, (q, do) = x.k[0, 0, keys], x.rows_to_add(queries, mask)
+        weights, ds = gradients.tile_gradients(layout, pair, mask, x.statistics(queries), q.dtype)
         q, k, do = q.astype(ds.dtype), k.astype(ds.dtype), do.astype(weights.dtype)
         if wide:
             dv_acc[:, keys] += layout.dot(do.T, weights, (1, 1))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels.pallas.tpu.common.masks import finite
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition
@@ -23,7 +24,8 @@ Pairs = list[tuple[jax.Array, jax.Array]]
 class Operands:
     """A backward kernel's operands in vector memory: a block of each array, rows of the pairs.
 
-    ``queries_on_lanes``: whether tiles are ``[keys, queries]``.
+    ``queries_on_lanes``: whether tiles are ``[keys, queries]``. ``row_values``: lse and delta of
+    every row, then its gate if the layout is ``gated``.
     """
 
     layout: Layout
@@ -32,8 +34,7 @@ class Operands:
     k: Any
     v: Any
     do: Any
-    lse: Any
-    delta: Any
+    row_values: Sequence[Any]
     q_rows: Sequence[Any]
     kv_rows: Sequence[Any]
 
@@ -51,19 +52,31 @@ class Operands:
             return dot(k, q, (1, 1)), dot(v, do, (1, 1))
         return dot(q, k, (1, 1)), dot(do, v, (1, 1))
 
-    def statistics(self, queries: Any) -> Pair:
-        """lse and delta of some queries, along lanes."""
-        return self.lse[0, 0, :, queries], self.delta[0, 0, :, queries]
+    def statistics(self, queries: Any) -> tuple[jax.Array, ...]:
+        """Returns the row values of some queries ``[1, queries]``."""
+        return tuple(ref[0, 0, :, queries] for ref in self.row_values)
+
+    def rows_to_add(self, queries: Any, mask: jax.Array | None) -> Pair:
+        """Returns q and do of some queries as operands of the matmuls of dk and dv.
+
+        Under a mask, weights and ds of a gated row have its NaN where the row sees a key, and are 0
+        elsewhere, which a NaN of q or do would undo.
+        """
+        rows = self.q[0, 0, queries], self.do[0, 0, queries]
+        if mask is None or not self.layout.gated:
+            return rows
+        q, do = (finite(x.astype(jnp.float32)).astype(x.dtype) for x in rows)
+        return q, do
 
 
 def split_refs(
     layout: Layout, refs: Sequence[Any], *, queries_on_lanes: bool
 ) -> tuple[Operands, list[Any]]:
     """Splits a kernel's refs into operands, and outputs and scratch."""
-    n = len(layout.pair_names)
-    arrays, rows = refs[:6], refs[6 : 6 + 2 * n]
-    made = Operands(layout, queries_on_lanes, *arrays, rows[:n], rows[n:])
-    return made, list(refs[6 + 2 * n :])
+    n, of_rows = len(layout.pair_names), 3 if layout.gated else 2
+    arrays, row_values, others = refs[:4], refs[4 : 4 + of_rows], refs[4 + of_rows :]
+    made = Operands(layout, queries_on_lanes, *arrays, row_values, others[:n], others[n : 2 * n])
+    return made, list(others[2 * n :])
 
 
 def kernel_inputs(
@@ -74,7 +87,7 @@ def kernel_inputs(
     of_queries, of_keys = ([pair[side] for pair in pairs] for side in (0, 1))
     return [*arrays, *of_queries, *of_keys], [
         *(specs.query(d), specs.key(d), specs.key(dv), specs.query(dv)),
-        *(specs.statistic(), specs.statistic()),
+        *[specs.statistic()] * len(arrays[4:]),
         *map(specs.query_values, of_queries),
         *map(specs.key_values, of_keys),
     ]
@@ -107,22 +120,26 @@ def tile_gradients(
     layout: Layout,
     scores: Pair,
     mask: jax.Array | None,
-    lse: jax.Array,
-    delta: jax.Array,
+    statistics: tuple[jax.Array, ...],
     dtype: Any,
 ) -> Pair:
     """Returns p and ds of a tile, as operands of the next matmuls.
 
         p = exp2(x - lse);  ds = p * (dp - delta) * (1 - tanh^2)
 
-    ``scores`` are q k^T and do v^T, or both transposed; lse (as ``Layout.raw_logits``) and delta
-    broadcast.
+    ``scores`` are q k^T and do v^T, or both transposed. ``statistics``: lse (as
+    ``Layout.raw_logits``), delta and the gate, by which p is multiplied; they broadcast.
     """
+    lse, delta, *gates = statistics
     x = layout.raw_logits(scores[0])
     p = jnp.exp2((x - lse) * layout.log2_unit)
+    for gate in gates:
+        p = p * (gate + 0.0 * delta)  # NaN where do has one: see ``rows_to_add``
     if mask is not None:
         p = jnp.where(mask, p, 0.0)
     ds = p * (scores[1] - delta)
+    if gates and mask is not None:
+        ds = jnp.where(mask, ds, 0.0)  # 0 * NaN
     if layout.problem.soft_cap is not None:
         ds = ds * (1.0 - x * x)
     return (p, ds) if layout.tiles.unpacked else (p.astype(dtype), ds.astype(dtype))

@@ -152,6 +152,11 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         return work.tiles.dq.joins_heads and not work.batch_invariant
 
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
+        """Returns gradients by name; see ``SoftmaxKernel.gradients``.
+
+        ``arrays`` may have a ``gate`` ``[b, h, q]`` by which the output was multiplied: do is then
+        the gradient of the gated output, delta is do . o, and rows need not be cleared.
+        """
         p = work.problem
         arrays = _clear_hidden(p, arrays)
         if "delta" not in arrays:
@@ -159,7 +164,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
 
         def gradient(run: Any, kernel: str) -> Any:
             layout, table, pairs = _prepare(work, kernel, arrays)
-            rows = (padded(arrays[n][:, :, None], layout.q_padded) for n in ("base", "delta"))
+            layout = replace(layout, gated="gate" in arrays)
+            names = ("base", "delta", "gate") if layout.gated else ("base", "delta")
+            rows = (padded(arrays[n][:, :, None], layout.q_padded) for n in names)
             do = _as_read(layout, arrays["do"], layout.q_padded, layout.value_dim)
             return run(layout, table, (*_operands(layout, arrays), do, *rows), pairs)
 

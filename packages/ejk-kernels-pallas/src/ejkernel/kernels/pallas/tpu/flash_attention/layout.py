@@ -27,6 +27,8 @@ class Layout:
     Attributes:
         problem: sizes of the call. tiles, rules, chip: its tiles, its mask and its TPU.
         table_rows, steps, has_full, has_partial, table_heads, listed: of ``Visits``.
+        gated: whether the output was multiplied by a gate for each row, which gradients read. A row
+            that sees no key may then hold NaN in q and do.
     """
 
     problem: Problem
@@ -39,6 +41,7 @@ class Layout:
     has_partial: bool
     table_heads: int = 1
     listed: bool = False
+    gated: bool = False
 
     @property
     def dim(self) -> int:

@@ -1,7 +1,11 @@
 """Gradients of the selected branch on a TPU.
 
-    p = exp(x - lse);  ds = p * (do v^T - delta)
-    dq = scale * ds k;  dk = scale * ds^T q;  dv = p^T do
+    p = exp(x - lse);  ds = p * gate * (do v^T - delta)
+    dq = scale * ds k;  dk = scale * ds^T q;  dv = p^T (gate * do)
+
+The output of a row is multiplied by its gate outside. do is the gradient of the gated output: all
+branches read one array, and delta, do . o, is the gradient of the gate. A tile multiplies its rows
+of do by the gate once.
 
 One kernel with the grid and the tiles of the forward pass. Keys, values and float32 gradients of
 both stay in vector memory for all tiles of a head: a tile adds to the blocks that it visits, in the
@@ -24,6 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.masks import column, finite, fit
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
     Part,
@@ -33,17 +38,20 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
     cost,
     dot,
     for_steps,
-    load_rows,
     raw_scores,
+    read_rows,
     specs_of,
     store_rows,
     visible,
 )
 
 
-def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
-    list_ref, rows_ref, q_ref, do_ref, base_ref, delta_ref, k_hbm, v_hbm, *others = refs
-    dq_ref, dk_hbm, dv_hbm, q_rows, do_rows, k_ref, v_ref, dk_ref, dv_ref, acc_ref = others
+def _kernel(p: Problem, t: Tiles, gated: bool, adds: bool, *all_refs: Any) -> None:
+    list_ref, rows_ref, q_ref, do_ref, base_ref, delta_ref, *refs = all_refs
+    gate_ref = refs.pop(0) if gated else None
+    others_ref = refs.pop(0) if adds else None
+    k_hbm, v_hbm, dq_ref, dk_hbm, dv_hbm, *scratch = refs
+    q_rows, do_rows, base_row, delta_row, k_ref, v_ref, dk_ref, dv_ref, acc_ref = scratch
     b, head, tile = (pl.program_id(axis) for axis in range(3))
 
     @pl.when(tile == 0)
@@ -53,8 +61,16 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
         dk_ref[...] = jnp.zeros_like(dk_ref)
         dv_ref[...] = jnp.zeros_like(dv_ref)
 
-    load_rows(q_ref, q_rows)
-    load_rows(do_ref, do_rows)
+    # a row with NaN has it in its base or delta: weights carry it to the keys that the row sees,
+    # and are 0 for the others, which a NaN of q or do would undo
+    q_rows[...] = finite(read_rows(q_ref, *q_rows.shape)).astype(q_rows.dtype)
+    do, delta = read_rows(do_ref, *do_rows.shape), delta_ref[0, 0, 0]
+    if gate_ref is not None:
+        gate = gate_ref[0, 0, 0]
+        do, delta = do * fit(column(gate), do.shape[1]), delta * gate
+    do_rows[...] = finite(do).astype(do_rows.dtype)
+    # in memory: a load spreads a row over all keys
+    base_row[...], delta_row[...] = base_ref[0, 0, 0] + 0.0 * delta, finite(delta)
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def scores(part: Part) -> tuple[jax.Array, jax.Array]:
@@ -64,9 +80,9 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
     def add(part: Part, pair: tuple[jax.Array, jax.Array]) -> None:
         x, dp = pair
         q, do, k = q_rows[...], do_rows[...], part.load(p, k_ref)
-        weights = jnp.exp2((x - base_ref[0, 0, 0]) * p.log2_unit)
+        weights = jnp.exp2((x - base_row[...]) * p.log2_unit)
         weights = jnp.where(visible(p, t, part, rows_ref), weights, 0.0)
-        ds = (weights * (dp - delta_ref[0, 0, 0])).astype(q.dtype)
+        ds = (weights * (dp - delta_row[...])).astype(q.dtype)
         acc_ref[...] += dot(k.T, ds, (1, 0))
         dk, dv = dot(ds, q, (1, 0)), dot(weights.astype(do.dtype), do, (1, 0))
         # the entries behind the end of a list name block 0 and add zeros to it
@@ -76,7 +92,10 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
             dv_ref[block_rows(p, block)] += dv[rows]
 
     for_steps(t, list_ref, scores, add)
-    store_rows(dq_ref, (acc_ref[...] * p.scale).T)
+    dq = (acc_ref[...] * p.scale).T
+    if others_ref is not None:
+        dq = dq + read_rows(others_ref, *dq.shape)
+    store_rows(dq_ref, dq)
 
     @pl.when(tile == pl.num_programs(2) - 1)
     def _store_head() -> None:
@@ -91,44 +110,53 @@ def selected_backward(
     lists: jax.Array,
     rows: jax.Array,
     arrays: tuple[jax.Array, ...],
+    values: tuple[jax.Array, ...],
+    others: jax.Array | None,
     dtype: str,
 ) -> list[jax.Array]:
     """Returns dq as ``tile_rows`` in ``dtype``, and dk and dv as whole blocks, float32.
 
     dk lacks the scale.
 
-    ``arrays``: q, do, base, delta, k and v. Base is the lse of a row as a raw score, large where
-    it sees no key; base and delta are ``[b, hk, tiles, 1, rows]``.
+    Args:
+        lists, rows: of ``tile_lists``.
+        arrays: q and do as ``tile_rows``, k and v as whole blocks.
+        values: base, delta and, if there are gates, gate ``[b, hk, tiles, 1, rows]``. Base is the
+            lse of a row as a raw score, large where it sees no key.
+        others: dq of other branches, to which this one's is added.
     """
-    q, _, _, _, k, v = arrays
+    q, do, k, v = arrays
     specs, (d, dv) = specs_of(p, t, lists, rows), p.dims
+    operands = [q, do, *values, *([] if others is None else [others]), k, v]
     shapes = [
-        result(q.shape, dtype, *arrays),
-        result(k.shape, "float32", *arrays),
-        result(v.shape, "float32", *arrays),
+        result(q.shape, dtype, *operands),
+        result(k.shape, "float32", *operands),
+        result(v.shape, "float32", *operands),
     ]
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     resident = t.resident_bytes(p, backward=True)
     return pl.pallas_call(
-        functools.partial(_kernel, p, t),
+        functools.partial(_kernel, p, t, len(values) > 2, others is not None),
         grid=lists.shape[:3],
         in_specs=[
             specs.of_lists(),
             specs.of_values(specs.words),
             *(specs.of_rows(width) for width in (d, dv)),
-            *(specs.of_values(), specs.of_values()),
+            *[specs.of_values()] * len(values),
+            *([] if others is None else [specs.of_rows(d)]),
             *(in_hbm, in_hbm),
         ],
         out_specs=[specs.of_rows(d), in_hbm, in_hbm],
         out_shape=shapes,
         scratch_shapes=[
             *(pltpu.VMEM((specs.rows, width), q.dtype) for width in (d, dv)),
+            *[pltpu.VMEM((1, specs.rows), jnp.float32)] * 2,
             *(pltpu.VMEM(x.shape[2:], x.dtype) for x in (k, v)),
             *(pltpu.VMEM(x.shape[2:], jnp.float32) for x in (k, v)),
             pltpu.VMEM((d, specs.rows), jnp.float32),
         ],
         compiler_params=compiler_params(chip, resident),
-        cost_estimate=cost(p, t, 3 * d + 2 * dv, bytes_of(lists, rows, *arrays, *shapes)),
+        cost_estimate=cost(p, t, 3 * d + 2 * dv, bytes_of(lists, rows, *operands, *shapes)),
         interpret=chip.interpret,
         name="ejkernel_selected_bwd",
-    )(lists, rows, *arrays)
+    )(lists, rows, *operands)

@@ -1,9 +1,8 @@
-"""The selected branch as one differentiable step: spans of keys, and what gradients need."""
+"""The selected branch and its gradients: spans of keys, rows and lists as the kernels read them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from jax import lax
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.backward import selected_backward
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.forward import selected_forward
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.lists import (
-    row_sums,
     row_values,
     scaled_rows,
     tile_lists,
@@ -24,91 +22,92 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.lists import (
 )
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import FLOOR
-from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
+from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import zeros
-from ejkernel.types.attention.softmax import name_residuals
 
 
-class _Residuals:
-    """Names of the residuals of the forward pass."""
+def attend(work: Work, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Returns o ``[b, s, h, dv]`` of every token over the blocks of its list, and ``base``.
 
-    @staticmethod
-    def name_residuals(outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
-        o, base = name_residuals(*outputs, saved)
-        return (o,), base
+    Base ``[b, hk, tiles, 1, rows]`` is what gradients need: the lse of a row as a raw score.
 
-
-class Selected:
-    """Attention of every token over the blocks of its list.
-
-    ``arrays``: q, k, v, ``chosen [b, s, hk, slots]`` with -1 for no block and each block once, and
-    ``blocks``, the ``Blocks`` of the row. q, k and v have gradients. Where the keys of a head do
-    not fit into vector memory, spans of them are computed one after the other.
+    ``arrays``: q, k, v in one dtype, ``chosen [b, s, hk, slots]`` with -1 for no block and each
+    block once, and ``blocks``, the ``Blocks`` of the row. Where the keys of a head do not fit into
+    vector memory, spans of them are computed one after the other.
     """
+    p, t, chip = work.problem, work.tiles, work.target
+    spans = _Spans(work, arrays, t.span)
+    q = tile_rows(p, t, arrays["q"], p.dims[0])
+    dtype = p.dtype if spans.count == 1 else "float32"
 
-    call = _Residuals
-    forward_again = False
+    def attend_span(first: Any, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        tables = spans.tables(first)
+        return tuple(selected_forward(p, t, chip, *tables, (q, k, v), dtype))
 
-    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, t, chip = work.problem, work.tiles, work.target
-        spans = _Spans(work, arrays, t.span)
-        q = tile_rows(p, t, arrays["q"], p.dims[0])
-        dtype = p.dtype if spans.count == 1 else "float32"
+    if spans.count == 1:
+        o, m, total = attend_span(0, *(x[0] for x in spans.keys))
+    else:
+        values = (q.shape[0], p.kv_heads, t.tile_count(p), 1, t.tokens * p.group)
+        none = zeros(values, "float32", q)
+        shape = t.rows_shape(p, q.shape[0], p.dims[1])
+        start = zeros(shape, "float32", q), none + FLOOR, none
 
-        def attend(first: Any, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-            tables = spans.tables(first)
-            return tuple(selected_forward(p, t, chip, *tables, (q, k, v), dtype))
+        def add(rows: Any, *span: Any) -> Any:
+            return _merge(p, t, rows, attend_span(*span)), None
 
-        if spans.count == 1:
-            o, m, total = attend(0, *(x[0] for x in spans.keys))
-        else:
-            values = (q.shape[0], p.kv_heads, t.tile_count(p), 1, t.tokens * p.group)
-            none = zeros(values, "float32", q)
-            shape = t.rows_shape(p, q.shape[0], p.dims[1])
-            start = zeros(shape, "float32", q), none + FLOOR, none
+        o, m, total = spans.scan(add, start)[0]
+    seen = total != 0.0  # NaN has seen something
+    log = jnp.log(jnp.where(seen, total, 1.0))
+    base = jnp.where(seen, m + log * (1.0 / p.unit), -FLOOR)
+    return token_rows(p, t, o.astype(p.dtype), p.value_dim), base
 
-            def add(rows: Any, *span: Any) -> Any:
-                return _merge(p, t, rows, attend(*span)), None
 
-            o, m, total = spans.scan(add, start)[0]
-        seen = total != 0.0  # NaN has seen something
-        log = jnp.log(jnp.where(seen, total, 1.0))
-        base = jnp.where(seen, m + log * (1.0 / p.unit), -FLOOR)
-        return (token_rows(p, t, o.astype(p.dtype), p.value_dim),), base
+def pull_back(
+    work: Work,
+    arrays: Arrays,
+    base: jax.Array,
+    do: jax.Array,
+    values: Sequence[jax.Array],
+    others: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns dq ``[b, s, h, d]``, dk and dv ``[b, s, hk, ...]``.
 
-    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        p, t, chip = work.problem, work.tiles, work.target
-        (o,), (do,) = outputs, cotangents
-        delta = row_sums(t, do, o)
-        rows = (
-            tile_rows(p, t, arrays["q"], p.dims[0]),
-            tile_rows(p, t, do.astype(p.dtype), p.dims[1]),
-            saved,
-            row_values(p, t, delta),
-        )
-        spans = _Spans(work, arrays, t.span_backward)
-        dtype = p.dtype if spans.count == 1 else "float32"
+    Args:
+        arrays, base: as in ``attend``.
+        do: gradient of the gated output ``[b, s, h, dv]``.
+        values: delta and, if there are gates, gate ``[b, s, h]``.
+        others: dq of the other branches, to which this one's is added.
+    """
+    p, t, chip = work.problem, work.tiles, work.target
+    q = tile_rows(p, t, arrays["q"], p.dims[0])
+    do = tile_rows(p, t, do, p.dims[1])
+    values = (base, *(row_values(p, t, x) for x in values))
+    others = None if others is None else tile_rows(p, t, others, p.dims[0])
+    spans = _Spans(work, arrays, t.span_backward)
 
-        def pull(first: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-            return selected_backward(p, t, chip, *spans.tables(first), (*rows, k, v), dtype)
+    def pull(first: Any, k: jax.Array, v: jax.Array, others: Any, dtype: str) -> list[jax.Array]:
+        tables = spans.tables(first)
+        return selected_backward(p, t, chip, *tables, (q, do, k, v), values, others, dtype)
 
-        if spans.count == 1:
-            dq, *gradients = pull(0, *(x[0] for x in spans.keys))
-            gradients = [x[None] for x in gradients]
-        else:
+    if spans.count == 1:
+        dq, *gradients = pull(0, *(x[0] for x in spans.keys), others, p.dtype)
+        gradients = [x[None] for x in gradients]
+    else:
 
-            def add(total: jax.Array, *span: Any) -> Any:
-                dq, *gradients = pull(*span)
-                return total + dq, gradients
+        def add(total: jax.Array, *span: Any) -> Any:
+            dq, *gradients = pull(*span, None, "float32")
+            return total + dq, gradients
 
-            dq, gradients = spans.scan(add, zeros(rows[0].shape, "float32", rows[0]))
-        dk, dv = (spans.join(x) for x in gradients)
-        blocks = arrays["blocks"]
-        return {
-            "q": token_rows(p, t, dq, p.dim),
-            "k": tokens_of_blocks(p, dk, blocks, p.dim) * p.scale,
-            "v": tokens_of_blocks(p, dv, blocks, p.value_dim),
-        }
+        start = zeros(q.shape, "float32", q)
+        dq, gradients = spans.scan(add, start if others is None else start + others)
+        dq = dq.astype(p.dtype)
+    dk, dv = (spans.join(x) for x in gradients)
+    blocks = arrays["blocks"]
+    return (
+        token_rows(p, t, dq, p.dim),
+        tokens_of_blocks(p, dk, blocks, p.dim) * p.scale,
+        tokens_of_blocks(p, dv, blocks, p.value_dim),
+    )
 
 
 def _merge(p: Problem, t: Tiles, rows: Any, span: Any) -> tuple[jax.Array, ...]:
@@ -159,14 +158,3 @@ class _Spans:
         """Runs ``step(carry, first block, k, v)`` over the spans."""
         first = jnp.arange(self.count, dtype=jnp.int32) * self.span
         return lax.scan(lambda carry, span: step(carry, *span), carry, (first, *self.keys))
-
-
-selected = Selected()
-
-
-def attend(work: Work, arrays: Arrays) -> jax.Array:
-    """Returns o ``[b, s, h, dv]`` in the dtype of q, k and v.
-
-    ``arrays``: see ``Selected``; ``work``: of the full operation with the problem of this branch.
-    """
-    return differentiable(replace(work, kernel=selected), same_axes(arrays))[0]

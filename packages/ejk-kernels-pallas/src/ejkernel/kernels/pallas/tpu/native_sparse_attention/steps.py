@@ -98,16 +98,21 @@ def for_steps(
     lax.fori_loop(0, pl.cdiv(list_ref[0, 0, 0, 0, 0], t.chunk), run_step, None)
 
 
-def load_rows(ref: Any, scratch: Any) -> None:
-    """Stores the rows of a tile in ``scratch`` ``[rows, d]``, of a block of ``Tiles.rows_spec``.
+def read_rows(ref: Any, rows: int, width: int) -> jax.Array:
+    """Returns the rows of a tile, float32 ``[rows, width]``, of a block of ``Tiles.rows_spec``.
 
     8 rows of bfloat16 are half a register: they are put together in float32.
     """
-    x, (rows, width) = ref[0].astype(jnp.float32), scratch.shape
+    x = ref[0].astype(jnp.float32)
     if x.ndim == 2:  # heads next to each other
         heads = range(0, x.shape[1], width)
         x = jnp.concatenate([x[:, start : start + width] for start in heads], axis=0)
-    scratch[...] = x.reshape(rows, width).astype(scratch.dtype)
+    return x.reshape(rows, width)
+
+
+def load_rows(ref: Any, scratch: Any) -> None:
+    """Stores the rows of a tile in ``scratch`` ``[rows, d]``, of a block of ``Tiles.rows_spec``."""
+    scratch[...] = read_rows(ref, *scratch.shape).astype(scratch.dtype)
 
 
 def store_rows(ref: Any, rows: jax.Array) -> None:
