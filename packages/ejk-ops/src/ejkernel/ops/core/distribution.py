@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
@@ -44,15 +44,6 @@ def check_mesh_and_specs(name: str, mesh: Any, in_specs: Any, out_specs: Any) ->
             f"{name}: mesh: given {mesh!r}, expected the one in force, as by jax.set_mesh or a "
             f"shard_map around the call: jax.sharding.get_abstract_mesh(), which is {in_force}"
         )
-    if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
-        raise ValueError(
-            f"{name}: in_specs must be a sequence of PartitionSpec or None, got {in_specs!r}"
-        )
-    for index, spec in enumerate(in_specs):
-        if spec is not None and not isinstance(spec, PartitionSpec):
-            raise ValueError(
-                f"{name}: in_specs[{index}] must be a PartitionSpec or None, got {spec!r}"
-            )
 
 
 def distribute_by_specs(

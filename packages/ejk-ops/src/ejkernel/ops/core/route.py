@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from ejkernel.ops.errors import InvalidArgument
 from ejkernel.ops.platforms import Platform
@@ -41,6 +42,9 @@ class Route:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh, type(None))):
             raise InvalidArgument(f"mesh: expected jax.sharding.Mesh, given {self.mesh!r}")
+        _check_specs("in_specs", self.in_specs, "a sequence of PartitionSpec or None")
+        if not isinstance(self.out_specs, PartitionSpec):
+            _check_specs("out_specs", self.out_specs, "PartitionSpec or a sequence of them")
 
     @property
     def placement(self) -> tuple[Any, Any, Any]:
@@ -77,6 +81,21 @@ class Route:
         return shown
 
 
+def _check_specs(argument: str, specs: Any, legal: str) -> None:
+    """Raises InvalidArgument unless specs are None or a sequence of specs and None."""
+    if specs is None:
+        return
+    if isinstance(specs, (PartitionSpec, str)) or not isinstance(specs, Sequence):
+        raise InvalidArgument(f"{argument}: expected {legal}, given {specs!r}")
+    for index, spec in enumerate(specs):
+        if not isinstance(spec, (PartitionSpec, type(None))):
+            text = f"{argument}[{index}]: expected PartitionSpec or None, given {spec!r}"
+            raise InvalidArgument(text)
+
+
 def specs_key(specs: Any) -> Any:
-    """Partition specs as a hashable."""
+    """Partition specs as a hashable; InvalidArgument for a dict or a set."""
+    if not isinstance(specs, (list, Hashable)):
+        legal = "a sequence of PartitionSpec or None"
+        raise InvalidArgument(f"in_specs, out_specs: expected {legal}, given {specs!r}")
     return tuple(specs) if isinstance(specs, list) else specs
