@@ -13,7 +13,7 @@ import pytest
 import ejk_command
 from ejkernel import modules
 from ejkernel.modules import MeanPoolingConfig
-from ejkernel.modules.cli import main, trials
+from ejkernel.modules.cli import doctor_checks, main
 from ejkernel.modules.operations.mean_pooling import MeanPooling
 
 WORDS = ["s=64", "d=16", "dtype=float32"]
@@ -68,7 +68,7 @@ def test_doctor_names_a_package_that_replaces_a_kernel(monkeypatch):
     monkeypatch.setattr(EntryPoint, "load", lambda self: register)
     registry = ops.KernelRegistry(discover=lambda: (ours, package))
     monkeypatch.setattr(ops, "kernel_registry", registry)
-    (found,) = (check for check in trials.packages() if check.what == "replaced")
+    (found,) = (check for check in doctor_checks.packages() if check.what == "replaced")
     assert found.status == "warn" and "uninstall fancy:register" in found.fix
     assert found.found == "fancy:register replaces op/xla/any of mine:register"
 
@@ -97,7 +97,7 @@ def test_doctor_on_this_machine(capsys):
 
 
 def test_gated_gradients_of_a_wrong_compiler_are_reported(monkeypatch):
-    (right,) = trials.gated_gradients("xla")
+    (right,) = doctor_checks.gated_gradients("xla")
     assert right.status == "ok", right.found
     exact = modules.recurrent_attention
 
@@ -105,7 +105,7 @@ def test_gated_gradients_of_a_wrong_compiler_are_reported(monkeypatch):
         return exact(q, k, v, g=g + 1e-2 * v[..., 0], **options)
 
     monkeypatch.setattr(modules, "recurrent_attention", wrong)
-    (found,) = trials.gated_gradients("xla")
+    (found,) = doctor_checks.gated_gradients("xla")
     assert found.status == "fail" and "triton" in found.fix
 
 

@@ -58,10 +58,10 @@ def examine(*, run: bool) -> tuple[list[checks.Check], dict[str, Any], list[dict
     results += [c for check in checks.SETTINGS for c in check()]
     if any(c.status == "fail" for c in results):
         return results, device, []
-    from ejkernel.modules.cli import trials
+    from ejkernel.modules.cli import doctor_checks
 
-    results += trials.packages()
-    table = trials.operations()
+    results += doctor_checks.packages()
+    table = doctor_checks.operations()
     unserved = [row["operation"] for row in table if row["chosen"] == "none"]
     if unserved:
         results.append(
@@ -71,10 +71,10 @@ def examine(*, run: bool) -> tuple[list[checks.Check], dict[str, Any], list[dict
             )
         )  # fmt: skip
     if run:
-        results += trials.small_call()
+        results += doctor_checks.small_call()
         gated = next(row for row in table if row["operation"] == "recurrent_attention")
         if gated["platforms"]["triton"] == "yes":
-            results += trials.gated_gradients("triton")
+            results += doctor_checks.gated_gradients("triton")
     return results, device, table
 
 

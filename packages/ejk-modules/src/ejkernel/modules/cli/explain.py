@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ejkernel.modules.cli import elsewhere
+from ejkernel.modules.cli import devices
 from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where, sizes_text
 from ejkernel.modules.cli.output import Output
 
@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(args: argparse.Namespace, out: Output) -> int:
     from ejkernel.modules.bench.record import config_text
 
-    with elsewhere.device(args.device):
+    with devices.device(args.device):
         calls = calls_of(args.operation, args.shape, args.words)
         say_where(out, calls)
         answers = [explained(call) for call in calls]

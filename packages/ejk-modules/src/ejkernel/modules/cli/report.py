@@ -81,7 +81,7 @@ def gather(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str]]:
     Without paths: the records of this machine.
     """
     from ejkernel.modules.bench import record
-    from ejkernel.modules.bench.checked import valid_parts
+    from ejkernel.modules.bench.record_checks import valid_parts
 
     chosen = list(paths)
     files: list[Path] = []

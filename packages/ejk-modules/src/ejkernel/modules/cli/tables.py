@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel.modules.bench import record
-from ejkernel.modules.bench.checked import number
+from ejkernel.modules.bench.record_checks import number
 from ejkernel.modules.cli import stored
 from ejkernel.modules.cli.output import write_file
 
