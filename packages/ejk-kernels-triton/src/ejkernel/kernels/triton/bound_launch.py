@@ -26,7 +26,7 @@ class Out:
     view: str | None = None
 
 
-RUNS = 2**30  # offset of ``runs_map``: more rows than an operand may have
+MAP_ROWS = 2**30  # of a ``runs_map``: more than an operand may have
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ def runs_map(
     """Returns a descriptor of ragged rows: rows past the end of a run read as 0.
 
     Row ``r`` of a run of ``length`` rows that ends before row ``end`` of the operand is at
-    ``[RUNS, end, RUNS - length + r, column]``. The copy engine sees rows past the run outside
-    the third axis. RUNS steps along the first axis take RUNS rows back, as addresses wrap around
-    at 2^64. Operands have fewer than RUNS rows.
+    ``[MAP_ROWS, end, MAP_ROWS - length + r, column]``. The copy engine sees rows past the run
+    outside the third axis. MAP_ROWS steps along the first axis take as many rows back, as addresses
+    wrap around at 2^64. Operands have fewer than MAP_ROWS rows.
 
     Source: Triton's own ``triton.tools.ragged_tma``, which introduced the trick.
     """
     large = 2**31 - 2**16
-    shape, steps = (large, large, RUNS, columns), (2**34 - columns, columns, columns, 1)
+    shape, steps = (large, large, MAP_ROWS, columns), (2**34 - columns, columns, columns, 1)
     return TensorMap(index, shape, (1, 1, *block), steps, view=view)
 
 

@@ -14,7 +14,7 @@ store them again and the vectors of the chunk lie in shared memory.
 
 from __future__ import annotations
 
-from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
+from ejkernel.kernels.triton.bound_launch import MAP_ROWS as _MAP_ROWS
 from ejkernel.kernels.triton.common.sequences import sequence_start
 from ejkernel.kernels.triton.gated_delta_rule.chunks import (
     ChunkPosition,
@@ -27,7 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-RUNS = gl.constexpr(_RUNS)
+MAP_ROWS = gl.constexpr(_MAP_ROWS)
 FULL = gl.constexpr(linear_tiles.FULL)
 # registers that a thread starts with; what remains to the warps that store, and to the one that
 # loads. The others go to the warps of the chain
@@ -104,7 +104,7 @@ def start_rows(source, buffer, barrier, base, tokens, column, pred, sizes):
     if sizes.MAPS == FULL:
         tma.async_load(source, [base, column], barrier, buffer, pred=pred)
     else:
-        at = [RUNS, base + tokens, RUNS - tokens, column]
+        at = [MAP_ROWS, base + tokens, MAP_ROWS - tokens, column]
         run = buffer.reinterpret(source.dtype, source.block_shape, source.layout)
         tma.async_load(source, at, barrier, run, pred=pred)
 

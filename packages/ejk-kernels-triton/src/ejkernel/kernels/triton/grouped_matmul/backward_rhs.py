@@ -36,7 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
+from ejkernel.kernels.triton.bound_launch import MAP_ROWS as _MAP_ROWS
 from ejkernel.kernels.triton.bound_launch import Out, TensorMap, runs_map
 from ejkernel.kernels.triton.grouped_matmul.forward import split_columns, store_tile
 from ejkernel.kernels.triton.grouped_matmul.groups import (
@@ -51,7 +51,7 @@ from ejkernel.kernels.triton.grouped_matmul.tiles import uses_maps
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 
-RUNS = tl.constexpr(_RUNS)
+MAP_ROWS = tl.constexpr(_MAP_ROWS)
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _find_tile(t, down, across, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BA
 @triton.jit
 def _load_run(source, end, length, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Loads a tile at row ``row`` of a run, 0 outside the run (see ``bound_launch.runs_map``)."""
-    tile = source.load([RUNS, end, row - length + RUNS, column])
+    tile = source.load([MAP_ROWS, end, row - length + MAP_ROWS, column])
     return tl.reshape(tile, (ROWS, COLUMNS))
 
 
@@ -215,7 +215,7 @@ class GroupedDrhs(GroupedLaunch):
 
     def arguments(self, target):
         p, t, (down, across) = self.problem, self.tiles, self.matrix_shape
-        maps = uses_maps(p, target) and p.batch * p.rows < _RUNS
+        maps = uses_maps(p, target) and p.batch * p.rows < _MAP_ROWS
         a, b = map(self.operand, ("dout", "lhs") if p.transposed else ("lhs", "dout"))
         sizes = {"inner": down, "columns": across, "matrix_stride": None}
         arguments = {

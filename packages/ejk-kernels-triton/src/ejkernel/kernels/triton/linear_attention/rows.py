@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
+from ejkernel.kernels.triton.bound_launch import MAP_ROWS as _MAP_ROWS
 from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.linear_attention import tiles
 
-RUNS = tl.constexpr(_RUNS)
+MAP_ROWS = tl.constexpr(_MAP_ROWS)
 POINTERS, FULL, RUN = (tl.constexpr(i) for i in (tiles.POINTERS, tiles.FULL, tiles.RUN))
 
 
@@ -88,7 +88,7 @@ def load_rows(
         tile = source.load([(base + at).to(tl.int32), head * columns + column])
     elif MAPS == RUN:
         end = (base + length).to(tl.int32)
-        tile = source.load([RUNS, end, at - length + RUNS, head * columns + column])
+        tile = source.load([MAP_ROWS, end, at - length + MAP_ROWS, head * columns + column])
         tile = tl.reshape(tile, (ROWS, WIDTH))
     else:
         row = tl.arange(0, ROWS)[:, None]

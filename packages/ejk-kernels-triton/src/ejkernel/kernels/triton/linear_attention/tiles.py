@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.kernels.triton.bound_launch import RUNS
+from ejkernel.kernels.triton.bound_launch import MAP_ROWS
 from ejkernel.kernels.triton.kernel import override_tiles
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.linear_attention.problem import BYTES, Problem
@@ -106,7 +106,7 @@ POINTERS, FULL, RUN = range(3)
 def maps_of(p: Problem, chunk: int, sizes: tuple[tuple[int, int], ...], target: Target) -> int:
     """Returns how kernels read rows; ``sizes``: columns of every array, and of its tiles."""
     aligned = all(n % block == 0 and n * BYTES[p.narrowest] % 16 == 0 for n, block in sizes)
-    if not (target.hopper and target.tensor_maps and aligned and p.batch * p.rows < RUNS):
+    if not (target.hopper and target.tensor_maps and aligned and p.batch * p.rows < MAP_ROWS):
         return POINTERS
     return RUN if p.sequences or p.rows % chunk else FULL
 

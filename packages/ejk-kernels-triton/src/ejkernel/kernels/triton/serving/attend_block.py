@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
+from ejkernel.kernels.triton.bound_launch import MAP_ROWS as _MAP_ROWS
 from ejkernel.kernels.triton.common.eight_bit import (
     convert_biased_pairs,
     convert_pairs,
@@ -27,7 +27,7 @@ from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.serving.eight_bit_scores import add_scores, combine_scores
 from ejkernel.kernels.triton.serving.pages import load_cache_rows
 
-RUNS = tl.constexpr(_RUNS)
+MAP_ROWS = tl.constexpr(_MAP_ROWS)
 
 
 class TreeRows(NamedTuple):
@@ -156,7 +156,7 @@ def _load_run(array, layout, keys, first):
     """Loads columns starting at ``first`` by a ragged descriptor: rows past the run read as 0."""
     PACK: tl.constexpr = 1 if layout.KIND == "" and layout.CONVERT_ONCE is None else 2
     cache_row, count = keys.run
-    tile = array.load([RUNS, cache_row + count, -count + RUNS, first // PACK])
+    tile = array.load([MAP_ROWS, cache_row + count, -count + MAP_ROWS, first // PACK])
     return tl.reshape(tile, [tile.shape[2], tile.shape[3]])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from ejkernel.kernels.triton.bound_launch import RUNS
+from ejkernel.kernels.triton.bound_launch import MAP_ROWS
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported_operands
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.serving import decode_tiles, mla_decode_tiles, ragged_tiles, stages
@@ -29,8 +29,8 @@ class CacheKernel(XlaGradients, TritonKernel, StagedKernel):
 
     def variant_reason(self, problem: Any) -> str | None:
         p = getattr(problem, "paged", problem)
-        if p.pages * p.page_size >= RUNS:
-            return f"batch_invariant: TMA reads no cache of {RUNS} tokens or more"
+        if p.pages * p.page_size >= MAP_ROWS:
+            return f"batch_invariant: TMA reads no cache of {MAP_ROWS} tokens or more"
         return None
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from ejkernel.kernels.triton.bound_launch import RUNS as _RUNS
+from ejkernel.kernels.triton.bound_launch import MAP_ROWS as _MAP_ROWS
 from ejkernel.kernels.triton.common.eight_bit import convert_pairs
 from ejkernel.kernels.triton.common.softmax import tanh_from_exp2
 from ejkernel.kernels.triton.language import tl
@@ -73,7 +73,7 @@ MAX_ROUNDS = 4  # rounds of MAX_LANES sequences; the compiler unrolls them
 REGISTERS = 128
 LOADER_REGISTERS = gl.constexpr(24)
 ROWS = gl.constexpr(16)  # heads: the narrowest second operand of a matmul
-RUNS = gl.constexpr(_RUNS)
+MAP_ROWS = gl.constexpr(_MAP_ROWS)
 
 
 class WorkRange(NamedTuple):
@@ -187,7 +187,7 @@ def _load_rows(
             full = ring.full.index(slot)
             mbarrier.wait(ring.empty.index(slot), phase)
             mbarrier.expect(full, BYTES)
-            corner = [RUNS, row + count, RUNS - count, 0]
+            corner = [MAP_ROWS, row + count, MAP_ROWS - count, 0]
             tma.async_load(cache.k, corner, full, ring.main.index(slot))
             tma.async_load(cache.k_tail, [row, cache.K.MAIN // 2], full, ring.tail.index(slot))
             slot, phase = _advance_slot(slot, phase, SLOTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ejkernel.kernels.triton.bound_launch import RUNS
+from ejkernel.kernels.triton.bound_launch import MAP_ROWS
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.serving.decode_tiles import DecodeTiles, query_rows
 from ejkernel.kernels.triton.serving.params import column_parts, needs_float32
@@ -45,7 +45,7 @@ def can_use_tma(problem: LatentProblem, tiles: DecodeTiles, target: Target) -> b
         and p.page_size % tiles.block == 0
         and tail > 0
         and main + tail == p.dim
-        and p.pages * p.page_size < RUNS
+        and p.pages * p.page_size < MAP_ROWS
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejkernel.kernels.triton.bound_launch import RUNS
+from ejkernel.kernels.triton.bound_launch import MAP_ROWS
 from ejkernel.kernels.triton.kernel import override_tiles
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.serving import decode_tiles
@@ -174,7 +174,7 @@ def can_use_tma(p: PagedProblem, block: int, target: Target) -> bool:
         and p.window_left is None
         and p.query_dtype == p.key_dtype != "float32"
         and column_parts(p)[0] == (p.dim, 0)
-        and p.pages * p.page_size < RUNS
+        and p.pages * p.page_size < MAP_ROWS
     )
 
 
