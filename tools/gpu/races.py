@@ -103,6 +103,9 @@ PIPELINED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {  # and fie
     "causal d64": (replace(SMALL["odd causal"], d=64), {"dq_stages": 2}),
     "unseen": (replace(SMALL["odd causal"], mask={"causal": True, "causal_offset": -200}), {}),
     "full": (replace(SMALL["odd causal"], mask={}), {}),
+    "shared keys d96": (replace(SMALL["odd causal"], d=96), {"dq_stages": 2}),
+    "shared keys d80": (replace(SMALL["odd causal"], d=80), {"dq_stages": 2}),
+    "segments d80": (replace(SMALL["segments q>k"], d=80), {"pipelined": False}),
 }
 UNSHIFTED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {
     "window": (PIPELINED["window"][0], {}),
@@ -110,6 +113,8 @@ UNSHIFTED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {
     "segments q>k": (SMALL["segments q>k"], {}),
     "segments d64": (replace(SMALL["segments q>k"], d=64), {"stages": 3}),
     "unseen": PIPELINED["unseen"],
+    "large logits d96": (replace(SMALL["large logits"], d=96), {}),
+    "causal d80": (replace(SMALL["odd causal"], d=80), {}),
     "guided": (SMALL["odd causal"], {"guided": True}),
 }
 GROUPED = ("around a tile", "some of eight")

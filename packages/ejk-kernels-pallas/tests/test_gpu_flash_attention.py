@@ -174,6 +174,8 @@ def test_shared_memory_suffices(monkeypatch, mask, dtype):
     options = {"out_dtype": jnp.bfloat16} if dtype == "float8_e4m3fn" else {}
     f = functools.partial(MASKED[mask], **options) if options else MASKED[mask]
     dims = [(d, d) for d in EIGHT_BIT_DIMS] if options else DIMS
+    if mask == "pattern":
+        dims = [(d, dv) for d, dv in dims if d % 64 == 0]
     refused = options and mask in ("cap", "large cap", "packed", "pattern")
     for (d, dv), length in itertools.product(() if refused else dims, (384, 2560)):
         shapes = [struct(1, length, 2, n, dtype=jnp.dtype(dtype)) for n in (d, d, dv)]

@@ -122,6 +122,8 @@ def test_configs_give_the_tiles_they_come_from(d, dv, causal):
 
 UNEVEN = {  # (queries, head dim, dtype): what runs there, no powers of two
     (8192, 64, "bfloat16"): dict(q_blocksize=192, kv_blocksize=128, num_stages=3, warpgroups=3),
+    (4096, 80, "bfloat16"): dict(q_blocksize=192, kv_blocksize=96, num_stages=3, warpgroups=3),
+    (4096, 96, "bfloat16"): dict(q_blocksize=192, kv_blocksize=96, num_stages=3, warpgroups=3),
     (4096, 128, "float16"): dict(q_blocksize=128, kv_blocksize=160, num_stages=2, warpgroups=2),
 }
 
@@ -158,7 +160,10 @@ def test_shipped_tiles_are_said_in_full():
         (128, True, dict(q_blocksize=128, kv_blocksize=160, warpgroups=2), "without masks"),
         (64, False, dict(q_blocksize=128, kv_blocksize=160, warpgroups=2), "heads of 128"),
         (64, False, dict(q_blocksize=192, kv_blocksize=128, warpgroups=2), "192 x 128 of 3"),
-        (64, False, dict(q_blocksize=192, kv_blocksize=96, warpgroups=3), "192 x 64 of 3"),
+        (64, False, dict(q_blocksize=192, kv_blocksize=96, warpgroups=3), "96 keys for heads of"),
+        (96, True, dict(q_blocksize=192, kv_blocksize=128, warpgroups=3), "96 keys for heads of"),
+        (128, True, dict(q_blocksize=192, kv_blocksize=96, warpgroups=3), "96 keys for heads of"),
+        (96, False, dict(q_blocksize=128, kv_blocksize=160, warpgroups=2), "heads of 128"),
         (64, False, dict(**UNEVEN[8192, 64, "bfloat16"] | {"num_stages": 1}), "at least 2"),
         (64, False, dict(**UNEVEN[8192, 64, "bfloat16"] | {"num_stages": 6}), "shared memory"),
     ],
@@ -340,7 +345,7 @@ def test_programs_that_wrap_around_are_launched_by_teams(heads, kv_heads, n_q, n
     "reason, shape, dtype, options",
     [
         ("query: float32", 64, jnp.float32, {}),
-        ("head dim 96", 96, jnp.bfloat16, {}),
+        ("head dim 72", 72, jnp.bfloat16, {}),
         ("bias", 64, jnp.bfloat16, {"bias": struct(1, 1, 64, 64)}),
         ("dropout_prob", 64, jnp.bfloat16, {"dropout_prob": 0.1}),
         ("attention_mask", 64, jnp.bfloat16, {"attention_mask": struct(1, 1, 64, 64, dtype=bool)}),

@@ -59,6 +59,9 @@ _DENSE = (
     _case("segments", 2048, causal=True, segments=True),
     _case("d80", d=80, causal=True),
     _case("d96", d=96),
+    _case("d80 gqa segments", 1003, 777, hk=2, d=80, causal=True, segments=True),
+    _case("d96 gqa odd", 1003, 777, hk=2, d=96, causal=True, sliding_window=(300, 0)),
+    _case("d96 cap float16", 777, 1003, hk=2, d=96, dtype=F16, cap=20.0),
     _case("d112 odd", 999, d=112, causal=True),
     _case("d192/128", d=192, dv=128, causal=True),
     _case("d40/24 window", 1003, 777, h=2, d=40, dv=24, sliding_window=(20, 5)),
@@ -146,6 +149,8 @@ SMALL = {
         ("large logits d64", (500, 300, 2, 1), {}),
         ("odd full d192/128", (200, 330, 2, 1), {}),
         ("odd causal d256", (200, 200, 2, 1), {}),
+        ("d96", (300, 200, 2, 1), {}),
+        ("d80", (330, 330, 2, 2), {}),
     )
 }
 SMALL_SPARSE = {

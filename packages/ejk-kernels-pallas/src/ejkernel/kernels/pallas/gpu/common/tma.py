@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -20,6 +21,11 @@ def pad_rows(x: jax.Array) -> jax.Array:
     """``[b, rows, h, d]`` with rows of zeros added to fill the last group; a copy if there are."""
     missing = padded_rows(x.shape[1]) - x.shape[1]
     return jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else x
+
+
+def row_bytes(*columns: int, itemsize: int) -> int:
+    """Returns the longest row of shared memory's pattern that divides these columns."""
+    return math.gcd(128, *(n * itemsize for n in columns))
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:

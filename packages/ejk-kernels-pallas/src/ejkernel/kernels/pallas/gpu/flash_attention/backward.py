@@ -186,7 +186,12 @@ def backward(
         if is_wide(problem):
             return WideKeyKernel(plan)(operands(plan, tables, delta_terms))
         inputs = operands(plan, tables, delta_terms, plan.lse_in_sum)
-        return (ListKeyKernel(plan) if plan.listed else FusedKernel(plan))(inputs)
+        if plan.listed:
+            return ListKeyKernel(plan)(inputs)
+        if (missing := plan.key_columns - problem.dim) > 0:
+            inputs["k"] = jnp.pad(inputs["k"], [(0, 0)] * 3 + [(0, missing)])
+        dq, dk, dv = FusedKernel(plan)(inputs)
+        return dq[..., : problem.dim], dk[..., : problem.dim], dv[..., : problem.value_dim]
 
     def of_queries(
         tables: dict[str, Any], delta_terms: dict[str, Any]

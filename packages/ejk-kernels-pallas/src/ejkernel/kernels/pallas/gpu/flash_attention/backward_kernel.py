@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
-from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
+from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, row_bytes, tiled
 from ejkernel.kernels.pallas.gpu.common.warps import for_each_warp, read_thread
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
@@ -161,7 +161,10 @@ class FusedKernel(BackwardKernel):
         dk, dv = pl.run_scoped(
             accumulate, plgpu.ACC((ROWS, problem.dim)), plgpu.ACC((ROWS, problem.value_dim))
         )
-        results = ((dk * problem.scale, r.k_smem, r.dk), (dv, r.v_smem, r.dv))
+        dk_smem, dv_smem = r.k_smem.at[rows], r.v_smem.at[rows]
+        if plan.key_columns > problem.dim:
+            dk_smem = r.q_smem.at[wg]  # as wide as dk
+        results = ((dk * problem.scale, dk_smem, r.dk), (dv, dv_smem, r.dv))
         if plan.shares_keys:
             self.add_results(r, program, keys, results)
         else:
@@ -187,7 +190,7 @@ class FusedKernel(BackwardKernel):
                 s_acc[...] = spread(neg_lse, shape, 1)
             neg_delta = read(r.neg_delta_smem.at[slot], COLUMN)
             dp_acc[...] = spread(neg_delta, shape, 1)
-            plgpu.wgmma(s_acc, r.k_smem.at[mine], r.q_smem.at[slot].T)
+            plgpu.wgmma(s_acc, plan.keys(r, mine), r.q_smem.at[slot].T)
             plgpu.wgmma(dp_acc, r.v_smem.at[mine], r.do_smem.at[slot].T)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             head = (program.batch, program.head)
@@ -231,7 +234,8 @@ class FusedKernel(BackwardKernel):
         for total, _, ref in results:
             for c in range(0, total.shape[1], plan.dq_columns):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                r.dq_smem.at[keys.wg][...] = total[:, c : c + plan.dq_columns]
+                values = total[:, c : c + plan.dq_columns]
+                r.dq_smem.at[keys.wg, :, pl.ds(0, values.shape[1])][...] = values
                 plgpu.commit_smem()
                 part = ref.at[*out, pl.ds(c, plan.dq_columns)]
                 send = functools.partial(plgpu.copy_smem_to_gmem, r.dq_smem.at[keys.wg], part)
@@ -243,16 +247,16 @@ class FusedKernel(BackwardKernel):
     def store_results(
         self, r: Any, program: KeyBlockProgram, keys: WarpgroupKeys, results: Results
     ) -> None:
-        """Stores dk and dv through the memory of k and v."""
+        """Stores dk and dv through the memory of k, or of q, and of v."""
         out = (program.batch, pl.ds(keys.first_row, ROWS), program.kv_head)
-        # both warpgroups read all of k for dq: its buffer is free when both are done
+        # both warpgroups read all of k for dq, and of q: their buffers are free when both are done
         plgpu.barrier_arrive(r.done)
         plgpu.barrier_wait(r.done)
         for total, staged, _ in results:
-            staged.at[keys.rows][...] = total.astype(self.dtype)
+            staged[...] = total.astype(self.dtype)
         plgpu.commit_smem()
         for _, staged, ref in results:
-            plgpu.copy_smem_to_gmem(staged.at[keys.rows], ref.at[out])
+            plgpu.copy_smem_to_gmem(staged, ref.at[out])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     # ---- producer and writers ---------------------------------------------------------------
@@ -332,15 +336,18 @@ class FusedKernel(BackwardKernel):
         block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
         barrier, dtype = plgpu.Barrier, self.dtype
         dq_parts = tiles.dq_stages * CONSUMERS
+        # the operands of a matmul have one pattern, and dq takes ds with columns of k
+        row = row_bytes(dim, plan.dq_columns, itemsize=dtype.itemsize)
+        dq_row = row_bytes(plan.dq_columns, itemsize=4)
         return {
-            "k_smem": tiled((block_kv, dim), dtype),
-            "v_smem": tiled((block_kv, value_dim), dtype),
-            "q_smem": tiled((tiles.q_buffers, block_q, dim), dtype),
-            "do_smem": tiled((stages, block_q, value_dim), dtype),
+            "k_smem": tiled((block_kv, plan.key_columns), dtype, row),
+            "v_smem": tiled((block_kv, value_dim), dtype, row),
+            "q_smem": tiled((tiles.q_buffers, block_q, dim), dtype, row),
+            "do_smem": tiled((stages, block_q, value_dim), dtype, row),
             "neg_lse_smem": plgpu.SMEM((tiles.q_buffers, block_q), jnp.float32),
             "neg_delta_smem": plgpu.SMEM((stages, block_q), jnp.float32),
-            "dq_smem": tiled((dq_parts, ROWS, plan.dq_columns), jnp.float32),
-            "ds_smem": tiled((2, block_kv, block_q), dtype),
+            "dq_smem": tiled((dq_parts, ROWS, plan.dq_columns), jnp.float32, dq_row),
+            "ds_smem": tiled((2, block_kv, block_q), dtype, row),
             "kv_full": barrier(num_arrivals=2),
             "q_full": barrier(num_arrivals=2, num_barriers=tiles.q_buffers),  # q and neg_lse
             "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and neg_delta
@@ -357,11 +364,13 @@ class FusedKernel(BackwardKernel):
         plan, p = self.plan, self.plan.problem
         q_shape = (p.batch, plan.n_q * plan.tiles.block_q, p.heads)
         kv_shape = (p.batch, padded_rows(p.kv_len), p.kv_heads)
-        sum_dtype = jnp.float32 if plan.shares_keys else self.dtype
+        columns, dtype = (p.dim, p.value_dim), self.dtype
+        if plan.shares_keys:
+            columns, dtype = tuple(map(plan.whole_parts, columns)), jnp.float32
         return {
-            "dq": jax.ShapeDtypeStruct((*q_shape, p.dim), jnp.float32),
-            "dk": jax.ShapeDtypeStruct((*kv_shape, p.dim), sum_dtype),
-            "dv": jax.ShapeDtypeStruct((*kv_shape, p.value_dim), sum_dtype),
+            "dq": jax.ShapeDtypeStruct((*q_shape, plan.key_columns), jnp.float32),
+            "dk": jax.ShapeDtypeStruct((*kv_shape, columns[0]), dtype),
+            "dv": jax.ShapeDtypeStruct((*kv_shape, columns[1]), dtype),
         }
 
     def __call__(self, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:

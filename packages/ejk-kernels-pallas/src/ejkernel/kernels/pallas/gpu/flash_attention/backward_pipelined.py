@@ -70,7 +70,7 @@ def add_ahead(
         *_, mine = thread_rows()
         plgpu.barrier_wait(r.q_full.at[slot])
         s_acc[...] = spread(read(r.neg_lse_smem.at[slot], COLUMN), shape, 1)
-        plgpu.wgmma(s_acc, r.k_smem.at[mine], r.q_smem.at[slot].T)
+        plgpu.wgmma(s_acc, plan.keys(r, mine), r.q_smem.at[slot].T)
 
     def probabilities(s: jax.Array, n: Any) -> jax.Array:
         """Returns p of step n, whose do has been copied then."""

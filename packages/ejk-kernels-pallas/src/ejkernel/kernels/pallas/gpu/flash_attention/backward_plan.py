@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ejkernel.kernels.pallas.gpu.common.chip import BARRIERS
 from ejkernel.types.attention.problem import Problem
@@ -47,13 +48,14 @@ class BackwardTiles:
     def shared(self, problem: Problem) -> int:
         """Bytes of shared memory of the fused kernel; over lists, of the kernel of dk and dv."""
         d, dv, size = problem.dim, problem.value_dim, problem.itemsize
-        kv = self.block_kv * (d + dv) * size
+        columns = -(-d // 32) * 32  # of k and dq (see ``Plan.key_columns``)
+        kv = self.block_kv * (columns + dv) * size
         # with lse and delta
         q = self.block_q * (self.q_buffers * (d * size + 4) + self.stages * (dv * size + 4))
         if problem.pattern_blocks:  # the next keys, and indices of work units
             return 2 * kv + q + self.block_q * 4 + BARRIERS
         ds = 2 * self.block_kv * self.block_q * size
-        dq = self.dq_stages * self.block_q * d * 4
+        dq = self.dq_stages * self.block_q * columns * 4
         return kv + q + ds + dq + BARRIERS
 
     def unsupported(self, problem: Problem, shared: int) -> str | None:
@@ -111,8 +113,10 @@ def backward_tiles(problem: Problem) -> BackwardTiles:
     tiles = BackwardTiles(_queries(problem))
     if not _loops_ahead(problem):
         return tiles
-    # at 128 a second part of dq makes calls with a band 1 to 3% faster, and full ones slower
-    stages = 1 if tiles.block_q < tiles.block_kv and problem.rules.band.empty else 2
+    # at 128 a second part of dq makes calls with a band 1 to 3% faster, and full ones slower; at 96
+    # full ones 9% faster
+    widest = max(problem.dim, problem.value_dim)
+    stages = 1 if widest == 128 and problem.rules.band.empty else 2
     return replace(tiles, pipelined=True, dq_stages=stages)
 
 
@@ -213,8 +217,21 @@ class Plan:
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dq that a warpgroup of the fused kernel computes."""
-        return self.problem.dim if self.dq_by_rows else self.problem.dim // 2
+        """Columns of dq that a warpgroup of the fused kernel computes, in sixteens."""
+        return self.problem.dim if self.dq_by_rows else -(-self.problem.dim // 32) * 16
+
+    def whole_parts(self, columns: int) -> int:
+        """Returns ``columns`` rounded up to full parts of dq."""
+        return -(-columns // self.dq_columns) * self.dq_columns
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of k in shared memory: heads of 80 get zeros up to two parts of dq."""
+        return self.whole_parts(self.problem.dim)
+
+    def keys(self, r: Any, rows: Any) -> Any:
+        """Returns rows of the keys in shared memory, as multiplied by queries."""
+        return r.k_smem.at[rows, pl.ds(0, self.problem.dim)]
 
     @property
     def stride(self) -> int:

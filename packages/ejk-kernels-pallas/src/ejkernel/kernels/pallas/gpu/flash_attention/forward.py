@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order
-from ejkernel.kernels.pallas.gpu.common.tma import pad_rows, padded_rows, tiled
+from ejkernel.kernels.pallas.gpu.common.tma import pad_rows, padded_rows, row_bytes, tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.flash_attention.epilogue import Epilogue
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, Form
@@ -148,7 +148,8 @@ class ForwardKernel:
         dtype = jnp.dtype(p.dtype)
 
         def smem(*shape):
-            return tiled(shape, dtype, t.swizzle)
+            row = row_bytes(shape[-1], itemsize=dtype.itemsize)
+            return tiled(shape, dtype, min(t.swizzle, row))
 
         if self.form.eight_bit:
             row = min(128, p.dim)
@@ -173,12 +174,14 @@ class ForwardKernel:
                 collective_axes=(MEMBER,), num_arrivals=t.consumers, num_barriers=n
             )
 
+        out = jnp.dtype(p.output_dtype)
+        o_row = row_bytes(t.o_columns, itemsize=out.itemsize)
         copies = self.loader.copies
         scratch = {
             "q_smem": q_smem,
             "k_smem": k_smem,
             "v_smem": v_smem,
-            "o_smem": tiled((t.block_q, t.o_columns), jnp.dtype(p.output_dtype)),
+            "o_smem": tiled((t.block_q, t.o_columns), out, o_row),
             "q_full": plgpu.Barrier(num_barriers=t.q_stages),
             "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
             "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),

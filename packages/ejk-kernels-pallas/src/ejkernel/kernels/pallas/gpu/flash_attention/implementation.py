@@ -41,7 +41,7 @@ from ejkernel.types.calls.shared_sequence import ShardedCall
 
 DTYPES = ("float16", "bfloat16")
 EIGHT_BIT_DIMS = (64, 128, 256)
-DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
 def unsupported_8_bit(problem: Problem) -> str | None:
@@ -65,13 +65,14 @@ def unsupported_8_bit(problem: Problem) -> str | None:
 class FlashAttention(SoftmaxKernel, PallasKernel):
     """Exact attention in memory linear in the lengths, on a Hopper GPU.
 
-    q, k and v are float16 or bfloat16, promoted to one dtype, with head dims 64, 128, 192 with
-    values of 128, or 256. Masks are bands by index and segment ids. The tanh of a soft cap is
+    q, k and v are float16 or bfloat16, promoted to one dtype, with head dims 64, 80, 96, 128, 192
+    with values of 128, or 256. Masks are bands by index and segment ids. The tanh of a soft cap is
     the hardware's, exact to 2^-11. All additions have a fixed order, so two runs give the same
     bits. ``cfg``: ``fwd_params`` (q_blocksize, taken as 128; kv_blocksize, a multiple of 64;
-    num_stages; or WarpgroupParams: 192 queries of three warpgroups where heads are 64 wide, 160
-    keys of two where heads are 128 wide and nothing is masked) and ``bwd_params`` (num_stages;
-    blocks have one size for each head dim).
+    num_stages; or WarpgroupParams: 192 queries of three warpgroups where heads are 64 wide, and
+    with 96 keys where they are 80 or 96 wide, 160 keys of two where heads are 128 wide and nothing
+    is masked) and ``bwd_params`` (num_stages; blocks have one size for each head dim). Patterns of
+    blocks take none of 80 and 96.
 
     Source: Shah et al. 2024, FlashAttention-3 (arXiv 2407.08608), section 3.
     """
@@ -116,6 +117,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             f"query: head dim {d} with value dim {dv} is not among {allowed}": (d, dv) not in DIMS,
             "out_dtype: another than the inputs' is not supported": (
                 problem.out_dtype is not None and not problem.is_eight_bit
+            ),
+            f"query: head dim {d} with a pattern of blocks is not supported": (
+                problem.pattern_blocks is not None and d % 64 > 0
             ),
             "attention_mask: a dense mask is not supported": "mask" in rules.names,
             "mask_info: given positions are not supported": "q_positions" in rules.names,
