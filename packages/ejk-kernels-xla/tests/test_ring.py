@@ -400,14 +400,19 @@ def test_next_keys_are_sent_for_before_the_current_ones_are_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype", "factor"), [("contiguous", jnp.float32, 1.2), ("zigzag", jnp.bfloat16, 1.0)]
+    ("layout", "dtype", "length", "factor"),
+    [
+        ("contiguous", jnp.float32, 512, 1.2),
+        ("contiguous", jnp.bfloat16, 2048, 1.2),
+        ("zigzag", jnp.bfloat16, 512, 1.0),
+    ],
 )
-def test_compiled_program(layout: str, dtype: Any, factor: float) -> None:
+def test_compiled_program(layout: str, dtype: Any, length: int, factor: float) -> None:
     """Keys travel and nothing else does; temporaries are those of one device and two key blocks.
 
     Keys in bfloat16 that travelled as float32 would be over the limit.
     """
-    n, length, heads, dim = 4, 512, 4, 64
+    n, heads, dim = 4, 4, 64
     mesh = Mesh(np.array(jax.devices()[:n]), ("sp",))
     shape = (1, n * length, heads, dim)
     x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(None, "sp")))

@@ -102,7 +102,9 @@ def _sequence_note(layout: Layout, rule: ShardingRule, a: Mapping[str, Any]) -> 
     ring, rules = Ring(axes[0], n, False), index_rules(a["mask_info"].terms)
     plan = Plan.make(ring, rules, local["query"].shape[1], local["key"].shape[1])
     choice = choose_strategy({**local, "bias": a.get("bias")}, ring, plan, rules)
-    packed = " (on GPUs ring_packed)" if choice.strategy == "ring" and n > 1 else ""
+    packed = (
+        " (on GPUs ring_packed)" if choice.strategy == "ring" and plan.schedule.count > 2 else ""
+    )
     return f"context_parallel {over}: auto is {choice.strategy}{packed}: {choice.reason}"
 
 

@@ -88,7 +88,7 @@ class ContextParallel:
     """The kernel that computes the pieces."""
     strategies: ClassVar[tuple[str, ...]] = STRATEGIES
     ring_strategy: ClassVar[str] = "ring"
-    """The form of a ring that "auto" takes."""
+    """The form of a ring of three steps and more that "auto" takes."""
     shortest_loop: ClassVar[int] = 2
     """The fewest steps of one form that are a loop; others are written out."""
     divides_own_step: ClassVar[bool] = False
@@ -109,7 +109,7 @@ class ContextParallel:
         joined = not (a["dropout_prob"] or mods)
         plan = make_plan(ring, rules, *lengths, joined=joined, divides=self.divides_own_step)
         choice = choose_strategy(a, ring, plan, rules)
-        if choice.strategy == "ring" and ring.size > 1:
+        if choice.strategy == "ring" and plan.schedule.count > 2:
             choice = choice._replace(strategy=self.ring_strategy)
         forms = tuple((name, mod.form) for name, mod in mods.items())
         dense = any(part.attention_mask is not None for part in parts)

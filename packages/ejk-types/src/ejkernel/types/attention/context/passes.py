@@ -202,6 +202,28 @@ def _in_order(done: Any, visitors: Any) -> Any:
     return jax.lax.optimization_barrier((done, visitors))
 
 
+def _late_on_cpus(p: Pass, visitors: Any, done: Any) -> Any:
+    """Returns the visitors, which on CPUs wait for the arrays ``done``.
+
+    Nothing hides a transfer there, and the next keys need no memory while a kernel runs. XLA for
+    CPUs drops barriers, so their bits need a zero that is known when the arrays are.
+    """
+    if p.ring.size == 1:
+        return visitors
+
+    def late(visitors: Any, done: Any) -> Any:
+        value = _bits(jax.tree.leaves(done)[0].reshape(-1)[0])
+        zero = value * (p.device // p.ring.size).astype(value.dtype)
+        wait = lambda x: _bits(x) + zero.astype(_bits(x).dtype)  # noqa: E731
+        return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(wait(x), x.dtype), visitors)
+
+    return jax.lax.platform_dependent(visitors, done, cpu=late, default=lambda x, done: x)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+
 def _covers_queries(p: Pass, step: int) -> bool:
     """Returns whether a step is one piece of all queries on every device."""
     everything = Chunks(0, p.ring.chunks)
@@ -355,6 +377,8 @@ def backward(
             dq, stored = jax.lax.optimization_barrier((dq, stored))
         operands = (dq, sums, stored, source)
         dq, sums, new = p.switch(t, run.steps, branch, *operands, is_late=is_late, row=row)
+        if coming is None:
+            coming = transport.following(_late_on_cpus(p, visitors, dq), run)
         if is_rest:
             new = [_joined(parts) for parts in zip(begun, new, strict=True)]
         accumulators = transport.accumulated(arriving, new, t, run, dtypes)

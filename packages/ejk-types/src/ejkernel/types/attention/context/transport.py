@@ -40,13 +40,13 @@ class RingTransport:
         return isinstance(step, int) and step == self.own_step
 
     def start(self, step: int, after: Any = None) -> Any:
-        """Returns the keys of ``step``, the first that has visitors; they leave ``after`` others.
+        """Returns the keys of ``step``, the first that has visitors.
 
-        In a backward pass a compiler may not take what the forward pass has sent or packed, and
-        keep it until then, of every layer.
+        ``after``: an array that they wait for. A compiler may not then take what the forward pass
+        has sent or packed, and keep it until the backward pass, of every layer.
         """
         keys = self.local_keys
-        if self.backward:
+        if after is not None:
             keys, _ = jax.lax.optimization_barrier((keys, after))
         return self.ring.shift(self.to_send(keys), self.schedule.start + step)
 
@@ -73,13 +73,13 @@ class RingTransport:
         return rows_of_keys(stored, rows)
 
     def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any, Any]:
-        """Sends keys on and the gradients so far after theirs; in a last step of the own, home.
+        """Sends the gradients so far after their keys; in a last step of the own, home.
 
-        Returns the visitors, which may have gone to other memory, those that visit next and the
-        gradients that arrive.
+        Returns the visitors, which may have gone to other memory, the keys that visit next where
+        they have been sent too, and the gradients that arrive.
         """
         arriving = None if run.before is None else self.send_sums(sums, run.before)
-        return visitors, self.following(visitors, run), arriving
+        return visitors, None, arriving
 
     def send_sums(self, sums: Any, places: int) -> Any:
         """Sends gradients of keys."""
@@ -205,7 +205,7 @@ class GatheredTransport:
 
     def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any, Any]:
         """Returns the gathered keys and the gradients so far, which stay."""
-        return visitors, visitors, sums
+        return visitors, None, sums
 
     def accumulated(
         self, sums: Any, new: Sequence[jax.Array], step: Any, run: Run, dtypes: Sequence[Any]
