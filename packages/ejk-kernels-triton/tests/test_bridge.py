@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 
 from ejkernel.kernels.triton import bridge, compat, flash_attention
-from ejkernel.kernels.triton.bound_launch import RUNS, In, TensorMap, leaves, runs_map
+from ejkernel.kernels.triton.bound_launch import MAP_ROWS, In, TensorMap, leaves, runs_map
 from ejkernel.kernels.triton.bridge import call, specialize
 from ejkernel.kernels.triton.compiled import (
     Code,
@@ -248,7 +248,7 @@ def test_rows_of_runs_are_where_they_should_be(itemsize):
     assert all(s % 16 == 0 and s < 2**40 for s in steps[:3])
     assert all(n < 2**31 for n in runs_map(0, columns, (64, 128)).shape)
     for row in (0, 1, length - 1, length):
-        at = (RUNS, end, RUNS - length + row, 5)
+        at = (MAP_ROWS, end, MAP_ROWS - length + row, 5)
         address = sum(i * s for i, s in zip(at, steps, strict=True)) % 2**64
         assert address == ((end - length + row) * columns + 5) * itemsize
-        assert (at[2] < RUNS) == (row < length)
+        assert (at[2] < MAP_ROWS) == (row < length)

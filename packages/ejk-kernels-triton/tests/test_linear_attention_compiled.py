@@ -89,7 +89,7 @@ def launched(shape, which, target):
         "do": aval((b, s, h, dv), jnp.dtype(dtype)),
     }
     cu = {"cu": aval((b, n + 1), jnp.int32)} if n else {}
-    splits = {"cuts": aval((4, t.chunk, t.chunk), jnp.bfloat16)}
+    splits = {"cut_matrices": aval((4, t.chunk, t.chunk), jnp.bfloat16)}
     channel_gate = aval((b, s, h, dv if of_values else dk), gates)
     ends = ChunkLoop(p, t, passes.SEGMENT_STATES).outputs()
     rows = {"query": arrays["q"], "key": arrays["k"], "value": arrays["v"]}
