@@ -43,7 +43,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.kernel_registry import kernel_registry
 from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
-from ejkernel.types.attention.context.kernel import ContextParallel
+from ejkernel.types.attention.context.kernel import GpuContextParallel
 from ejkernel.types.attention.mixins import SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.attention.rows import LN2
@@ -301,7 +301,7 @@ def _with_operands(
 flash_attention = FlashAttention()
 
 
-class RingAttention(ContextParallel, TritonKernel):
+class RingAttention(GpuContextParallel, TritonKernel):
     """Flash attention over a sequence that is sharded along a mesh axis.
 
     Call it inside ``shard_map``. Dtypes, head dims and ``cfg`` are as in ``flash_attention``,
@@ -310,9 +310,6 @@ class RingAttention(ContextParallel, TritonKernel):
 
     call = calls.RingAttention
     reads = arguments.RING | arguments.DROPOUT | {"bias", "precision"}
-    # XLA for GPUs has one transfer under way at a time: each needs a kernel of its own to hide
-    # it. What a loop carries is copied in each turn, as the next keys arrive in other memory.
-    ring_strategy, divides_own_step, shortest_loop = "ring_packed", True, 7
     flash = flash_attention
 
 

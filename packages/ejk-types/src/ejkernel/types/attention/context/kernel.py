@@ -234,6 +234,18 @@ class ContextParallel:
         return _passes(work).backward(work, arrays, outputs, saved, cotangents)
 
 
+class GpuContextParallel(ContextParallel):
+    """Ring attention whose transfers XLA for GPUs schedules.
+
+    It has one transfer under way at a time: each needs a kernel of its own to hide it. What a loop
+    carries is copied in each turn, as the next keys arrive in other memory.
+    """
+
+    ring_strategy = "ring_packed"
+    divides_own_step = True
+    shortest_loop = 7
+
+
 def _passes(work: Any) -> Any:
     exchanged = work.tiles.strategy == "ulysses" and work.problem.ring.size > 1
     return ulysses if exchanged else passes

@@ -29,9 +29,9 @@ from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
 from ejkernel.types.attention.context.kernel import (
-    ContextParallel,
     ContextProblem,
     ContextTiles,
+    GpuContextParallel,
 )
 from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
@@ -236,7 +236,7 @@ class FlashMLA(FromLatent, FlashAttention):
 flash_attention = FlashAttention()
 
 
-class RingAttention(ContextParallel, PallasKernel):
+class RingAttention(GpuContextParallel, PallasKernel):
     """Flash attention over a sequence that is sharded along a mesh axis, on Hopper GPUs.
 
     Call it inside ``shard_map``. Dtypes, head dims, masks and ``cfg`` are as in
@@ -247,9 +247,6 @@ class RingAttention(ContextParallel, PallasKernel):
     reads = arguments.RING | {"precision"}
     chip = staticmethod(current_chip)
     reads_warpgroups = True
-    # XLA for GPUs has one transfer under way at a time: each needs a kernel of its own to hide
-    # it. What a loop carries is copied in each turn, as the next keys arrive in other memory.
-    ring_strategy, divides_own_step, shortest_loop = "ring_packed", True, 7
     flash = flash_attention
     priority_for = FlashAttention.priority_for
 
