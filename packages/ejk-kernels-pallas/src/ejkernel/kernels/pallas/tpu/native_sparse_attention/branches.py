@@ -56,6 +56,29 @@ class Rows(NamedTuple):
         return cls(*qkv, blocks, is_token, gates)
 
 
+class OutputGradient(NamedTuple):
+    """Operands of the backward pass of a branch.
+
+    Attributes:
+        base: the lse that the kernels of gradients read, from ``attend``.
+        do: gradient of the full output ``[b, s, h, dv]``, which the gate does not multiply.
+        delta: sums of ``do`` times the branch's output ``[b, s, h]``.
+        gate: ``[b, s, h]``; None: 1.
+        dq: the sum of dq of the branches before; None: there are none.
+    """
+
+    base: jax.Array
+    do: jax.Array
+    delta: jax.Array
+    gate: jax.Array | None
+    dq: jax.Array | None
+
+    @property
+    def values(self) -> dict[str, jax.Array]:
+        """The values of rows by name."""
+        return {"delta": self.delta} | ({} if self.gate is None else {"gate": self.gate})
+
+
 class Pulled(NamedTuple):
     """Gradients of a branch; dq is the sum of this branch's and of those before it."""
 
@@ -93,21 +116,12 @@ class Flash:
         (o, _), base = flash_attention.forward(self.work, self.arrays)
         return o, base
 
-    def pull_back(
-        self,
-        base: jax.Array,
-        do: jax.Array,
-        delta: jax.Array,
-        gate: jax.Array | None,
-        others: jax.Array | None,
-    ) -> Pulled:
-        """Returns the gradients for do ``[b, s, h, dv]``, delta and gate ``[b, s, h]``; ``others``:
-        dq of other branches."""
-        values = {"delta": delta} if gate is None else {"delta": delta, "gate": gate}
-        values = {name: x.swapaxes(1, 2) for name, x in values.items()}
-        arrays = self.arrays | values | {"base": base, "do": do}
+    def pull_back(self, output: OutputGradient) -> Pulled:
+        """Returns the gradients of the branch."""
+        values = {name: x.swapaxes(1, 2) for name, x in output.values.items()}
+        arrays = self.arrays | values | {"base": output.base, "do": output.do}
         pulled = Pulled(**flash_attention.gradients(self.work, arrays))
-        return pulled if others is None else pulled._replace(q=pulled.q + others)
+        return pulled if output.dq is None else pulled._replace(q=pulled.q + output.dq)
 
 
 @dataclass(frozen=True)
@@ -134,9 +148,9 @@ class Compressed:
     def attend(self) -> tuple[jax.Array, jax.Array]:
         return self.flash.attend()
 
-    def pull_back(self, *args: Any) -> Pulled:
-        """Returns the gradients; see ``Flash.pull_back``."""
-        dq, *of_means = self.flash.pull_back(*args)
+    def pull_back(self, output: OutputGradient) -> Pulled:
+        """Returns the gradients of the branch."""
+        dq, *of_means = self.flash.pull_back(output)
 
         def of_keys(x: jax.Array, gradient: jax.Array) -> jax.Array:
             return jax.vjp(lambda x: self._means(x, self.rows.blocks), x)[1](gradient)[0]
@@ -166,17 +180,11 @@ class Selected:
         """Returns o and base; see ``selected.attend``."""
         return selected.attend(self.work, self.arrays)
 
-    def pull_back(
-        self,
-        base: jax.Array,
-        do: jax.Array,
-        delta: jax.Array,
-        gate: jax.Array | None,
-        others: jax.Array | None,
-    ) -> Pulled:
-        """Returns the gradients; see ``Flash.pull_back``."""
-        values = (delta,) if gate is None else (delta, gate)
-        return Pulled(*selected.pull_back(self.work, self.arrays, base, do, values, others))
+    def pull_back(self, output: OutputGradient) -> Pulled:
+        """Returns the gradients of the branch, whose kernel adds ``output.dq``."""
+        values = tuple(output.values.values())
+        operands = (output.base, output.do, values, output.dq)
+        return Pulled(*selected.pull_back(self.work, self.arrays, *operands))
 
 
 def branches(work: Work, rows: Rows, cu_seqlens: Any, chosen: jax.Array) -> dict[str, Any]:

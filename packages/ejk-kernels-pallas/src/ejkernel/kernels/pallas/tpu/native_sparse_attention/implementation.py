@@ -18,7 +18,11 @@ from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.tpu.flash_attention.implementation import DTYPES, MAX_DIM
 from ejkernel.kernels.pallas.tpu.native_sparse_attention import problem as problems
-from ejkernel.kernels.pallas.tpu.native_sparse_attention.branches import Rows, branches
+from ejkernel.kernels.pallas.tpu.native_sparse_attention.branches import (
+    OutputGradient,
+    Rows,
+    branches,
+)
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.lists import by_register, row_sums
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.select import (
@@ -100,7 +104,8 @@ class NativeSparseAttention(PallasKernel):
         for name, branch in branches(work, rows, arrays.get("cu_seqlens"), chosen).items():
             o, base = of_branches[name]
             delta = row_sums(t, do, o)
-            dq, *of_keys = branch.pull_back(base, do, delta, rows.gates.get(name), dq)
+            output = OutputGradient(base, do, delta, rows.gates.get(name), dq)
+            dq, *of_keys = branch.pull_back(output)
             dk, dv = (x + g.astype(jnp.float32) for x, g in zip((dk, dv), of_keys, strict=True))
             if name in rows.gates:
                 gates[name] = delta

@@ -85,17 +85,19 @@ def pull_back(
     others = None if others is None else tile_rows(p, t, others, p.dims[0])
     spans = _Spans(work, arrays, t.span_backward)
 
-    def pull(first: Any, k: jax.Array, v: jax.Array, others: Any, dtype: str) -> list[jax.Array]:
+    def pull_span(
+        first: Any, k: jax.Array, v: jax.Array, others: Any, dtype: str
+    ) -> list[jax.Array]:
         tables = spans.tables(first)
         return selected_backward(p, t, chip, *tables, (q, do, k, v), values, others, dtype)
 
     if spans.count == 1:
-        dq, *gradients = pull(0, *(x[0] for x in spans.keys), others, p.dtype)
+        dq, *gradients = pull_span(0, *(x[0] for x in spans.keys), others, p.dtype)
         gradients = [x[None] for x in gradients]
     else:
 
         def add(total: jax.Array, *span: Any) -> Any:
-            dq, *gradients = pull(*span, None, "float32")
+            dq, *gradients = pull_span(*span, None, "float32")
             return total + dq, gradients
 
         start = zeros(q.shape, "float32", q)
