@@ -121,7 +121,7 @@ LOWERED = {
     "name",
     cover(
         LOWERED,
-        # d128: its tiles are those of packed, its passes those of d192/128; 8 bits d64: as vmap is
+        # not d128, with the tiles of packed and the passes of d192/128; not 8 bits d64, as vmap is
         *("d192/128", "d256", "packed", "sparse d64", "sinks, cap", "8 bits", "8 bits d256"),
         "vmap",
     ),

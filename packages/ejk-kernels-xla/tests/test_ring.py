@@ -253,7 +253,7 @@ def test_keys_in_one_transfer_with_wider_gradients() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_of_packed_keys_and_values(batch: int) -> None:
-    """Of two dtypes, and alone in what travels or before other arrays."""
+    """Rows of two dtypes, from an array with nothing else and from one with other arrays behind."""
     k, v = normal(batch, 4, 2, 8).astype(jnp.bfloat16), normal(batch, 4, 2, 6, seed=1)
     transport = PackedRingTransport(Ring("sp", 4, False), Schedule(0, 4), (k, v, "masks"))
     words, *others = transport.to_send(transport.local_keys)

@@ -56,9 +56,9 @@ def test_cases_of_8_bits_have_scales_and_no_gradients():
     assert shapes and not any(s.serves("attention") for s in shapes)
     for shape in shapes:
         call = call_of(shape, "flash_attention")
-        given = call.abstract()
-        assert given["query"].dtype == "float8_e4m3fn"
-        assert given["k_scale"].shape == (shape.batch, shape.kv_heads)
+        arrays = call.abstract()
+        assert arrays["query"].dtype == "float8_e4m3fn"
+        assert arrays["k_scale"].shape == (shape.batch, shape.kv_heads)
         assert not call.gradients and call.dtype == "float8_e4m3fn"
 
 

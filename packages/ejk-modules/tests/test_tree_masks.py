@@ -78,7 +78,7 @@ def test_trees_of_several_sequences(platform, sizes):
 
 
 def test_few_rows_take_one_launch_of_triton():
-    """So the calls of FEW are of another kernel than those of SERVER and LONG."""
+    """So the calls of FEW run another kernel than the calls of SERVER and LONG."""
     pytest.importorskip("ejkernel.kernels.triton", reason="the Triton package is not installed")
     launches = {}
     for sizes in (SERVER, FEW, LONG):
