@@ -138,6 +138,12 @@ def _forward(problem: Problem, target: Target) -> Tiles:
         if problem.precision == "ieee":
             # no matrix instructions: 32 x 32 over 256 threads keep operands in registers
             return Tiles(32, 32, 8, 1)
+        if target.hopper and dim <= 128 and not short:
+            # one stage of 64 columns leaves room for four programs a multiprocessor: on an H200
+            # 1.9 times as fast as 64 x 32, of 128 columns 1.5 times. Bias and dropout take the
+            # registers of four warps
+            plain = not problem.biased and problem.dropout == 0.0
+            return Tiles(128, 64, 4, 1) if dim <= 64 and plain else Tiles(128, 64, 8, 2)
         # tf32 MMAs read operands from registers: a quarter of the tile fits
         return Tiles(64, 32, 4, 2 if dim <= 64 else 1)
     if target.platform == "rocm":
