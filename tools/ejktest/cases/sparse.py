@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -87,22 +86,28 @@ def check_chosen(lists, score, rtol, atol=0.0):
     assert all(len(set(row[row >= 0])) == (row >= 0).sum() for row in lists.reshape(-1, slots))
 
 
-def _with_gradients(fn, args, weight):
-    """Returns the output, and ``weight`` pulled back to the arguments."""
-    out, pull = jax.vjp(fn, *args)
-    return out, pull(weight.astype(out.dtype))
-
-
 def compare(ours, theirs, args):
-    """Compares a call and its gradients with its definition, which computes in float64."""
-    weight = np.random.default_rng(1).standard_normal(jax.eval_shape(ours, *args).shape)
+    """Compares a call and its gradients with its definition, which computes in float64.
+
+    Returns the jaxpr of both.
+    """
     with jax.enable_x64(True):
-        exact_args = [array(a, jnp.float64) for a in args]
-        reference, exact = _with_gradients(theirs, exact_args, array(weight))
-    out, grads = jax.jit(partial(_with_gradients, ours))(args, weight.astype(np.float32))
+        reference, pull = jax.vjp(theirs, *(array(a, jnp.float64) for a in args))
+        weight = np.random.default_rng(1).standard_normal(reference.shape)
+        exact = pull(array(weight))
+
+    @jax.jit
+    def with_gradients(args, weight):
+        out, pull = jax.vjp(ours, *args)
+        return out, pull(weight.astype(out.dtype))
+
+    operands = args, weight.astype(np.float32)
+    traced = with_gradients.trace(*operands)
+    out, grads = traced.lower().compile()(*operands)
     check_close(out, reference)
     for i, (g, r) in enumerate(zip(grads, exact, strict=True)):
         check_close(g, r, name=f"gradient {i}", rms_limit=4e-5)
+    return traced.jaxpr
 
 
 # ---- ahead of time -------------------------------------------------------------------------------

@@ -1,38 +1,45 @@
-"""Native sparse attention from its definition, token by token, in float64.
+"""Native sparse attention from its definition, in float64.
 
 Differentiable by JAX; call it under ``jax.enable_x64(True)``. One packed or plain row at a time.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
-@jax.jit  # one program for all tokens
-def _attend(q, k, v, scale, seen):
-    """Probabilities ``[h, t]`` over the seen keys ``[h, t]`` and the output ``[h, dv]``."""
-    x = scale * jnp.einsum("hd,thd->ht", q, k)
-    sees = seen.any(axis=-1, keepdims=True)  # heads of another key head may see nothing
-    p = jax.nn.softmax(jnp.where(seen, x, jnp.where(sees, -jnp.inf, 0.0)), axis=-1)
-    p = jnp.where(sees, p, 0.0)
-    return p, jnp.einsum("ht,thd->hd", p, v)
-
-
 def attend(q, k, v, scale, seen):
-    """Attends as ``_attend``; a row of tokens that sees nothing is 0."""
-    h, t = k.shape[1], k.shape[0]
-    if not np.asarray(seen).any():
-        return jnp.zeros((h, t)), jnp.zeros((h, v.shape[2]))
-    return _attend(q, k, v, scale, np.broadcast_to(seen, (h, t)))
+    """Output ``[s, h, dv]`` of queries over the keys they see; a row that sees none is 0.
+
+    q ``[s, h, d]``, k/v ``[t, hk, .]``, seen ``[s, hk, t]``; hk may be 1 there.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (jnp.repeat(x, group, 1) for x in (k, v))
+    seen = jnp.repeat(jnp.broadcast_to(seen, (len(q), k.shape[1] // group, len(k))), group, 1)
+    x = scale * jnp.einsum("shd,thd->sht", q, k)
+    sees = seen.any(axis=-1, keepdims=True)
+    p = jax.nn.softmax(jnp.where(seen, x, jnp.where(sees, -jnp.inf, 0.0)), axis=-1)
+    return jnp.einsum("sht,thd->shd", jnp.where(sees, p, 0.0), v)
 
 
-def chosen_blocks(p_cmp, t, size, complete, count):
-    """Returns block indices of one key head: t's block, then by probability, ties to the lower."""
-    first = t // size
-    others = sorted((c for c in range(complete) if c != first), key=lambda c: (-float(p_cmp[c]), c))
-    return [first, *others][:count]
+@partial(jax.jit, static_argnames="size")
+def _gated_branches(q, k, v, gates, seen, scale, size):
+    """Sum of the branches; ``seen`` are the means, keys and near keys of tokens, or None."""
+    length, padding = len(seen[1]), len(q) - len(seen[1])
+    q, gates = q[:length], [None if g is None else g[:length] for g in gates]
+    complete = len(k) // size
+    means = [x[: complete * size].reshape(complete, size, *x.shape[1:]).mean(1) for x in (k, v)]
+    operands = (means, (k, v), (k, v))
+    out = 0.0
+    for of_keys, gate, visible in zip(operands, gates, seen, strict=True):
+        if visible is not None:
+            o = attend(q, *of_keys, scale, visible)
+            out += o if gate is None else gate[..., None] * o
+    return jnp.pad(out, ((0, padding), (0, 0), (0, 0)))
 
 
 def scores(q, means, size, scale):
@@ -53,9 +60,17 @@ def scores(q, means, size, scale):
     return score
 
 
-def row(x, t):
-    """``x[t]``; its gradient is one program for all ``t``."""
-    return jax.lax.dynamic_index_in_dim(x, t, keepdims=False)
+def best_blocks(q, k, size, scale):
+    """Returns all blocks of every token, the best first ``[s, hk, n]``, -1 after what it sees.
+
+    The own block comes first, then complete ones by score, ties to the lower.
+    """
+    q, k = (np.asarray(jax.lax.stop_gradient(x)) for x in (q, k))
+    blocks = -(-len(k) // size)
+    k = np.pad(k, ((0, blocks * size - len(k)), (0, 0), (0, 0)))
+    score = scores(q, k.reshape(blocks, size, *k.shape[1:]).mean(1), size, scale)
+    order = np.argsort(-score, axis=-1, kind="stable")
+    return np.where(np.take_along_axis(score, order, -1) < 0, -1, order)
 
 
 def sequence(q, k, v, gates, *, size, count, scale, length, indices=None, window=None):
@@ -64,43 +79,18 @@ def sequence(q, k, v, gates, *, size, count, scale, length, indices=None, window
     gates ``(g_cmp, g_slc, g_swa)`` each ``[s, h]`` or None; indices: lists per (t, kv head).
     count: callable (t, kv head) -> number of blocks.
     """
-    h, hk = q.shape[1], k.shape[1]
-    group = h // hk
-    s = length
-    blocks = s // size
-    kk, vv = jnp.repeat(k, group, 1), jnp.repeat(v, group, 1)
-    room = q.shape[0] // size
-    mean_k = kk[: room * size].reshape(room, size, h, -1).mean(1)
-    mean_v = vv[: room * size].reshape(room, size, h, -1).mean(1)
-    g_cmp, g_slc, g_swa = gates
-    j = np.arange(q.shape[0])
-    rows = []
-    for t in range(s):
-        complete = min((t + 1) // size, blocks)
-        p_cmp, o_cmp = attend(row(q, t), mean_k, mean_v, scale, np.arange(room) < complete)
-        out = jnp.zeros((h, v.shape[2]))
-        if g_cmp is not None:
-            out = out + row(g_cmp, t)[:, None] * o_cmp
-        seen = np.zeros((h, q.shape[0]), bool)
-        summed = np.asarray(jax.lax.stop_gradient(p_cmp)).reshape(hk, group, -1).sum(1)
-        for m in range(hk):
-            n = count(t, m)
-            if indices is None:
-                picked = chosen_blocks(summed[m], t, size, complete, n)
-            else:
-                picked = {c for c in indices[t][m][:n] if 0 <= c <= t // size}
-            for c in picked:
-                span = (j >= c * size) & (j < (c + 1) * size) & (j <= t)
-                seen[m * group : (m + 1) * group] |= span
-        _, o_slc = attend(row(q, t), kk, vv, scale, seen)
-        out = out + (o_slc if g_slc is None else row(g_slc, t)[:, None] * o_slc)
-        if window is not None:
-            near = (j <= t) & (j >= t - window)
-            _, o_swa = attend(row(q, t), kk, vv, scale, near)
-            out = out + (o_swa if g_swa is None else row(g_swa, t)[:, None] * o_swa)
-        rows.append(out)
-    padding = [jnp.zeros((h, v.shape[2]))] * (q.shape[0] - s)
-    return jnp.stack(rows + padding)
+    padded, hk = k.shape[:2]
+    lists = best_blocks(q, k, size, scale) if indices is None else indices
+    listed = np.zeros((length, hk, -(-padded // size)), bool)
+    for t, m in np.ndindex(length, hk):
+        listed[t, m, [c for c in lists[t][m][: count(t, m)] if 0 <= c <= t // size]] = True
+    t, j = np.arange(length)[:, None, None], np.arange(padded)
+    seen = (
+        None if gates[0] is None else (t + 1) // size > np.arange(padded // size),
+        np.repeat(listed, size, axis=-1)[..., :padded] & (j <= t),
+        None if window is None else (j <= t) & (j >= t - window),
+    )
+    return _gated_branches(q, k, v, gates, seen, scale, size)
 
 
 def over_lists(q, k, v, chosen, size, scale, do):
