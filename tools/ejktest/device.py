@@ -7,6 +7,7 @@ from collections.abc import Generator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh
 
 H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
@@ -37,10 +38,33 @@ def interpreted_tpu(params: Any) -> Generator[None]:
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
-        with interpret_mode(), interpreter(params):
+        with interpret_mode(), interpreter(params), _callbacks_of_numpy():
             yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
+
+
+@contextlib.contextmanager
+def _callbacks_of_numpy() -> Generator[None]:
+    """Context in which callbacks get NumPy arrays.
+
+    The interpreter calls back for every load and store, and JAX first makes an array of its own of
+    each operand, which takes longer than the callback.
+    """
+    from jax._src import callback as callbacks
+
+    def call(*args: Any, callback: Any, **_: Any) -> Any:
+        return jax.tree.map(np.asarray, callback(*map(np.asarray, args)))
+
+    before = getattr(callbacks, "io_callback_impl", None)
+    if before is None:  # a private name: without it tests take longer
+        yield
+        return
+    callbacks.io_callback_impl = call
+    try:
+        yield
+    finally:
+        callbacks.io_callback_impl = before
 
 
 def assert_no_races() -> None:

@@ -7,18 +7,15 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.pallas.tpu.blocksparse_attention.implementation import blocksparse_attention
-from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.attention import Call, Pattern, arrays, check, run, with_mask_info
+from ejktest.device import interpreted_tpu
 
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with interpret_mode():
+    with interpreted_tpu(True):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def test_a_pattern_for_each_head():

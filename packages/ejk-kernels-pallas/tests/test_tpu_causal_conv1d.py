@@ -13,14 +13,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.causal_conv1d.implementation import causal_conv1d
 from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import Tiles, choose
-from ejkernel.kernels.pallas.tpu.common.chip import get_chip, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.common.chip import get_chip, on_chip
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.problems.convolution import ConvolutionProblem
 from ejktest.cases.convolution import check_convolution
 from ejktest.cases.convolution import convolution_arguments as make
 from ejktest.cases.linear import cotangents
-from ejktest.device import assert_no_races
+from ejktest.device import assert_no_races, interpreted_tpu
 from ejktest.grids import cover
 
 PARAMS = pltpu.InterpretParams(detect_races=True)
@@ -28,13 +28,10 @@ PARAMS = pltpu.InterpretParams(detect_races=True)
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
     # several blocks of rows and of channels, the last of either not full
     monkeypatch.setattr(causal_conv1d, "choose", lambda p, chip: Tiles(32, min(128, p.channels)))
-    with interpret_mode(), interpreter(PARAMS):
+    with interpreted_tpu(PARAMS):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def check(args, cu_seqlens=None, **options):

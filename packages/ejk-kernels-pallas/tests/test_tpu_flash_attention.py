@@ -27,7 +27,7 @@ from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.attention import Call, arrays, check, run, with_mask_info
 from ejktest.cases import large_logits
-from ejktest.device import assert_no_races
+from ejktest.device import assert_no_races, interpreted_tpu
 from ejktest.drawn import array
 from ejktest.grids import cover, without
 from ejktest.oracles.attention import visible
@@ -37,11 +37,8 @@ from ejktest.tolerance import check_close
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with interpret_mode():
+    with interpreted_tpu(True):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def ids(*segments: tuple[int, int]) -> np.ndarray:
@@ -134,7 +131,7 @@ TWO_KERNELS = {
 @pytest.mark.parametrize(("name", "cfg"), [("causal_gqa_bf16", None), ("positions", TWO_KERNELS)])
 def test_transposed_gradients(name, cfg):
     """The forms of the gradients for matrix units of 256 columns."""
-    call = NAMED[name]
+    call = replace(NAMED[name], b=1)
     x = arrays(call)
     function = attend
     if cfg is not None:
@@ -146,7 +143,7 @@ def test_transposed_gradients(name, cfg):
 
 def test_query_gradient_of_its_own_kernel():
     """A head too long for vector memory, or the only one for two cores, has two kernels."""
-    call = replace(NAMED["causal_gqa_bf16"], blocks=None)
+    call = replace(NAMED["causal_gqa_bf16"], b=1, blocks=None)
     x = arrays(call)
     run_two = with_mask_info(functools.partial(flash_attention, cfg=TWO_KERNELS))
     check(call, x, *run(run_two, call, x))

@@ -47,7 +47,7 @@ def interpreted():
 
 # inner, columns, dtype, whether rhs is transposed, offset of the held matrices, added, block_k
 PROGRAMS = {
-    "bfloat16": (200, 264, "bfloat16", False, None, False, 128),
+    "bfloat16": (200, 136, "bfloat16", False, None, False, 128),
     "transposed float32": (96, 136, "float32", True, 1, True, None),
 }
 

@@ -12,12 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.pallas.tpu.common.chip import interpreter
 from ejkernel.kernels.pallas.tpu.flash_attention.implementation import ring_attention
 from ejkernel.kernels.pallas.tpu.flash_attention.send_keys import neighbours
-from ejkernel.ops import interpret_mode
 from ejktest.attention import Call, arrays, check, oracle_case, run
-from ejktest.device import assert_no_races
+from ejktest.device import assert_no_races, interpreted_tpu
 from ejktest.oracles import attention as oracle
 from ejktest.tolerance import check_close
 
@@ -36,11 +34,8 @@ def is_sending(test: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def interpreted(request):
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with interpret_mode(), interpreter(PARAMS if is_sending(request.node.name) else True):
+    with interpreted_tpu(PARAMS if is_sending(request.node.name) else True):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def on_devices(layout, strategy, q, k, v, *, bias, softmax_aux, q_segment_ids=None, n=N, **options):

@@ -8,8 +8,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import ejkernel.modules as modules
-from ejkernel.kernels.pallas.tpu.common.chip import interpreter
-from ejkernel.ops import KernelNotSupported, batch_invariant, interpret_mode, kernel_registry
+from ejkernel.ops import KernelNotSupported, batch_invariant, kernel_registry
 from ejktest.batches import (
     FEW,
     Sizes,
@@ -19,6 +18,7 @@ from ejktest.batches import (
     grouped_results,
     paged_results,
 )
+from ejktest.device import interpreted_tpu
 
 # whole registers; a sequence has no whole number of blocks of queries and keys
 WIDE = Sizes(rows=150, heads=4, kv_heads=2, dim=128, channels=128, page=16)
@@ -27,11 +27,8 @@ WHOLE = Sizes(rows=128, heads=2, kv_heads=1, dim=128)
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with interpret_mode(), interpreter(pltpu.InterpretParams()):
+    with interpreted_tpu(pltpu.InterpretParams()):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels import xla
-from ejkernel.kernels.pallas.tpu.common.chip import interpreter
 from ejkernel.kernels.pallas.tpu.page_attention.implementation import page_attention
-from ejkernel.ops import interpret_mode
+from ejktest.device import interpreted_tpu
 
 
 def test_gradients_of_decoding():
@@ -19,7 +18,7 @@ def test_gradients_of_decoding():
         return jax.jit(jax.grad(lambda *x: (function(*x, lens, tables) ** 2).sum(), (0, 1, 2)))
 
     want = gradients(xla.page_attention)(q, k, v)
-    with interpret_mode(), interpreter(pltpu.InterpretParams()):
+    with interpreted_tpu(pltpu.InterpretParams()):
         found = gradients(page_attention)(q, k, v)
     for got, other in zip(found, want, strict=True):
         np.testing.assert_allclose(got, other, rtol=1e-4, atol=1e-4)
