@@ -5,7 +5,7 @@ Memory that nobody wrote is NaN, pages hold NaN where no context reaches, and ra
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -129,6 +129,19 @@ TREE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@cache
+def read_trees(name):
+    """A jitted function of a case's arrays and of its trees by the names of arguments."""
+
+    @jax.jit
+    def run(*arrays):
+        *arrays, trees = arrays
+        options = TREE_CASES[name][1]
+        return ragged_page_attention(*arrays, len(TREES[0]), cfg=CFG, **options, **trees)
+
+    return run
+
+
 @pytest.mark.parametrize(
     "name", cover(TREE_CASES, "float32, lse", "bfloat16, window of positions, cap, sinks")
 )
@@ -140,11 +153,8 @@ def test_trees_match_the_reference(name):
     if "positions" not in name:
         del trees["positions"]
 
-    def run(*arrays):
-        return ragged_page_attention(*arrays, len(rows), cfg=CFG, **options, **trees)
-
-    results = jax.jit(run)(q, pool, np.array(lens, np.int32), tables, starts)
-    results = [np.asarray(x) for x in jax.tree.leaves(results)]
+    arrays = q, pool, np.array(lens, np.int32), tables, starts
+    results = [np.asarray(x) for x in jax.tree.leaves(read_trees(name)(*arrays, trees))]
     window = options.get("sliding_window")
     oracle_options = {n: x for n, x in options.items() if n != "sliding_window"} | trees
     reference = expected(q, pool, tables, starts, lens, window=window, **oracle_options)
@@ -155,18 +165,13 @@ def test_trees_match_the_reference(name):
 
 
 def test_a_chain_equals_causal_rows_bit_by_bit():
-    rows, lens = (1, 20, 3), (140, 300, 9)
+    rows, lens = TREES
     q, _, _, pool, tables, starts = draw(rows=rows, lens=lens)
     arrays = q, pool, np.array(lens, np.int32), tables, starts
-    mask, _ = grow_trees(rows, lens, chains=range(3))
-
-    @partial(jax.jit, static_argnums=0)
-    def run(is_tree, *arrays):
-        tree_mask = mask if is_tree else None
-        return ragged_page_attention(*arrays, 3, cfg=CFG, tree_mask=tree_mask)
-
-    ours, causal = (np.asarray(run(is_tree, *arrays)) for is_tree in (True, False))
-    np.testing.assert_array_equal(ours, causal)
+    mask, _ = grow_trees(rows, lens, chains=range(len(rows)))
+    read = read_trees("float32, lse")
+    for tree, causal in zip(read(*arrays, {"tree_mask": mask}), read(*arrays, {}), strict=True):
+        np.testing.assert_array_equal(tree, causal)
 
 
 PACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
