@@ -5,7 +5,7 @@ Memory that nobody wrote is NaN, pages hold NaN where no context reaches, and ra
 
 from __future__ import annotations
 
-from functools import cache
+import functools
 from typing import Any
 
 import jax
@@ -129,7 +129,7 @@ TREE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@cache
+@functools.cache
 def read_trees(name):
     """A jitted function of a case's arrays and of its trees by the names of arguments."""
 
