@@ -93,6 +93,7 @@ EIGHT_BIT: dict[str, tuple[int, int, int, int, int, dict[str, Any]]] = {
     "window": (400, 400, 1, 1, 128, {"sliding_window": (120, 30)}),
     "causal d64": (300, 260, 2, 2, 64, {"causal": True}),
     "causal d256": (150, 150, 1, 1, 256, {"causal": True}),
+    "negative scale": (150, 150, 1, 1, 64, {"softmax_scale": -0.1}),
 }
 SMALL = attention_cases.SMALL
 PIPELINED: dict[str, tuple[attention_cases.Call, dict[str, Any]]] = {  # and fields of the tiles
@@ -170,7 +171,8 @@ def with_tiles(**changes: dict[str, Any]) -> Any:
 
 def hopper_eight_bit(name: str) -> Call:
     """Returns a call of 8-bit operands, against attention in float64 of their values."""
-    q_len, kv_len, heads, kv_heads, d, mask = EIGHT_BIT[name]
+    q_len, kv_len, heads, kv_heads, d, options = EIGHT_BIT[name]
+    mask = {name: x for name, x in options.items() if name != "softmax_scale"}
     rng = np.random.default_rng(0)
     shapes = (q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads)
     arrays = [
@@ -186,7 +188,8 @@ def hopper_eight_bit(name: str) -> Call:
 
     exact = [np.asarray(x, np.float32) * s for x, s in zip(arrays, factors, strict=True)]
     see = flash_oracle.visible(1, q_len, kv_len, **mask)
-    want = flash_oracle.attention(flash_oracle.Case(*exact, see=see))
+    case = flash_oracle.Case(*exact, see=see, scale=options.get("softmax_scale"))
+    want = flash_oracle.attention(case)
 
     def error(actual: Any) -> float:
         return max(relative(actual[0], want.o) / 3e-2, relative(actual[1], want.lse) / 1e-5)

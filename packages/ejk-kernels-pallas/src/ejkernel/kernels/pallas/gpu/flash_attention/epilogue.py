@@ -15,7 +15,13 @@ from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.gpu.common.lane_softmax import sum_over_lanes
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import RANGE, Form
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, FACTORS, ROWS, start
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
+    F32,
+    OF_OUTPUT,
+    ROWS,
+    factor_names,
+    start,
+)
 from ejkernel.types.attention.problem import LOG2E
 
 
@@ -52,9 +58,10 @@ class Epilogue:
         common = jnp.exp2(-e[0]) if e else 1.0
         total = total * common
         of_one, value = unit(p), None
-        if self.form.eight_bit:
+        if self.form.scaled:
+            names = factor_names(self.form)
             of_one, value = (
-                r.factors[tile.batch, tile.head, FACTORS.index(name)] for name in ("unit", "value")
+                r.factors[tile.batch, tile.head, names.index(name)] for name in OF_OUTPUT
             )
         top, alpha, above = m * of_one, 1.0, 0.0
         if "sink" in self.form.operands:

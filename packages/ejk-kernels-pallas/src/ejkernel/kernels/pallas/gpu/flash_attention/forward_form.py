@@ -25,7 +25,7 @@ class Form:
         operands: names of the operands in addition to q, k and v: ``ranges`` int32 [#b, #h, blocks,
             4], ``lists`` and ``bits`` (see ``lists``), with ``order``, ``q_ids`` and ``kv_ids``
             int32 [#b, padded length], ``sink`` float32 [#b, h], ``order`` as ``known_order`` makes
-            it.
+            it, ``factors`` of scales (see ``forward_softmax.factors``).
         unshifted: exponentials are of logits as they are. Where a sum is outside of ``RANGE``,
             that was not exact, and the tile is computed again, shifted.
     """
@@ -57,6 +57,11 @@ class Form:
     @property
     def eight_bit(self) -> bool:
         return self.problem.itemsize == 1
+
+    @property
+    def scaled(self) -> bool:
+        """Returns whether logits and values of a head have factors that the kernel reads."""
+        return self.eight_bit or "factors" in self.operands
 
     @property
     def enlarged(self) -> float:

@@ -32,14 +32,23 @@ F32 = jnp.float32
 EXPONENT = 0x7F800000
 Hide = Callable[[jax.Array, float], jax.Array]
 FACTORS = ("log2_unit", "large", "power", "slack", "negative", "unit", "value")
-"""What the kernel reads of the scales of a head, see ``Form``: the columns of ``factors``."""
+CAPPED_FACTORS = ("slope", "unit", "value")
+OF_OUTPUT = ("unit", "value")  # the last factors, which the softmax does not read
+
+
+def factor_names(form: Form) -> tuple[str, ...]:
+    """Returns what the kernel reads of the scales of a head: the columns of ``factors``."""
+    return FACTORS if form.problem.soft_cap is None else CAPPED_FACTORS
 
 
 def factors(form: Form, scale: jax.Array, v_scale: jax.Array) -> jax.Array:
-    """Returns ``FACTORS`` float32 ``[b, h, columns]``.
+    """Returns the factors of every head, float32 ``[b, h, columns]``, as ``factor_names`` has them.
 
     scale ``[b, h]``: of logits; v_scale ``[b, h]``.
     """
+    cap = form.problem.soft_cap
+    if cap is not None:
+        return jnp.stack([scale / cap, jnp.full_like(scale, cap), v_scale], axis=-1)
     unit = jnp.maximum(jnp.abs(scale), 2.0**-120)
     c = unit * LOG2E
     bits = lax.bitcast_convert_type(unit, jnp.int32)
@@ -70,10 +79,11 @@ def has_one_id(form: Form) -> bool:
 def one_id(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
     """The only segment id of this warpgroup's rows, and of the keys of block j; else -1, -2.
 
-    With operands of 8 bits, which go without segments: what ``softmax`` reads of the scales.
+    With scales, which go without segments: what ``softmax`` reads of them.
     """
-    if form.eight_bit:
-        return tuple(r.factors[tile.batch, tile.head, n] for n in range(len(FACTORS) - 2))
+    if form.scaled:
+        count = len(factor_names(form)) - len(OF_OUTPUT)
+        return tuple(r.factors[tile.batch, tile.head, n] for n in range(count))
     if not has_one_id(form):
         return ()
     b = row_of(r.q_one_id, tile.batch)
@@ -196,15 +206,15 @@ def softmax_step(form: Form, s: jax.Array, one_id: tuple, state: tuple, hide: Hi
     """
     p, c = form.problem, form.log2_unit
     if p.soft_cap is not None:
-        s = jnp.tanh(s * (p.scale / p.soft_cap))
-    elif sign(p) < 0.0:
+        s = jnp.tanh(s * (one_id[0] if form.scaled else p.scale / p.soft_cap))
+    elif not form.scaled and sign(p) < 0.0:
         s = -s
     if form.unshifted:
         x = hide(jnp.exp2(s * c), 0.0)
         return x, (lane_sums(x, state[0], None, keep_here=True),), None
     m, total, *e = state
     slack, large, power = form.tiles.slack / c, form.large, form.power
-    if form.eight_bit:
+    if form.scaled and p.soft_cap is None:
         c, large, power, slack, negative = one_id
         s = lax.cond(negative > 0.0, lambda: -s, lambda: s)
     if form.shift is not None:
