@@ -50,7 +50,11 @@ from ejkernel.kernels.pallas.gpu.serving.implementation import (  # noqa: E402
     decode_stage,
     merge_stage,
 )
-from ejkernel.kernels.pallas.gpu.serving.prefill import prefill, prefill_kernel  # noqa: E402
+from ejkernel.kernels.pallas.gpu.serving.prefill import (  # noqa: E402
+    prefill,
+    prefill_kernel,
+    scale_factors,
+)
 from ejkernel.kernels.pallas.gpu.serving.tiles import (  # noqa: E402
     MIN_ROWS,
     long_prefill_of,
@@ -184,7 +188,7 @@ def hopper_eight_bit(name: str) -> Call:
     @jax.jit
     def run(*arrays: Any) -> Any:
         with on(SMALL_H200):
-            return flash_attention(*arrays, **scales, **mask, return_lse=True)
+            return flash_attention(*arrays, **scales, **options, return_lse=True)
 
     exact = [np.asarray(x, np.float32) * s for x, s in zip(arrays, factors, strict=True)]
     see = flash_oracle.visible(1, q_len, kv_len, **mask)
@@ -231,7 +235,9 @@ def hopper_ragged(name: str) -> Call:
     layout = KVLayout.interleaved(m.hk, m.d)
     paged = PagedProblem(*sizes, m.q, m.kv, m.kv, m.d**-0.5, layout, soft_cap=m.cap)
     problem = RaggedProblem(paged, len(x["q"]))
-    kernel, long = prefill_kernel(problem, SMALL_CORES), long_prefill_of(problem, SMALL_CORES)
+    scale = None if m.scale is None else jnp.full((1, 1), m.scale)
+    kernel = prefill_kernel(problem, SMALL_CORES, scaled=scale is not None)
+    long = long_prefill_of(problem, SMALL_CORES)
     mine, single = rows >= MIN_ROWS, (rows == 1) & long.decodes
     scheduled = ScheduleSizes(
         len(x["q"]), paged.capacity, m.h, m.hk, 64, 16, 1, 8, 1, SMALL_CORES, 1000, long=long
@@ -240,7 +246,9 @@ def hopper_ragged(name: str) -> Call:
     programs = np.full(len(rows), int(single.any()))
     decode_rows = np.stack([first, np.where(single, length, 0), programs], 1)
     tables = jnp.clip(x["tables"], 0, pages - 1)
-    operands = (x["q"], x["cache"], tables, jnp.asarray(tiles), jnp.asarray(decode_rows, jnp.int32))
+    operands = [x["q"], x["cache"], tables, jnp.asarray(tiles), jnp.asarray(decode_rows, jnp.int32)]
+    if scale is not None:
+        operands.append(scale_factors(kernel.form, scale, scale))
     sampled, exact = ragged_cases.reference(m, x, x["cache"])
     sequence = np.searchsorted(np.cumsum(rows), sampled, side="right")
     compared = (mine | single)[sequence]

@@ -22,13 +22,22 @@ from ejkernel.kernels.pallas import compat
 if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
+from ejkernel.kernels.pallas.gpu.common.chip import BARRIERS
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import factor_names
 from ejkernel.kernels.pallas.gpu.serving.implementation import (
     mla_decode,
     ragged_page_attention,
     ragged_page_attention_v3,
 )
-from ejkernel.kernels.pallas.gpu.serving.prefill import prefill, prefill_kernel, tile_of
+from ejkernel.kernels.pallas.gpu.serving.prefill import (
+    prefill,
+    prefill_kernel,
+    scale_factors,
+    tile_of,
+)
+from ejkernel.kernels.pallas.gpu.serving.tiles import EIGHT_BIT
 from ejkernel.ops import batch_invariant
+from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 from ejkernel.types.serving.schedule import (
@@ -42,19 +51,35 @@ from ejktest.cases.paged import in_context
 from ejktest.programs import equations_of
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+SHARED = 232448  # bytes of shared memory that a program of it may have
 
 
-@pytest.mark.parametrize("page, d, single", [(16, 128, True), (256, 64, False)])
-def test_lowers_for_a_hopper_gpu(page, d, single):
+@pytest.mark.parametrize(
+    "page, d, dtypes, cap, single",
+    [
+        (16, 128, ("bfloat16", "bfloat16"), None, True),
+        (256, 64, ("bfloat16", "bfloat16"), None, False),
+        (16, 128, ("bfloat16", "float8_e4m3fn"), None, False),
+        (64, 64, ("float16", "int8"), 20.0, False),
+        (256, 128, ("float16", "float8_e5m2"), None, False),
+    ],
+)
+def test_lowers_for_a_hopper_gpu(page, d, dtypes, cap, single):
     n, rows, columns = 5, 1024, 4096 // page
-    arrays = (
-        struct(rows, 8, d), struct(40, page, 4, d), struct(n, columns, dtype=jnp.int32),
-        struct(17, 8, dtype=jnp.int32), struct(n, 3, dtype=jnp.int32),
-    )  # fmt: skip
+    query, cache = dtypes
+    arrays = [
+        struct(rows, 8, d, dtype=query), struct(40, page, 4, d, dtype=cache),
+        struct(n, columns, dtype=jnp.int32), struct(17, 8, dtype=jnp.int32),
+        struct(n, 3, dtype=jnp.int32),
+    ]  # fmt: skip
     sizes, layout = (n, 8, 2, d, d, 40, page, columns), KVLayout.interleaved(2, d)
-    paged = PagedProblem(*sizes, *["bfloat16"] * 3, d**-0.5, layout)
-    kernel = prefill_kernel(RaggedProblem(paged, rows), 132)
+    paged = PagedProblem(*sizes, query, cache, cache, d**-0.5, layout, soft_cap=cap)
+    scaled = query != cache
+    kernel = prefill_kernel(RaggedProblem(paged, rows), 132, scaled=scaled)
     assert (kernel.prologue is not None) == single
+    if scaled:
+        scales = jnp.ones((1, 2)), None
+        arrays.append(jax.eval_shape(lambda: scale_factors(kernel.form, *scales)))
     with on(H200):
         traced = jax.jit(lambda *a: prefill(kernel, *a)).trace(*arrays)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -87,9 +112,81 @@ def test_a_number_of_the_queue_is_a_tile_and_a_head():
     assert (found[len(want) :, 0] == -1).all()
 
 
-@pytest.mark.parametrize("page, ahead", [(16, True), (256, True), (512, False)])
-def test_leads_with_pages_that_a_card_has_compared(page, ahead, monkeypatch):
-    problem = SimpleNamespace(paged=SimpleNamespace(page_size=page))
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("cache", ["bfloat16", *EIGHT_BIT])
+def test_shared_memory_suffices(cache, d):
+    """Of a program on an H200, whatever Mosaic adds (``BARRIERS``)."""
+    layout = KVLayout.interleaved(2, d)
+    paged = PagedProblem(5, 8, 2, d, d, 40, 64, 64, "bfloat16", cache, cache, 1.0, layout)
+    kernel = prefill_kernel(RaggedProblem(paged, 1024), 132)
+    arrays = [x for x in kernel.scratch().values() if hasattr(x, "shape")]
+    assert {"staged"} & kernel.scratch().keys() == ({"staged"} if cache in EIGHT_BIT else set())
+    sizes = [int(np.prod(x.shape)) * jnp.dtype(x.dtype).itemsize for x in arrays]
+    assert sum(-(-n // 1024) * 1024 for n in sizes) + BARRIERS <= SHARED
+
+
+def test_factors_are_those_of_the_scales_of_key_heads():
+    layout = KVLayout.interleaved(2, 128)
+    sizes = (5, 8, 2, 128, 128, 40, 64, 64)
+    paged = PagedProblem(*sizes, "bfloat16", "int8", "int8", -0.25, layout, soft_cap=5.0)
+    form = prefill_kernel(RaggedProblem(paged, 1024), 132, scaled=True).form
+    k_scale, v_scale = jnp.asarray([[2.0, -3.0]]), jnp.asarray([[7.0]])
+    want = {"slope": np.repeat([-0.1, 0.15], 4), "unit": np.full(8, 5.0), "value": np.full(8, 7.0)}
+    made = scale_factors(form, k_scale, v_scale)
+    np.testing.assert_allclose(made[0], np.stack([want[n] for n in factor_names(form)], 1))
+    assert scale_factors(form, None, None) is None
+    paged = replace(paged, soft_cap=None)
+    form = prefill_kernel(RaggedProblem(paged, 1024), 132, scaled=True).form
+    made = dict(
+        zip(factor_names(form), np.asarray(scale_factors(form, k_scale, None))[0].T, strict=True)
+    )
+    np.testing.assert_allclose(made["unit"], np.repeat([0.5, 0.75], 4))
+    np.testing.assert_array_equal(made["negative"], np.repeat([1, 0], 4))
+    np.testing.assert_array_equal(made["value"], np.ones(8))
+
+
+@pytest.mark.parametrize(
+    "query, cache, options, reason",
+    [
+        ("bfloat16", "bfloat16", {"k_scale": 0.5}, "k_scale: not supported"),
+        ("float16", "float16", {"v_scale": 0.5}, "v_scale: not supported"),
+        ("bfloat16", "float16", {}, "queries: bfloat16 on float16; supported are"),
+        ("float32", "int8", {"k_scale": 0.5}, "queries: float32 on int8; supported are"),
+        ("bfloat16", "int8", {"k_scale": 0.5, "v_scale": 0.5}, None),
+        ("float16", "float8_e5m2", {"logits_soft_cap": 5.0}, None),
+    ],
+)
+def test_scales_are_those_of_caches_of_8_bits(query, cache, options, reason):
+    pytest.importorskip("ejkernel.kernels.triton", reason="it has the other stages")
+    ints = partial(struct, dtype=jnp.int32)
+    arrays = (
+        struct(8192, 8, 128, dtype=query), struct(40, 64, 4, 128, dtype=cache),
+        ints(4), ints(4, 64), ints(5),
+    )  # fmt: skip
+
+    def run(*arrays):
+        return ragged_page_attention(*arrays, 4, **options)
+
+    with on(H200):
+        if reason is None:
+            program = jax.make_jaxpr(run)(*arrays)
+            assert "ragged_page_attention_prefill" in str(program)
+        else:
+            with pytest.raises(Unsupported, match=reason):
+                jax.make_jaxpr(run)(*arrays)
+
+
+@pytest.mark.parametrize(
+    "page, cache, ahead",
+    [
+        (16, "bfloat16", True),
+        (256, "float16", True),
+        (512, "bfloat16", False),
+        (64, "int8", False),
+    ],
+)
+def test_leads_with_pages_that_a_card_has_compared(page, cache, ahead, monkeypatch):
+    problem = SimpleNamespace(paged=SimpleNamespace(page_size=page, key_dtype=cache))
     monkeypatch.setattr(ragged_page_attention, "problem_of", lambda call: problem)
     assert (ragged_page_attention.priority_for(None) > 100) == ahead
 
@@ -160,6 +257,10 @@ AT_SIZE = {
     "page 256": replace(MIX, ps=256),
     "cap, one key head": replace(MIX, hk=1, cap=20.0),
     "float16 d64 page 128": replace(MIX, q="float16", kv="float16", d=64, ps=128),
+    "e4m3 page 16": replace(MIX, kv="float8_e4m3fn"),
+    "int8 page 64, 64 heads": replace(SINGLE, kv="int8", ps=64, h=64, hk=2),
+    "e5m2 page 128 cap": replace(MIX, kv="float8_e5m2", ps=128, cap=20.0),
+    "int8 float16 d64 page 256": replace(MIX, q="float16", kv="int8", d=64, ps=256),
     "too few rows": ragged_cases.Mix(
         (100, 0, 700, 3, 130, 100, 1, 64, 105), (4096, 5, 3000, 777, 130, 116, 2001, 6000, 500)
     ),
@@ -175,10 +276,11 @@ def hopper():
 
 
 def only_seen(m: ragged_cases.Mix, x: dict[str, jax.Array]) -> jax.Array:
-    """The cache with nan wherever there is no token."""
+    """The cache with nan, or 127, wherever there is no token."""
     seen = in_context(m.lens, x["tables"], *x["cache"].shape[:2])
     ones = (1,) * (x["cache"].ndim - 2)
-    return jnp.where(seen.reshape(*seen.shape, *ones), x["cache"], jnp.nan)
+    other = jnp.asarray(127 if m.kv == "int8" else jnp.nan, x["cache"].dtype)
+    return jnp.where(seen.reshape(*seen.shape, *ones), x["cache"], other)
 
 
 @pytest.mark.gpu
@@ -195,13 +297,32 @@ def test_against_float32(name, hopper):
 
 
 @pytest.mark.gpu
-def test_write_then_attend(hopper):
-    m = AT_SIZE["page 16"]
+@pytest.mark.parametrize("d", [64, 128])
+def test_scales_of_heads_in_8_bits(d, hopper):
+    """As with one scale, the output of a key head times its own; a negative one turns logits."""
+    m = replace(MIX, kv="float8_e4m3fn", d=d, ps=64)
+    x = ragged_cases.draw(m)
+    _, args = ragged_cases.reading(ragged_page_attention, m, x)
+    signs = jnp.where(jnp.arange(m.hk) % 3 == 1, -1.0, 1.0)
+    turned = [args[0] * jnp.repeat(signs, m.h // m.hk)[:, None].astype(m.q), *args[1:]]
+    scales = {"k_scale": m.scale * signs, "v_scale": m.scale * (jnp.arange(m.hk) - 3.0)}
+    want = jax.jit(partial(ragged_page_attention, k_scale=m.scale, v_scale=1.0))(*turned)
+    got = jax.jit(partial(ragged_page_attention, **scales))(*args)
+    factors = jnp.repeat(scales["v_scale"], m.h // m.hk)[:, None]
+    want = want.astype(jnp.float32) * factors
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["page 16", "e4m3 page 16"])
+def test_write_then_attend(name, hopper):
+    m = AT_SIZE[name]
     x = ragged_cases.draw(m)
     f, args = ragged_cases.writing(ragged_page_attention_v3, m, x)
     step = jax.jit(f, donate_argnums=3)
     compiled = step.lower(*args).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < x["cache"].nbytes
+    if m.kv == m.q:  # other work takes more than half as many bytes
+        assert compiled.memory_analysis().temp_size_in_bytes < x["cache"].nbytes
     before = x["cache"].unsafe_buffer_pointer()
     out, cache = compiled(*args)
     assert cache.unsafe_buffer_pointer() == before

@@ -39,9 +39,14 @@ def for_each_warp(body: Callable[[Any], None]) -> None:
         pl.core_map(plgpu.WarpMesh(axis_name="warp"))(lambda: body(lax.axis_index("warp")))
 
 
+def in_one_warp(index: int, body: Callable[[], None]) -> None:
+    """Runs ``body`` in one warp of this warpgroup."""
+    for_each_warp(lambda warp: pl.when(warp == index)(body))
+
+
 def for_one_warp(body: Callable[[], None]) -> None:
     """Runs ``body`` in the first warp of this warpgroup."""
-    for_each_warp(lambda warp: pl.when(warp == 0)(body))
+    in_one_warp(0, body)
 
 
 def in_warps(*bodies: Callable[[], None]) -> None:

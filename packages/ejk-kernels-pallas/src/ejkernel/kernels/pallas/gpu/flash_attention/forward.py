@@ -176,19 +176,20 @@ class ForwardKernel:
 
         out = jnp.dtype(p.output_dtype)
         o_row = row_bytes(t.o_columns, itemsize=out.itemsize)
-        copies = self.loader.copies
+        arrivals = self.loader.arrivals
         scratch = {
             "q_smem": q_smem,
             "k_smem": k_smem,
             "v_smem": v_smem,
             "o_smem": tiled((t.block_q, t.o_columns), out, o_row),
             "q_full": plgpu.Barrier(num_barriers=t.q_stages),
-            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
-            "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
+            "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=t.stages),
+            "v_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=t.stages),
             "q_empty": consumer_barrier(t.q_stages),
             "k_empty": cluster_barrier(t.stages),
             "v_empty": cluster_barrier(t.stages),
-        } | self.epilogue.scratch()
+        }
+        scratch |= self.epilogue.scratch() | self.loader.scratch()
         if self.form.tiles.unshifted_first:
             scratch["first_pass_done"] = consumer_barrier(1)
         if t.cluster > 1:

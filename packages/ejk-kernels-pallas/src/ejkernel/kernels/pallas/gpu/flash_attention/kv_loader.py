@@ -1,8 +1,8 @@
 """Loaders of keys and values for the forward kernel: which blocks a tile visits, and their copies.
 
 A loader has the loop of the producer, and says where the blocks of a tile lie. ``DenseLoader``
-reads contiguous keys, ``ListLoader`` the blocks of a list; ``serving.prefill`` has one for page
-tables.
+reads contiguous keys, ``ListLoader`` the blocks of a list; ``serving.prefill_loader`` has those for
+page tables.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ class DenseLoader:
     form: Form
 
     @property
-    def copies(self) -> int:
-        """TMA copies of a block of keys."""
+    def arrivals(self) -> int:
+        """Arrivals that fill a buffer of keys or values: its TMA copies."""
         return 1
+
+    def scratch(self) -> dict[str, Any]:
+        """Returns the loader's own shared memory and barriers by name."""
+        return {}
 
     def produce(self, kernel: Any, r: Any, before: tuple[Any, Any] = (0, 0)) -> tuple[Any, Any]:
         """Copies queries, keys and values of all tiles of this program, one warpgroup in step.

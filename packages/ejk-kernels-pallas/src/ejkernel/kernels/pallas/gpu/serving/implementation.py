@@ -24,10 +24,15 @@ from ejkernel.kernels.pallas.gpu.serving.mla_merge import (
     merge_fixed_lse,
     merge_lse,
 )
-from ejkernel.kernels.pallas.gpu.serving.prefill import prefill, prefill_kernel
+from ejkernel.kernels.pallas.gpu.serving.prefill import (
+    prefill,
+    prefill_kernel,
+    scale_factors,
+)
 from ejkernel.kernels.pallas.gpu.serving.tiles import (
     DIMS,
     DTYPES,
+    EIGHT_BIT,
     MAX_COMPARED_PAGE,
     MIN_ROWS,
     long_prefill_of,
@@ -43,10 +48,10 @@ from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import LatentProblem, RaggedProblem
 from ejkernel.types.serving.schedule import ROW_ALIGNMENT
 
-EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 # Tokens that the tables can hold, from which on latent decoding is faster here than the kernels for
 # every GPU: on an H200 with 128 heads one sequence of 2^12 takes 17.4 us of their 18.4 us
 MIN_TOKENS = 2**12
+SCALES = ("q_scale", "k_scale", "v_scale")  # of ragged calls, read with caches of 8 bits
 
 
 def long_prefill(work: Work, arrays: Arrays) -> Arrays:
@@ -59,8 +64,12 @@ def long_prefill(work: Work, arrays: Arrays) -> Arrays:
     # not choose the kernel
     missing = max(-rows % ROW_ALIGNMENT, MIN_ROWS - rows)
     q = jnp.pad(arrays["q"], ((0, missing), (0, 0), (0, 0))) if missing else arrays["q"]
-    kernel = prefill_kernel(replace(work.problem, rows=rows + missing), work.target.cores)
-    return {"o": prefill(kernel, q, cache, *tables)[:rows]}
+    scales = [arrays.get(name) for name in ("k_scale", "v_scale")]
+    scaled = any(x is not None for x in scales)
+    problem = replace(work.problem, rows=rows + missing)
+    kernel = prefill_kernel(problem, work.target.cores, scaled=scaled)
+    factors = scale_factors(kernel.form, *scales)
+    return {"o": prefill(kernel, q, cache, *tables, factors)[:rows]}
 
 
 class Ragged(XlaGradients, ComposedKernel, PallasKernel):
@@ -70,13 +79,22 @@ class Ragged(XlaGradients, ComposedKernel, PallasKernel):
     chip = staticmethod(current_chip)
     stages: ClassVar[Mapping[str, Stage]] = {"long_prefill": long_prefill}
 
+    def unread_argument(self, a: Mapping[str, Any]) -> str | None:
+        unread = super().unread_argument(a)
+        if unread is not None or jnp.dtype(a[self.call.boundary.pools[0]].dtype).name in EIGHT_BIT:
+            return unread
+        # decoding in the same launch knows no scales
+        return next((name for name in SCALES if a.get(name) is not None), None)
+
     def unsupported_reason(self, problem: RaggedProblem, target: Any) -> str | None:
         p, reason = problem.paged, super().unsupported_reason(problem, target)
         if reason is not None:
             return reason
-        if p.query_dtype not in DTYPES or p.key_dtype != p.query_dtype:
-            dtypes = f"{p.query_dtype} on {p.key_dtype}"
-            return f"queries: {dtypes}, only {' and '.join(DTYPES)} are supported"
+        if p.query_dtype not in DTYPES or p.key_dtype not in (p.query_dtype, *EIGHT_BIT):
+            return (
+                f"queries: {p.query_dtype} on {p.key_dtype}; supported are {' and '.join(DTYPES)} "
+                f"on the same or {', '.join(EIGHT_BIT)}"
+            )
         if p.dim not in DIMS or p.layout.key_stride != 2 * p.dim:
             return f"queries: head dim {p.dim} is not among {DIMS}, or pages are padded to more"
         if p.page_size < 16 or p.page_size & (p.page_size - 1):
@@ -94,7 +112,9 @@ class Ragged(XlaGradients, ComposedKernel, PallasKernel):
 
     def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU; behind XLA with pages that no GPU has compared."""
-        return 110 if self.problem_of(call).paged.page_size <= MAX_COMPARED_PAGE else -1
+        paged = self.problem_of(call).paged
+        is_compared = paged.page_size <= MAX_COMPARED_PAGE and paged.key_dtype not in EIGHT_BIT
+        return 110 if is_compared else -1
 
     def choose(self, problem: RaggedProblem, target: Any) -> Any:
         long = long_prefill_of(problem, target.cores)
@@ -129,18 +149,18 @@ class RaggedPageAttention(Ragged):
     has enough of them to fill the GPU. Sequences of one new token are decoded in the same kernel,
     unless one of these takes long by itself. In batch-invariant calls the kernel has every sequence
     of at least 128 new tokens and no other. All other stages belong to the implementation for every
-    GPU, which must be installed. Queries and caches are of one dtype, float16 or bfloat16, head
-    dims 64 or 128, pages powers of two of at least 16, the packed rows a multiple of 8 (in
-    batch-invariant calls any number). No windows, sinks or scales. The tangent of a soft cap is the
-    hardware's, exact to 2^-11. Two runs give the same bits. ``cfg`` is that of the implementation
-    for every GPU.
+    GPU, which must be installed. Queries are float16 or bfloat16, the cache of their dtype, or with
+    scales int8, float8_e4m3fn or float8_e5m2, which has no sequences decoded here; head dims 64 or
+    128, pages powers of two of at least 16, the packed rows a multiple of 8 (in batch-invariant
+    calls any number). No windows or sinks. The tangent of a soft cap is the hardware's, exact to
+    2^-11. Two runs give the same bits. ``cfg`` is that of the implementation for every GPU.
 
     Source: Shah et al. 2024, FlashAttention-3 (arXiv 2407.08608); Kwon et al. 2023,
     "PagedAttention" (arXiv 2309.06180).
     """
 
     call = calls.RaggedPageAttention
-    reads = arguments.RAGGED | {"softmax_scale", "logits_soft_cap"}
+    reads = arguments.RAGGED | arguments.CACHE_SCALES | {"softmax_scale", "logits_soft_cap"}
 
 
 class RaggedPageAttentionv3(Ragged):
@@ -150,7 +170,11 @@ class RaggedPageAttentionv3(Ragged):
     """
 
     call = calls.RaggedPageAttentionv3
-    reads = arguments.RAGGED_UPDATE | {"softmax_scale", "logits_soft_cap"}
+    reads = (
+        arguments.RAGGED_UPDATE
+        | arguments.CACHE_SCALES
+        | {"softmax_scale", "logits_soft_cap", "q_scale"}
+    )
 
 
 def decode_stage(work: Work, arrays: Arrays) -> Arrays:

@@ -27,10 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.compat import untracked
-from ejkernel.kernels.pallas.gpu.common.masks import hide_outside
-from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rows import store_row_range
-from ejkernel.kernels.pallas.gpu.common.warps import in_warps
 from ejkernel.kernels.pallas.gpu.common.work_counter import (
     fetch_index_in_warpgroup,
     load_word,
@@ -39,8 +36,9 @@ from ejkernel.kernels.pallas.gpu.common.work_counter import (
 from ejkernel.kernels.pallas.gpu.flash_attention.epilogue import Epilogue
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import ForwardKernel
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS, factors
 from ejkernel.kernels.pallas.gpu.serving.decode import RowDecoder, decode_programs
+from ejkernel.kernels.pallas.gpu.serving.prefill_loader import EightBitPagedLoader, PagedLoader
 from ejkernel.kernels.pallas.gpu.serving.tiles import can_decode, forward_tiles
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.structure import Band, Rules
@@ -48,7 +46,6 @@ from ejkernel.types.serving.problem import RaggedProblem
 from ejkernel.types.serving.schedule import ROW_ALIGNMENT, WorkTile, columns_of
 
 COLUMNS = columns_of(WorkTile)
-CLEARED_COLUMNS = 64  # columns of values that are zeroed together
 TAKEN = 8  # tiles that are remembered: nobody falls half as many behind those who copy
 
 
@@ -214,107 +211,6 @@ class QueueScheduler:
 
 
 @dataclass(frozen=True)
-class PagedLoader:
-    """Keys and values of pages ``[pages, page_size, 2 * kv_heads, d]``, heads interleaved.
-
-    Attributes:
-        form: the compiled form of the kernel.
-        page_size: tokens of a page; it divides ``block_kv`` or is a multiple of it.
-    """
-
-    form: Form
-    page_size: int
-
-    @property
-    def copies(self) -> int:
-        """TMA copies of a block of keys."""
-        return max(1, self.form.tiles.block_kv // self.page_size)
-
-    def produce(self, kernel: Any, r: Any) -> None:
-        """One warp copies queries and keys, another values.
-
-        Each reads tables and waits for its own copies. What all warps of a warpgroup do, or do one
-        after the other, takes time of the programs that compute, the more the smaller pages are.
-        """
-        scheduler = kernel.scheduler
-
-        def per_tile(carry: Any) -> Any:
-            i, n, number = carry
-            tile = scheduler.tile(r, number)
-            first, last = scheduler.first_row(tile), tile.stop - 1
-            blocks = tile.stop - tile.start
-
-            def load_first() -> None:
-                kernel.load_queries(r, tile, first, i)
-                kernel.load(r, "k", tile, last, n)
-
-            def load_blocks(tensor: str, done: int) -> None:
-                def load(x: Any, carry: Any) -> Any:
-                    kernel.load(r, tensor, tile, last - x, n + x)
-                    return carry
-
-                lax.fori_loop(done, blocks, load, 0)
-
-            in_warps(load_first)
-            following = scheduler.number(r, i + 1)  # asking takes a while: after the first copies
-            in_warps(partial(load_blocks, "k", 1), partial(load_blocks, "v", 0))
-            return i + 1, n + blocks, following
-
-        zero = jnp.int32(0)
-        start = zero, zero, scheduler.number(r, zero)
-        lax.while_loop(lambda carry: carry[2] >= 0, per_tile, start)
-
-    def key_block(self, r: Any, tile: Any, j: Any) -> Any:
-        return j
-
-    def source(self, r: Any, tile: Any, j: Any, keys: int = 0) -> list[tuple[Any, Any]]:
-        """Returns (page, its tokens) of every copy of block j of ``keys`` keys, 0: ``block_kv``."""
-        pages, columns = r.cache.shape[0], r.tables.shape[1]
-
-        def page_of(column):
-            n = load_word(r.tables, tile.sequence, lax.min(column, columns - 1))
-            return lax.min(lax.max(n, 0), pages - 1)
-
-        block = keys or self.form.tiles.block_kv
-        if self.page_size > block:
-            blocks = self.page_size // block
-            return [(page_of(lax.div(j, blocks)), pl.ds(lax.rem(j, blocks) * block, block))]
-        copies = block // self.page_size
-        return [(page_of(j * copies + i), pl.ds(0, self.page_size)) for i in range(copies)]
-
-    def copy(self, r: Any, tensor: str, tile: Any, source: Any, smem: Any, full: Any) -> None:
-        head = 2 * lax.div(tile.head, self.form.problem.group) + (tensor == "v")
-        for i, (page, tokens) in enumerate(source):
-            target = smem.at[pl.ds(i * tokens.size, tokens.size)]
-            plgpu.copy_gmem_to_smem(r.cache.at[page, tokens, head], target, full)
-
-    def prepare_values(self, r: Any, tile: PageTile, j: Any, slot: Any) -> None:
-        """Zeroes the values behind the last key.
-
-        Both warpgroups do it, each before its own matmuls read them; what the other writes
-        meanwhile is the same.
-        """
-
-        @pl.when(j >= tile.full_stop)
-        def last():
-            self.clear(r.v_smem.at[slot], tile.kv_len - j * self.form.tiles.block_kv)
-
-    def clear(self, values: Any, left: Any) -> None:
-        """Zeroes the values from the ``left``-th on: their probability is 0, but 0 * NaN is NaN."""
-        keys, columns = values.shape
-
-        @pl.when(left < keys)
-        def behind():
-            for row in range(0, keys, ROWS):
-                for column in range(0, columns, CLEARED_COLUMNS):
-                    part = values.at[pl.ds(row, ROWS), pl.ds(column, CLEARED_COLUMNS)]
-                    x = read(part, LAYOUT).astype(F32)
-                    x = hide_outside(x, Band(), 0, rows_left=left - row, fill=0.0)
-                    part[...] = x.astype(self.form.problem.dtype)
-            plgpu.commit_smem()
-
-
-@dataclass(frozen=True)
 class PackedEpilogue(Epilogue):
     """Stores the rows of a tile that belong to its sequence; no log-sum-exp."""
 
@@ -333,8 +229,11 @@ class PackedEpilogue(Epilogue):
             )  # fmt: skip
 
 
-def prefill_kernel(problem: RaggedProblem, cores: int) -> ForwardKernel:
-    """Returns the kernel of the sequences of long prefill, and of the decode rows given to it."""
+def prefill_kernel(problem: RaggedProblem, cores: int, *, scaled: bool = False) -> ForwardKernel:
+    """Returns the kernel of the sequences of long prefill, and of the decode rows given to it.
+
+    ``scaled``: whether the cache has scales.
+    """
     p, t = problem.paged, forward_tiles(problem.paged)
     capacity = -(-p.capacity // t.block_kv) * t.block_kv  # full blocks
     # all packed rows are one batch row, over as many keys as a sequence can have
@@ -342,29 +241,57 @@ def prefill_kernel(problem: RaggedProblem, cores: int) -> ForwardKernel:
         1, problem.rows, capacity, p.heads, p.kv_heads, p.dim, p.dim, p.query_dtype, p.scale,
         p.soft_cap, rules=Rules(band=Band(hi=0)),
     )  # fmt: skip
-    form = Form(attention, t, ())
+    form = Form(attention, t, ("factors",) if scaled else ())
     scheduler = QueueScheduler(form, cores, can_decode(p))
+    loader = PagedLoader(form, p.page_size)
+    if p.is_eight_bit:
+        loader = EightBitPagedLoader(form, p.page_size, p.key_dtype)
     return ForwardKernel(
         form,
         scheduler,
-        PagedLoader(form, p.page_size),
+        loader,
         PackedEpilogue(form, scheduler),
         "ragged_page_attention_prefill",
         RowDecoder() if scheduler.decodes else None,
     )
 
 
+def scale_factors(
+    form: Form, k_scale: jax.Array | None, v_scale: jax.Array | None
+) -> jax.Array | None:
+    """Returns the factors of every query head for scales ``[1, 1 or kv_heads]``; None without."""
+    if k_scale is None and v_scale is None:
+        return None
+    p = form.problem
+
+    def of_heads(scale: jax.Array | None) -> jax.Array:
+        scale = jnp.ones((1, 1)) if scale is None else scale
+        of_key_heads = jnp.broadcast_to(scale.astype(F32), (1, p.heads // p.group))
+        return jnp.repeat(of_key_heads, p.group, axis=1)
+
+    return factors(form, p.scale * of_heads(k_scale), of_heads(v_scale))
+
+
 def prefill(
     kernel: ForwardKernel, q: jax.Array, cache: jax.Array, tables: jax.Array,
-    work_tiles: jax.Array, decode_rows: jax.Array,
+    work_tiles: jax.Array, decode_rows: jax.Array, factors: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Returns o [rows, h, d] of q [rows, h, d]; rows of no tile are unset.
 
-    cache ``[pages, page_size, 2 * kv_heads, d]``, tables ``[n, columns]``; the others are tables of
-    ``RaggedSchedule``.
+    cache ``[pages, page_size, 2 * kv_heads, d]``, tables ``[n, columns]``; work_tiles and
+    decode_rows are tables of ``RaggedSchedule``; factors as ``scale_factors`` returns them, for a
+    ``scaled`` kernel.
     """
-    inputs = ("q", "cache", "tables", "work_tiles", "decode_rows")
+    inputs = {
+        "q": q[None],
+        "cache": cache,
+        "tables": tables,
+        "work_tiles": work_tiles,
+        "decode_rows": decode_rows,
+    }
+    if factors is not None:
+        inputs["factors"] = factors
     outputs = {"o": jax.ShapeDtypeStruct((1, *q.shape), q.dtype)}
-    run = untracked(kernel.launch(inputs, outputs), tuple(outputs.values()))
-    (o,) = run(q[None], cache, tables, work_tiles, decode_rows)
+    run = untracked(kernel.launch(tuple(inputs), outputs), tuple(outputs.values()))
+    (o,) = run(*inputs.values())
     return o[0]

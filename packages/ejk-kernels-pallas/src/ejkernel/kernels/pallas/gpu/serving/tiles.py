@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ROWS, ForwardTiles
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 from ejkernel.types.serving.schedule import LongPrefill
 
 DTYPES = ("float16", "bfloat16")
+EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 DIMS = (64, 128)  # head dims of long prefill
 MIN_ROWS = 128  # rows of a sequence that fill a tile of every head
 MIN_ROUNDS = 2  # tiles a program at which tiles of several lengths even out
@@ -18,8 +21,14 @@ def forward_tiles(paged: PagedProblem) -> ForwardTiles:
 
     Looking up pages takes registers, which leaves room for 64 columns of q; the constants of a cap
     take that room.
+
+    Pages of 8 bits are converted by the warpgroup that copies them: it needs more registers for
+    that, and heads of 128 the second buffer of queries for their bytes.
     """
-    return ForwardTiles(q_held=0 if paged.soft_cap else 64, registers=232)
+    tiles = ForwardTiles(q_held=0 if paged.soft_cap else 64, registers=232)
+    if not paged.is_eight_bit:
+        return tiles
+    return replace(tiles, q_stages=1 if paged.dim > 64 else 2, registers=224)
 
 
 def long_prefill_of(problem: RaggedProblem, cores: int) -> LongPrefill:
@@ -38,5 +47,5 @@ def can_decode(paged: PagedProblem) -> bool:
     """
     rows = 2 * paged.group
     is_plain = paged.soft_cap is None and paged.scale > 0
-    is_compared = paged.query_dtype == "bfloat16" and paged.dim == 128
+    is_compared = paged.query_dtype == paged.key_dtype == "bfloat16" and paged.dim == 128
     return is_compared and is_plain and paged.kv_heads % 2 == 0 and rows % 8 == 0 and rows <= ROWS
