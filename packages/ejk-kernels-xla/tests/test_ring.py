@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import flash_attention, ring_attention
@@ -162,7 +162,8 @@ def test_against_oracle(way: str, case: tuple[int, str, Call]) -> None:
 class AsOnGpus(type(ring_attention)):
     """The ring as kernels for GPUs have it."""
 
-    ring_strategy, divides_own_step, shortest_loop = "ring_packed", True, 7
+    ring_strategy, short_shard = "ring_packed", 2**15
+    divides_own_step, shortest_loop = True, 7
 
 
 ON_GPUS = [
@@ -186,6 +187,18 @@ def test_steps_of_gpus_against_oracle(n: int, layout: str, call: Call) -> None:
     """Steps written out, with the own step of a backward pass divided and keys packed."""
     x, kernel = arrays(call), AsOnGpus()
     check(call, x, *run(partial(on_ring, n, layout, "ring_packed", kernel=kernel), call, x))
+
+
+@pytest.mark.parametrize(("n", "keys", "sent"), [(2, 2**15, 1), (2, 2**16, 2), (4, 2**16, 3)])
+def test_which_ring_auto_takes_on_gpus(n: int, keys: int, sent: int) -> None:
+    """Packed over more than two devices, and over two where a transfer is long for its kernel."""
+    spec, x = P(None, "sp"), jax.ShapeDtypeStruct((1, n * keys, 4, 64), jnp.bfloat16)
+    attend = partial(AsOnGpus(), axis_name="sp", layout="zigzag", causal=True)
+    mesh = AbstractMesh((n,), ("sp",))
+    program = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
+    text = str(jax.make_jaxpr(program)(x, x, x))
+    # as integers on CPUs, in the dtype of the keys elsewhere
+    assert len(re.findall(r"bf16\[[\d,]+\]\S* = ppermute\[", text)) == sent
 
 
 def test_keys_and_values_in_one_transfer() -> None:
