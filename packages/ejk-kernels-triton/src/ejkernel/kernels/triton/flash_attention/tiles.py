@@ -210,6 +210,12 @@ def _backward(problem: Problem, target: Target) -> tuple[Tiles, Tiles]:
             # operands of NVIDIA's MMAs stay in shared memory, not in registers
             tile = Tiles(16, 16, 8, 1 if target.platform == "rocm" else 2)
             return tile, tile
+        plain = not problem.biased and problem.dropout == 0.0
+        if target.hopper and dim <= 64 and plain:
+            # 1.6 times as fast as 32 x 32 on an H200, forward and backward together
+            return Tiles(128, 64, 8, 1), Tiles(64, 128, 8, 1)
+        if target.hopper and dim <= 128 and plain:  # 1.2 times; more keys or rows spill
+            return Tiles(64, 32, 4, 1), Tiles(32 if _is_split(problem) else 64, 32, 4, 1)
         return Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)
     if target.platform == "rocm":
         # one stage as forward; wide heads have registers for half the keys
@@ -226,12 +232,16 @@ def _backward(problem: Problem, target: Target) -> tuple[Tiles, Tiles]:
     if dim <= 128:
         # two accumulators of 64 x 128: eight warps. A dim split into two powers of two has the
         # addresses of both: half the rows a time
-        split = any(split_dim(dim)[1] for dim in (problem.dim, problem.value_dim))
-        return Tiles(64, 64, 8, 2), Tiles(32 if split else 64, 64, 8, 2)
+        return Tiles(64, 64, 8, 2), Tiles(32 if _is_split(problem) else 64, 64, 8, 2)
     if problem.dim == problem.value_dim:
         return Tiles(64, 32, 8, 1), Tiles(32, 64, 8, 1)
     # one of them is two powers of two, whose addresses take the registers of half the rows
     return Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)
+
+
+def _is_split(problem: Problem) -> bool:
+    """Returns whether q and k, or v, are read as two powers of two of columns."""
+    return any(split_dim(dim)[1] for dim in (problem.dim, problem.value_dim))
 
 
 def _hopper_backward(problem: Problem, target: Target, dim: int) -> tuple[Tiles, Tiles]:
