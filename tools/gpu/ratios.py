@@ -212,10 +212,9 @@ def eight_bits(shape: str) -> tuple[Timed, ...]:
 
 
 def eight_bit_pages(shape: str) -> tuple[Timed, ...]:
-    """Pages of float8 next to pages of 16 bits."""
-    stored, plain = (
-        named_call("ragged_page_attention", name) for name in (shape, shape.replace("-e4m3", ""))
-    )
+    """Pages of 8 bits next to pages of 16 bits."""
+    of_16_bits = shape.replace("-e4m3", "").replace("-int8", "")
+    stored, plain = (named_call("ragged_page_attention", name) for name in (shape, of_16_bits))
     both = ((passes(call, False), tuple(call.make().values())) for call in (stored, plain))
     return tuple(both)
 
@@ -250,8 +249,13 @@ FLASH = (
         )
     ),
     *(
-        Row(f"flash e4m3 {name}", None, lambda s=f"{name}-e4m3-page16": eight_bit_pages(s))
-        for name in ("prefill-16x1k", "prefill-8x2k-decode-b56-8k")
+        Row(f"flash {shape}", None, lambda s=shape: eight_bit_pages(s))
+        for shape in (
+            "prefill-16x1k-e4m3-page16",
+            "prefill-8x2k-decode-b56-8k-e4m3-page16",
+            "prefill-4x8k-e4m3-page64",
+            "prefill-4x8k-int8-page64",
+        )
     ),
 )
 

@@ -242,6 +242,12 @@ RAGGED = (
             ("prefill-16x1k", (0, 16, 1024, 1024)),
         )
     ),
+    *(
+        RaggedShape(
+            f"prefill-4x8k-{label}page64", 0, 4, 8192, 8192, 32, 8, 128, 64, cache_dtype=cache_dtype
+        )
+        for label, cache_dtype in (("", None), ("e4m3-", "float8_e4m3fn"), ("int8-", "int8"))
+    ),
     RaggedShape("prefill-64-at-100k", 0, 1, 64, 102400, 32, 8, 128, 16),
     RaggedShape("llama3-8b-mixed", 48, 2, 1024, 4096, 32, 8, 128, 16, source="Llama 3 8B"),
     RaggedShape(
