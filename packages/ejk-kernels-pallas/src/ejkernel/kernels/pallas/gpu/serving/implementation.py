@@ -112,9 +112,7 @@ class Ragged(XlaGradients, ComposedKernel, PallasKernel):
 
     def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU; behind XLA with pages that no GPU has compared."""
-        paged = self.problem_of(call).paged
-        is_compared = paged.page_size <= MAX_COMPARED_PAGE and paged.key_dtype not in EIGHT_BIT
-        return 110 if is_compared else -1
+        return 110 if self.problem_of(call).paged.page_size <= MAX_COMPARED_PAGE else -1
 
     def choose(self, problem: RaggedProblem, target: Any) -> Any:
         long = long_prefill_of(problem, target.cores)
