@@ -108,6 +108,9 @@ ALONE = {
         Alone("forward", "ejkernel_causal_conv1d", _CONVOLUTION),
         Alone("gradients", "ejkernel_causal_conv1d_gradient", _CONVOLUTION, True),
     ),
+    "grouped short inner": (
+        Alone("forward", "ejkernel_grouped_matmul", grouped.COMPILED_TPU["grouped short inner"]),
+    ),
     "grouped 8 bits": tuple(
         Alone(dtype, "ejkernel_grouped_matmul", grouped.COMPILED_TPU[f"grouped {dtype}"])
         for dtype in ("int8", "e4m3")

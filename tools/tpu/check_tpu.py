@@ -43,7 +43,7 @@ PASS = 128**3
 COMPARED = ["d64", "d128", "d256", "grouped", "decode", "ragged"]
 ALONE = [
     *("native sparse", "native sparse joined", "linear", "delta", "convolution", "512 groups"),
-    "grouped 8 bits",
+    *("grouped short inner", "grouped 8 bits"),
     *("ragged decode", "decode 8 bits", "ragged write", "latent", "latent expanded", "pooling"),
     *("blocksparse", "joined heads", "trees", "ring"),
 ]

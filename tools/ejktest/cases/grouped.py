@@ -305,6 +305,7 @@ COMPILED = {
 COMPILED_TPU = {
     "grouped 8 x 1k": _grouped(8192, 4096, 14336, 8),
     "grouped one row each": _grouped(512, 4096, 1536, 512),
+    "grouped short inner": _grouped(8192, 768, 2048, 32),
     "grouped transposed": _grouped(4096, 7168, 2048, 64, transpose_rhs=True),
     "grouped odd": _grouped(1000, 2880, 5760, 32),
     "grouped float32": _grouped(4096, 2048, 2048, 16, F32, precision="highest"),

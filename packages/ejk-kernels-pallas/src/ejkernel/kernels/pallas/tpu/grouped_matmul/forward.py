@@ -5,8 +5,9 @@
 Grid (block of columns, visit, block of inner): a visit is a block of rows and a group that has rows
 in it (``common.segments``). The grid has as many visits as the sizes make: no step is idle. The
 block of the result stays in vector memory while its groups are visited one after the other, each of
-which writes only its rows. Where the full inner axis fits, a matrix is fetched once for all its
-rows, and ``lhs`` once for each block of columns.
+which writes only its rows; where the inner axis is one matmul, without an accumulator. Where the
+full inner axis fits, a matrix is fetched once for all its rows, and ``lhs`` once for each block of
+columns.
 
 Bound: 2 rows inner columns FLOPs against groups inner columns + rows (inner + columns) elements.
 With n rows in a group that is n FLOPs for each byte of a bfloat16 matrix: below 240 rows a group on
@@ -58,24 +59,58 @@ def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
     segment, shift, bounds, lhs_ref, rhs_ref, *refs = all_refs
     scale_ref = refs.pop(0) if p.stored else None
     existing_ref = refs.pop(0) if p.added else None
-    out_ref, acc_ref = refs
+    out_ref, *scratch = refs
     visit, step, steps = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     group = segment[visit]
     start, end = bounds[group], bounds[group + 1]
     has_matrix = (group > 0) & (group <= p.held)
     first = row_block(visit, segment, shift) * t.rows
 
-    @pl.when(step == 0)
-    def _begin() -> None:
-        acc_ref[...] = jnp.zeros_like(acc_ref)
-
-    def add(part: Any, left: Any = None) -> None:
+    def multiply(part: Any, left: Any = None) -> jax.Array:
         a = lhs_ref[:, part]
         b = (rhs_ref[0, :, part] if p.transposed else rhs_ref[0, part, :]).astype(p.dtype)
         inner_axis = 1 if p.transposed else 0
         if left is not None:
             a, b = _cut(a, 1, left), _cut(b, inner_axis, left)
-        acc_ref[...] += dot(p, a, b, (1, inner_axis))
+        return dot(p, a, b, (1, inner_axis))
+
+    def store(x: jax.Array) -> None:
+        if scale_ref is not None:
+            x = x * scale_ref[0]
+        if existing_ref is not None:
+            x = x + existing_ref[...].astype(jnp.float32)
+        full = (start <= first) & (end >= first + t.rows)
+
+        @pl.when(full)
+        def _all_rows() -> None:
+            out_ref[...] = x.astype(out_ref.dtype)
+
+        @pl.when(~full)
+        def _rows_of_group() -> None:
+            inside = rows_inside(first, x.shape, start, end)
+            others = out_ref[...].astype(jnp.float32)
+            out_ref[...] = jnp.where(inside, x, others).astype(out_ref.dtype)
+
+    if not scratch:  # clearing and reading an accumulator would take a fifth of the bundles
+
+        @pl.when(has_matrix)
+        def _store_product() -> None:
+            store(multiply(pl.ds(0, t.inner)))
+
+        @pl.when(~has_matrix)
+        def _store_zeros() -> None:
+            store(jnp.zeros(out_ref.shape, jnp.float32))
+
+        return
+    (acc_ref,) = scratch
+
+    @pl.when(step == 0)
+    def _begin() -> None:
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    def add(part: Any, left: Any) -> None:
+        product = multiply(part, left)
+        acc_ref[...] += product
 
     @pl.when(has_matrix)
     def _multiply() -> None:
@@ -94,22 +129,7 @@ def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
 
     @pl.when(step == steps - 1)
     def _end() -> None:
-        x = acc_ref[...]
-        if scale_ref is not None:
-            x = x * scale_ref[0]
-        if existing_ref is not None:
-            x = x + existing_ref[...].astype(jnp.float32)
-        full = (start <= first) & (end >= first + t.rows)
-
-        @pl.when(full)
-        def _all_rows() -> None:
-            out_ref[...] = x.astype(out_ref.dtype)
-
-        @pl.when(~full)
-        def _rows_of_group() -> None:
-            inside = rows_inside(first, x.shape, start, end)
-            others = out_ref[...].astype(jnp.float32)
-            out_ref[...] = jnp.where(inside, x, others).astype(out_ref.dtype)
+        store(acc_ref[...])
 
 
 def forward(
@@ -157,6 +177,7 @@ def forward(
     if existing is not None:
         specs.append(out_spec)
         operands.append(existing)
+    accumulator = pltpu.VMEM((t.rows, t.columns), jnp.float32)
     across = -(-p.columns // t.columns)
     moved = lhs.nbytes * across + rhs.nbytes + p.rows * p.columns * jnp.dtype(p.out).itemsize
     return pl.pallas_call(
@@ -166,7 +187,7 @@ def forward(
             grid=(across, schedule.count, steps),
             in_specs=specs,
             out_specs=out_spec,
-            scratch_shapes=[pltpu.VMEM((t.rows, t.columns), jnp.float32)],
+            scratch_shapes=[accumulator] if t.accumulates(p) else [],
         ),
         out_shape=result((p.rows, p.columns), p.out, *operands),
         compiler_params=compiler_params(chip, ("parallel", "arbitrary", "arbitrary"), t.vmem(p)),

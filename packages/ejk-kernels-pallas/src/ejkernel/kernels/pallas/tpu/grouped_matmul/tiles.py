@@ -34,16 +34,21 @@ class Tiles:
     inner: int
     chunk: int = LANES
 
+    def accumulates(self, p: GroupedProblem) -> bool:
+        """Returns whether a block of the result is the sum of several matmuls of straight code."""
+        return min(self.chunk, self.inner) < p.inner
+
     def vmem(self, p: GroupedProblem) -> int:
-        """Bytes of vector memory of the forward kernel: two buffers of each block, the accumulator,
-        and what one matmul of straight code leaves in memory."""
+        """Bytes of vector memory of the forward kernel: two buffers of each block, the accumulator
+        if there is one, and what one matmul of straight code leaves in memory."""
         out = self.rows * self.columns
         lhs = self.rows * _padded(self.inner, LANES) * p.itemsize
         rhs = _padded(self.inner, LANES) * self.columns * (1 if p.stored else p.itemsize)
         blocks = lhs + rhs + out * (result_itemsize(p) + (4 if p.added else 0))
         # 8-bit values become float32 on their way to the dtype of lhs
         widened = self.chunk * self.columns * (p.itemsize + 8) if p.stored else 0
-        return 2 * blocks + 2 * 4 * out + widened
+        results = 2 if self.accumulates(p) else 1
+        return 2 * blocks + results * 4 * out + widened
 
     def gradient_vmem(self, p: GroupedProblem) -> int:
         """Bytes of vector memory of the kernel for the gradient of ``rhs``."""
