@@ -15,10 +15,7 @@ Arguments that are not listed here go to pytest.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections import Counter, defaultdict
@@ -28,10 +25,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-GRACE_SECONDS = 30
-"""What tests get that run at the limit."""
-# a kernel that fails in this way leaves nothing that later tests of the process could use
-LOST_CONTEXT = ("CUDA_ERROR", "illegal memory access", "unspecified launch failure", "INTERNAL:")
+sys.path.insert(0, str(ROOT / "tools"))
+
+from gpu.processes import (  # noqa: E402
+    LOST_CONTEXT,
+    interrupt_at_sigterm,
+    run_processes,
+    visible_gpus,
+)
 
 
 class Report(NamedTuple):
@@ -92,11 +93,16 @@ class Worker:
 
 
 def run_worker(
-    number: int, gpu: str | None, arguments: list[str], counter: Any, deadline: float, reports: Any
+    number: int,
+    gpus: list[str] | None,
+    arguments: list[str],
+    counter: Any,
+    deadline: float,
+    reports: Any,
 ) -> None:
-    """The body of a process, which sees one GPU, or all of them."""
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    """The body of a process, which sees one of the GPUs that are named, or all there are."""
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
     sys.stdout = sys.stderr = open(os.devnull, "w")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # each compiles and computes for the tests that it takes, not ahead for all of a file
@@ -161,56 +167,20 @@ class Outcomes:
             yield f"{Path(name).name:<50}{numbers}{seconds[name]:>9.0f}"
 
 
-def visible_gpus(count: int) -> list[str]:
-    """Returns the names of the first ``count`` GPUs that this process may use."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (names.split(",") if names else [str(n) for n in range(count)])[:count]
-
-
-def interrupt_at_sigterm() -> None:
-    """Makes SIGTERM a KeyboardInterrupt, once: ``timeout`` sends it twice, also to the group."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-
-
 def run_tests(
     arguments: list[str], processes: int, seconds: float, gpus: list[str] | None = None
 ) -> Outcomes:
     """Runs the tests, each process on one of the GPUs if they are named, and returns outcomes."""
-    context = multiprocessing.get_context("spawn")
-    counter, reports = context.Value("i", 0), context.SimpleQueue()
-    deadline, outcomes = time.time() + seconds, Outcomes()
-    alive: dict[int, Any] = {}
-    started = 0
+    outcomes = Outcomes()
 
-    def start() -> None:
-        nonlocal started
-        gpu = gpus[started % len(gpus)] if gpus else None
-        values = (started, gpu, arguments, counter, deadline, reports)
-        alive[started] = context.Process(target=run_worker, args=values, daemon=True)
-        alive[started].start()
-        started += 1
+    def continues(process: int, code: int | None, index: int) -> bool:
+        outcomes.crash(process, code)
+        return bool(outcomes.tests) and index < len(outcomes.tests)
 
-    for _ in range(processes):
-        start()
-    with contextlib.suppress(KeyboardInterrupt):  # what is known by then is returned
-        while alive and time.time() < deadline + GRACE_SECONDS:
-            ended = [number for number, process in alive.items() if not process.is_alive()]
-            # after that, since a process may have reported just before it ended
-            while not reports.empty():
-                outcomes.add(reports.get())
-            for number in ended:
-                outcomes.crash(number, alive.pop(number).exitcode)
-                unfinished = outcomes.tests and counter.value < len(outcomes.tests)
-                if unfinished and time.time() < deadline:
-                    start()
-            time.sleep(0.05)
-    for process in alive.values():
-        process.kill()
+    run_processes(
+        run_worker, (gpus, arguments), processes, seconds,
+        receive=outcomes.add, continues=continues,
+    )  # fmt: skip
     return outcomes
 
 

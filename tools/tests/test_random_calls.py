@@ -14,7 +14,7 @@ import ejktest.random_calls
 from ejkernel import modules
 from ejktest.random_calls import DRAWN, random_call
 from ejktest.variants import SPECS
-from gpu import random_calls
+from gpu import call_outcomes, random_calls
 
 
 @pytest.mark.parametrize("operation", DRAWN)
@@ -50,7 +50,7 @@ def test_every_argument_of_every_operation_is_drawn():
 
 
 def outcomes(*call, platforms=("xla",)):
-    return list(random_calls.outcomes_of(*call, platforms))
+    return list(call_outcomes.outcomes_of(*call, platforms))
 
 
 def test_a_platform_is_compared_with_float64():
@@ -65,12 +65,12 @@ def test_a_platform_is_compared_with_float64():
 def test_the_reference_is_compared_with_the_oracle(monkeypatch, operation):
     (outcome,) = outcomes(operation, 0, 0, platforms=("numpy",))
     assert outcome.outcome == "passed", outcome.reason
-    reference = random_calls.reference
+    reference = call_outcomes.reference
 
     def wrong(call):
         return {name: x * (1 + 1e-8) for name, x in reference(call).items()}
 
-    monkeypatch.setattr(random_calls, "reference", wrong)
+    monkeypatch.setattr(call_outcomes, "reference", wrong)
     (outcome,) = outcomes(operation, 0, 0, platforms=("numpy",))
     assert outcome.outcome == "failed" and "of the bound" in outcome.reason
 
@@ -106,14 +106,14 @@ F32 = jax.ShapeDtypeStruct((), np.float32)
     ],
 )
 def test_what_is_wrong_is_a_failure(monkeypatch, capsys, change, reason):
-    function_of = random_calls.function_of
+    function_of = call_outcomes.function_of
 
     def changed(call, platform):
         right = function_of(call, platform)
         is_reference = call.arrays["x"].dtype == np.float64
         return right if is_reference else lambda **arrays: change(right(**arrays))
 
-    monkeypatch.setattr(random_calls, "function_of", changed)
+    monkeypatch.setattr(call_outcomes, "function_of", changed)
     (outcome,) = outcomes("mean_pooling", 0, 2)
     assert outcome.outcome == "failed" and reason in outcome.reason
     table = random_calls.Table(seed=0)

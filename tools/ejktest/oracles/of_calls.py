@@ -1,6 +1,6 @@
 """The oracle of a random call: its outputs and gradients in float64, from the formulas.
 
-Results have the names that ``gpu.random_calls`` gives them: ``output 0``, ``dquery 0``.
+Results have the names that ``gpu.call_outcomes`` gives them: ``output 0``, ``dquery 0``.
 """
 
 from __future__ import annotations
