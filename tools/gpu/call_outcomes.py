@@ -1,4 +1,4 @@
-"""What becomes of a random call on each platform, next to the call in float64 on the CPU."""
+"""Outcomes of a random call on each platform, next to the call in float64 on the CPU."""
 
 from __future__ import annotations
 
