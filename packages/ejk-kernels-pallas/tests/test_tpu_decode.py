@@ -202,7 +202,7 @@ def test_tiles_fit(kind):
             call = bound(page_attention.call, **dict(zip(names, arrays, strict=True)))
             p = page_attention.problem(call.arguments)
             t = tiles.choose(p, chip)
-            assert t.vmem(p) <= tiles.memory_for(chip)
+            assert t.vmem(p) <= chip.tile_memory
             assert t.pages == 1 or t.block * hk <= tiles.MAX_COLUMNS
 
 

@@ -242,7 +242,7 @@ def test_tiles_fit(kind):
             problem = ragged_page_attention.problem(request.arguments)
             t = tiles.choose(problem, chip)
             layout = tiles.Layout(problem, t, chip)
-            assert layout.vmem() <= tiles.memory_for(chip)
+            assert layout.vmem() <= chip.tile_memory
             assert layout.block % tiles.LANES == 0 and layout.rows % layout.strip == 0
 
 

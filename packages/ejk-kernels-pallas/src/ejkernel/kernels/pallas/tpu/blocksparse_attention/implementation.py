@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.implementation import (
     FlashAttention,
@@ -17,7 +17,6 @@ from ejkernel.kernels.pallas.tpu.flash_attention.implementation import (
 )
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import (
     KEYS_OUTER,
-    LANES,
     FlashTiles,
     Tiles,
 )

@@ -14,7 +14,7 @@ from ejkernel.kernels.pallas.tpu.causal_conv1d.backward import backward
 from ejkernel.kernels.pallas.tpu.causal_conv1d.forward import forward
 from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import choose
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
-from ejkernel.kernels.pallas.tpu.common.segments import visits
+from ejkernel.kernels.pallas.tpu.common.segments import packed_bounds, visits
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
@@ -100,8 +100,7 @@ def _operands(p: ConvolutionProblem, arrays: Arrays) -> tuple[jax.Array, tuple[j
     """Returns the bounds of the sequences, with the rows of none as one more, and the operands of
     both passes: flat rows, taps with the bias, states."""
     if p.sequences:
-        # lengths known only at run time might decrease
-        bounds = jax.lax.cummax(jnp.clip(arrays["cu_seqlens"], 0, p.total).astype(jnp.int32))
+        bounds = packed_bounds(arrays["cu_seqlens"], p.total)
     else:
         bounds = jnp.asarray(np.arange(p.batch + 1) * p.rows, jnp.int32)
     bias = arrays.get("bias")

@@ -18,6 +18,8 @@ from ejkernel.ops.platforms import Backend
 from ejkernel.ops.utils.device import target_device
 from ejkernel.types.masks.structure import Unsupported
 
+LANES, SUBLANES = 128, 8  # of a vector register of 32-bit values
+
 # What interpretation runs with, and the chip it stands for: the one with the least memory.
 _interpreter: ContextVar[tuple[Any, str]] = ContextVar(
     "ejkernel_tpu_interpreter", default=(True, "TPU v4")
@@ -39,6 +41,11 @@ class Chip:
     mxu: int
     generation: int
     interpret: Any = False
+
+    @property
+    def tile_memory(self) -> int:
+        """Bytes that tiles may take; the rest is left to what the compiler moves ahead."""
+        return self.vmem // 4 * 3
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels.pallas.tpu.common.chip import LANES
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.pattern import Blocks, visited_tiles
 from ejkernel.types.masks.structure import (
@@ -26,7 +27,6 @@ from ejkernel.types.masks.structure import (
     static_block_ranges,
 )
 
-LANES = 128
 # Padding of the two sides of an equality: never equal to an id, nor to each other.
 _NO_QUERY, _NO_KEY = -1, -2
 

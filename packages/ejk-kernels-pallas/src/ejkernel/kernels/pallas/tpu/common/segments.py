@@ -36,6 +36,14 @@ class Visits(NamedTuple):
         return self.segment, self.shift, self.bounds
 
 
+def packed_bounds(cu_seqlens: jax.Array, rows: int) -> jax.Array:
+    """Returns the bounds of packed sequences in ``rows`` rows, int32.
+
+    Lengths known only at run time might decrease, or reach past the rows.
+    """
+    return jax.lax.cummax(jnp.clip(cu_seqlens, 0, rows).astype(jnp.int32))
+
+
 def visits(bounds: jax.Array, rows: int, block: int, *, empty_segments: bool = False) -> Visits:
     """Returns the visits of blocks of ``block`` rows.
 
@@ -57,7 +65,7 @@ def row_block(visit: Any, segment: Any, shift: Any) -> Any:
     return shift[segment[visit]] + visit
 
 
-def rows_inside(first: Any, shape: tuple[int, int], start: Any, end: Any) -> jax.Array:
+def rows_inside(first: Any, shape: tuple[int, ...], start: Any, end: Any) -> jax.Array:
     """Returns a mask of ``shape`` whose rows, the first of them ``first``, lie in the segment."""
     row = first + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= start) & (row < end)

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels.pallas.tpu.common.chip import LANES
 from ejkernel.types.serving.problem import PagedProblem
 
-LANES = 128
 WORD_BYTES = 4
 
 

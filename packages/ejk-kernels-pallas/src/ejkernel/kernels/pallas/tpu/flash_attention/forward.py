@@ -27,7 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.common.units import unit
-from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
+from ejkernel.kernels.pallas.tpu.common.chip import LANES
+from ejkernel.kernels.pallas.tpu.common.masks import column, fit
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of

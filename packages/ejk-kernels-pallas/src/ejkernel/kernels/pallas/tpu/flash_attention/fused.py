@@ -27,7 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.tpu.common.masks import LANES, column
+from ejkernel.kernels.pallas.tpu.common.chip import LANES
+from ejkernel.kernels.pallas.tpu.common.masks import column
 from ejkernel.kernels.pallas.tpu.flash_attention import gradients
 from ejkernel.kernels.pallas.tpu.flash_attention.gradients import Pair, Pairs
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.common.units import sign, unit
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.masks import LANES, TileRules
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
+from ejkernel.kernels.pallas.tpu.common.masks import TileRules
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import Tiles
 from ejkernel.types.attention.problem import LOG2E, Problem
 

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.params import config_field
 from ejkernel.types.attention.problem import Problem
 
-LANES = 128
 # fields of a config by fields of tiles
 FIELDS = {"block_q": "q_blocksize", "block_kv": "kv_blocksize"}
 DQ_FIELDS = {"block_q": "blocksize_m", "block_kv": "blocksize_n"}

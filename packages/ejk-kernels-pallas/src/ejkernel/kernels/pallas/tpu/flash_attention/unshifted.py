@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.common.units import sign, unit
-from ejkernel.kernels.pallas.tpu.common.masks import LANES
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, SUBLANES
 from ejkernel.kernels.pallas.tpu.flash_attention.forward import (
     add_strip,
     begin_rows,
@@ -44,7 +44,6 @@ from ejkernel.kernels.pallas.tpu.flash_attention.specs import (
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import Step, TilePosition, step_of
 from ejkernel.types.attention.problem import LOG2E
 
-SUBLANES = 8
 # A sum above MIN_SUM has lost nothing of importance to float32's smallest values, and below
 # MAX_SUM the output is finite for all values up to 2^18.
 MIN_SUM, MAX_SUM = 2.0**-100, 2.0**110

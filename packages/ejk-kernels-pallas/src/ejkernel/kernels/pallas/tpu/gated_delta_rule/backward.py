@@ -31,8 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.masks import LANES
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
 from ejkernel.kernels.pallas.tpu.common.segments import Visits
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import (
     along,

@@ -33,20 +33,20 @@ class Tiles(linear.Tiles):
         channels = isinstance(p, Problem) and p.channels
         if backward and channels:
             return self._vmem_of_channel_gradients(p)
-        gates = 2 * self.rows * -(-p.dim // 128) * 128 * 4 if channels else 0
+        gates = 2 * self.rows * p.padded_dims[0] * 4 if channels else 0
         states = (2 * self.chunks + p.group) * p.dim * p.value_dim * 4 if backward else 0
         states += self._of_group(p) if backward else 0
         return super().vmem(p, backward) + gates + states + 8 * CHUNK * CHUNK * 4
 
     def _of_group(self, p: linear.Problem) -> int:
         """Bytes that the backward pass holds for the heads that share a key, over one head."""
-        dim, value_dim = (-(-d // 128) * 128 for d in (p.dim, p.value_dim))
+        dim, value_dim = p.padded_dims
         outputs = 2 * self.rows * value_dim * p.itemsize + 4 * 4 * dim * value_dim
         sums = 2 * self.rows * dim * 4 if p.group > 1 else 0
         return (p.group - 1) * outputs + sums
 
     def _vmem_of_channel_gradients(self, p: linear.Problem) -> int:
-        dim, value_dim = (-(-d // 128) * 128 for d in (p.dim, p.value_dim))
+        dim, value_dim = p.padded_dims
         buffers = 2 * self.rows * (6 * dim + 4 * value_dim) * 4
         states = (2 * self.chunks + p.group) * dim * value_dim * 4 + self._of_group(p)
         states += 2 * (p.group - 1) * self.rows * dim * 4

@@ -31,13 +31,13 @@ from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block, rows_inside, visits
 from ejkernel.kernels.pallas.tpu.grouped_matmul.groups import segment_bounds
-from ejkernel.kernels.pallas.tpu.grouped_matmul.tiles import Tiles, memory_for
+from ejkernel.kernels.pallas.tpu.grouped_matmul.tiles import Tiles
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
 
 
 def compiler_params(chip: Chip, semantics: tuple[Any, ...], vmem: int) -> Any:
     """Returns the parameters of a kernel that asks for ``vmem`` bytes of vector memory."""
-    limit = min(chip.vmem, max(vmem * 5 // 4, memory_for(chip) // 2))
+    limit = min(chip.vmem, max(vmem * 5 // 4, chip.tile_memory // 2))
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=int(limit))
 
 
@@ -49,7 +49,7 @@ def dot(p: GroupedProblem, a: jax.Array, b: jax.Array, axes: tuple[int, int]) ->
     return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _cut(x: jax.Array, axis: int, length: Any) -> jax.Array:
+def _zero_past(x: jax.Array, axis: int, length: Any) -> jax.Array:
     """Returns ``x`` with zeros past ``length``: memory past the end of an array may hold NaN."""
     index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
     return jnp.where(index < length, x.astype(jnp.float32), 0.0).astype(x.dtype)
@@ -71,7 +71,7 @@ def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
         b = (rhs_ref[0, :, part] if p.transposed else rhs_ref[0, part, :]).astype(p.dtype)
         inner_axis = 1 if p.transposed else 0
         if left is not None:
-            a, b = _cut(a, 1, left), _cut(b, inner_axis, left)
+            a, b = _zero_past(a, 1, left), _zero_past(b, inner_axis, left)
         return dot(p, a, b, (1, inner_axis))
 
     def store(x: jax.Array) -> None:

@@ -84,15 +84,15 @@ class GroupedMatmul(PallasKernel):
     def backward(
         self, work: Work, arrays: Arrays, outputs: Any, saved: Any, cotangents: Any
     ) -> Mapping[str, Any]:
-        t, chip, (dout,) = work.tiles, work.target, cotangents
-        p, cut, lhs = _with_whole_block(work, dout, arrays["lhs"])
-        lhs, rhs, cut = (x.astype(p.dtype) for x in (lhs, arrays["rhs"], cut))
-        dlhs = forward(p.flipped(), t.dlhs, chip, cut, rhs, *_groups(arrays))
+        t, chip, (cotangent,) = work.tiles, work.target, cotangents
+        p, dout, lhs = _with_whole_block(work, cotangent, arrays["lhs"])
+        lhs, rhs, dout = (x.astype(p.dtype) for x in (lhs, arrays["rhs"], dout))
+        dlhs = forward(p.flipped(), t.dlhs, chip, dout, rhs, *_groups(arrays))
         gradients = {
             "lhs": dlhs[: work.problem.rows],
-            "rhs": weights(p, t.drhs, chip, lhs, cut, *_groups(arrays)),
+            "rhs": weights(p, t.drhs, chip, lhs, dout, *_groups(arrays)),
         }
-        return gradients | ({"existing_out": dout} if p.added else {})
+        return gradients | ({"existing_out": cotangent} if p.added else {})
 
 
 def _with_whole_block(

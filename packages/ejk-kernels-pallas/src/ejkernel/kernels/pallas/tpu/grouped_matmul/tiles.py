@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
 from ejkernel.ops.params import config_field
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
 
-LANES = 128
 # A grid step costs some 200 bundles besides its matmul; in that time about as many bytes arrive.
 STEP = 2**18
 MAX_ROWS, MAX_COLUMNS = 512, 2048
@@ -138,11 +137,6 @@ def straight_work(p: GroupedProblem, chip: Chip) -> int:
     return work if p.itemsize == 2 else work // 4
 
 
-def memory_for(chip: Chip) -> int:
-    """Bytes that tiles may take; the rest is left to what the compiler moves ahead."""
-    return chip.vmem // 4 * 3
-
-
 def forward_tiles(p: GroupedProblem, chip: Chip) -> Tiles:
     """Tiles of the result: ``lhs`` is read once for each block of columns, a matrix once, or where
     ``inner`` is divided once for each block of rows."""
@@ -164,7 +158,7 @@ def forward_tiles(p: GroupedProblem, chip: Chip) -> Tiles:
         return max(LANES, min(straight_work(p, chip) // (rows * n) // LANES * LANES, 1024))
 
     candidates = [legal(Tiles(rows, n, k, chunk(n)), p) for k in inner for n in columns]
-    fitting = [t for t in candidates if t.vmem(p) <= memory_for(chip)]
+    fitting = [t for t in candidates if t.vmem(p) <= chip.tile_memory]
     return min(fitting, key=cost) if fitting else min(candidates, key=lambda t: t.vmem(p))
 
 
@@ -185,7 +179,7 @@ def gradient_tiles(p: GroupedProblem, chip: Chip) -> Tiles:
     candidates = [
         legal(Tiles(rows, n, k), p) for k in inner for n in columns if rows * n * k <= straight
     ]
-    fitting = [t for t in candidates if t.gradient_vmem(p) <= memory_for(chip)]
+    fitting = [t for t in candidates if t.gradient_vmem(p) <= chip.tile_memory]
     return min(fitting, key=cost) if fitting else min(candidates, key=lambda t: t.gradient_vmem(p))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
-from ejkernel.kernels.pallas.tpu.common.segments import Visits, visits
+from ejkernel.kernels.pallas.tpu.common.segments import Visits, packed_bounds, visits
 from ejkernel.kernels.pallas.tpu.linear_attention.backward import backward
 from ejkernel.kernels.pallas.tpu.linear_attention.forward import forward, in_lanes
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import (
@@ -101,9 +101,7 @@ def visits_of(work: Work, arrays: Arrays) -> Visits:
     """Returns the visits of the sequences and of the rows that belong to none."""
     p = work.problem
     if p.sequences:
-        # lengths known only at run time might decrease
-        bounds = jnp.clip(arrays["cu_seqlens"], 0, p.total).astype(jnp.int32)
-        bounds = jnp.append(jax.lax.cummax(bounds), p.total)
+        bounds = jnp.append(packed_bounds(arrays["cu_seqlens"], p.total), p.total)
     else:
         bounds = jnp.asarray(np.arange(p.batch + 1) * p.rows, jnp.int32)
     return visits(bounds, p.total, work.tiles.rows, empty_segments=True)

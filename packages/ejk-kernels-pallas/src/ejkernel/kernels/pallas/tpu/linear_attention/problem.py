@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
 from ejkernel.types.problems.recurrence import RecurrentProblem
 
 DTYPES = ("bfloat16", "float32")
@@ -48,6 +48,11 @@ class Problem(RecurrentProblem):
         """Bytes of an operand of a matmul."""
         return 2 if self.dtype == "bfloat16" else 4
 
+    @property
+    def padded_dims(self) -> tuple[int, int]:
+        """Columns of keys and of values in vector memory."""
+        return -(-self.dim // LANES) * LANES, -(-self.value_dim // LANES) * LANES
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -67,7 +72,7 @@ class Tiles:
     def vmem(self, p: Problem, backward: bool = False) -> int:
         """Bytes of vector memory of a pass: two buffers of each block, states, and the values of
         a chunk."""
-        dim, value_dim = (-(-d // 128) * 128 for d in (p.dim, p.value_dim))
+        dim, value_dim = p.padded_dims
         arrays = 4 * dim + 4 * value_dim if backward else 2 * dim + 2 * value_dim
         states = dim * value_dim * 4 * (self.chunks + 8 if backward else 8)
         chunk = CHUNK * 4 * (8 * CHUNK + 8 * (dim + value_dim))
@@ -114,6 +119,6 @@ def choose(p: Problem, chip: Chip, tiles: type[Tiles] = Tiles, most: int = MAX_C
     chunks = most
     while chunks > 1 and chunks * CHUNK > length:
         chunks //= 2
-    while chunks > 1 and tiles(chunks).vmem(p, backward=True) > chip.vmem // 4 * 3:
+    while chunks > 1 and tiles(chunks).vmem(p, backward=True) > chip.tile_memory:
         chunks //= 2
     return tiles(chunks)

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.masks import LANES, column
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
+from ejkernel.kernels.pallas.tpu.common.masks import column
 from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Tiles
 from ejkernel.types.problems.mean_pooling import PoolingProblem
 
@@ -88,6 +88,7 @@ def mask_blocks(t: Tiles, row_mask: jax.Array) -> jax.Array:
 
 
 def parameters(chip: Chip, p: PoolingProblem, t: Tiles) -> Any:
+    """Returns the compiler's parameters for a grid whose steps are independent."""
     limit = min(chip.vmem, max(2 * t.vmem(p), 16 * 2**20))
     return pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=int(limit))
 

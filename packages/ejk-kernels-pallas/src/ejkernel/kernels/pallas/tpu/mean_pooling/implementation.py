@@ -11,7 +11,7 @@ import numpy as np
 
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
-from ejkernel.kernels.pallas.tpu.common.segments import visits
+from ejkernel.kernels.pallas.tpu.common.segments import packed_bounds, visits
 from ejkernel.kernels.pallas.tpu.mean_pooling import tiles
 from ejkernel.kernels.pallas.tpu.mean_pooling.chunks import pool_chunks
 from ejkernel.kernels.pallas.tpu.mean_pooling.chunks_gradient import chunks_gradient
@@ -79,8 +79,7 @@ def _segments(p: PoolingProblem, arrays: Arrays) -> tuple[jax.Array, jax.Array, 
     and int8 ``[1, rows]``, which of them do."""
     total, row_mask = p.batch * p.rows, arrays.get("kept")
     if p.sequences:
-        # lengths known only at run time might decrease
-        bounds = jax.lax.cummax(jnp.clip(arrays["cu_seqlens"], 0, total).astype(jnp.int32))
+        bounds = packed_bounds(arrays["cu_seqlens"], total)
     else:
         starts = np.minimum(np.arange(p.groups) * p.chunk, p.rows)
         first = np.arange(p.batch)[:, None] * p.rows + starts

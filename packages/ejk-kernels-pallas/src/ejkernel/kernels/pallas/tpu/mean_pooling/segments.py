@@ -20,14 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.chip import SUBLANES, Chip
 from ejkernel.kernels.pallas.tpu.common.masks import column
 from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block, rows_inside
 from ejkernel.kernels.pallas.tpu.mean_pooling.chunks import spread_lanes
 from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Tiles
 from ejkernel.types.problems.mean_pooling import PoolingProblem
-
-SUBLANES = 8
 
 
 def inside_segment(t: Tiles, tables: Any, visit: Any, mask_ref: Any | None) -> jax.Array:
@@ -42,17 +40,16 @@ def inside_segment(t: Tiles, tables: Any, visit: Any, mask_ref: Any | None) -> j
 
 
 def _kernel(t: Tiles, *refs: Any) -> None:
-    *tables, counts, x_ref, out_ref, acc_ref = refs[:4] + refs[-3:]
-    mask_ref = refs[4] if len(refs) == 8 else None
+    segment, shift, bounds, counts, *blocks = refs
+    *mask_ref, x_ref, out_ref, acc_ref = blocks
     visit, last = pl.program_id(1), pl.num_programs(1) - 1
-    segment = tables[0]
     current = segment[visit]
 
     @pl.when((visit == 0) | (segment[jnp.maximum(visit - 1, 0)] != current))
     def _begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    inside = inside_segment(t, tables, visit, mask_ref)
+    inside = inside_segment(t, (segment, shift, bounds), visit, *(mask_ref or [None]))
     x = jnp.where(inside, x_ref[...].astype(jnp.float32), 0.0)
     acc_ref[...] += jnp.sum(x.reshape(t.rows // SUBLANES, SUBLANES, t.channels), axis=0)
 
@@ -64,6 +61,7 @@ def _kernel(t: Tiles, *refs: Any) -> None:
 
 
 def parameters(chip: Chip, p: PoolingProblem, t: Tiles) -> Any:
+    """Returns the compiler's parameters for a grid of blocks of channels and visits."""
     limit = min(chip.vmem, max(2 * t.vmem(p), 16 * 2**20))
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(limit)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
 from ejkernel.types.problems.mean_pooling import PoolingProblem
 
-LANES = 128
 # Elements of a block: a step takes at least a microsecond to fetch, several times its own overhead.
 BLOCK = 2**19
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ejkernel.kernels.pallas.kernel import PallasKernel
-from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip, current_chip
 from ejkernel.kernels.pallas.tpu.page_attention import tiles
 from ejkernel.kernels.pallas.tpu.page_attention.implementation import decode_pages
-from ejkernel.kernels.pallas.tpu.page_attention.tiles import LANES, Tiles
+from ejkernel.kernels.pallas.tpu.page_attention.tiles import Tiles
 from ejkernel.ops.stages import Stage, StagedKernel
 from ejkernel.ops.xla_gradients import XlaGradients
 from ejkernel.types import calls

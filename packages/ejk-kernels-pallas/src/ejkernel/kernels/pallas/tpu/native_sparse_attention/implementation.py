@@ -60,7 +60,7 @@ class NativeSparseAttention(PallasKernel):
             if dim > MAX_DIM:
                 return f"{argument}: head dim {dim} is larger than {MAX_DIM}"
         ranks = problem.block_indices is None and must_rank(p, sorts_blocks(problem))
-        if ranks and select_bytes(p) > target.vmem // 4 * 3:
+        if ranks and select_bytes(p) > target.tile_memory:
             return f"block_size: the means of {p.blocks} blocks do not fit into vector memory"
         return None
 

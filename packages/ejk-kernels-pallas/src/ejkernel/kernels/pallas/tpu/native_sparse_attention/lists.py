@@ -10,9 +10,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.pallas.tpu.common.chip import SUBLANES
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import padded
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import (
-    SUBLANES,
     WORD,
     Problem,
     Tiles,

@@ -8,8 +8,7 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.masks import LANES
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, SUBLANES, Chip
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import padded_dim
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.params import config_field
@@ -20,7 +19,6 @@ ROWS = 128  # a matrix unit has a column for each row of a tile, and vectors hav
 CHUNK = 512  # keys of a step: the matmuls of one half hide the exponentials of the other
 TILE_BYTES = 12 * 2**20  # of vector memory, for what is of a tile; 8 suffice on v4
 WORD = 32  # entries of a list that one integer has a bit for
-SUBLANES = 8  # rows that a block of an array is a multiple of
 UNIT = 16  # rows of a bfloat16 register: no block starts inside one
 JOINS_HEADS = (
     f"joins_heads=True: head dims in multiples of {LANES}, and at most 16 query heads a kv head"

@@ -34,6 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
+from ejkernel.kernels.pallas.tpu.common.chip import LANES
 from ejkernel.kernels.pallas.tpu.common.trees import encode_nodes, sees_all, visible_keys
 from ejkernel.kernels.pallas.tpu.page_attention.tiles import Tiles
 from ejkernel.ops.differentiate import Arrays, Work
@@ -41,6 +42,7 @@ from ejkernel.types.serving.problem import PagedProblem
 
 # a row that has seen nothing keeps FLOOR, and exp(HIDDEN - FLOOR) is 0
 FLOOR, HIDDEN = -1e38, -3e38
+LOGITS, VALUES, SINKS = range(3)  # lanes of the factors of a row
 
 
 def dot(p: PagedProblem, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
@@ -129,6 +131,9 @@ def _kernel(
     def _first_block() -> None:
         cache.fetch(table, first, start, end, parity[0])
 
+    def factor(lane: int) -> jax.Array:
+        return factor_ref[0, :, lane : lane + 1]
+
     def add_block(block: Any, carry: Any) -> Any:
         m_old, total, acc = carry
         slot = parity[0]
@@ -153,7 +158,7 @@ def _kernel(
         has_hidden = (low > 0) | (high < columns)
         pl.when(has_hidden)(lambda: clear_outside(p, values.at[slot], low, high))
         k = buffers[0][slot].reshape(columns, p.dim)
-        x = dot(p, q_ref[0], k, (1, 1)) * factor_ref[0, :, :1]
+        x = dot(p, q_ref[0], k, (1, 1)) * factor(LOGITS)
         if p.soft_cap is not None:
             x = p.soft_cap * jnp.tanh(x * (1.0 / p.soft_cap))
         column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
@@ -162,8 +167,8 @@ def _kernel(
         if p.kv_heads > 1:
             seen &= mask_ref[...] > 0.0
         elif nodes is not None:
-            before, block_end = end - p.tokens, base + t.block
-            is_visible = sees_all(p, nodes[0], before, end - 1, base, block_end)
+            first_new, block_end = end - p.tokens, base + t.block
+            is_visible = sees_all(p, nodes[0], first_new, end - 1, base, block_end)
             pl.when(~is_visible)(lambda: mask_tree(p, nodes[0], mask_ref, base, end))
             seen &= (mask_ref[...] > 0.0) | is_visible
         x = jnp.where(seen, x, HIDDEN)
@@ -177,19 +182,20 @@ def _kernel(
     row = jnp.zeros((rows, 1), jnp.float32)
     acc = jnp.zeros((rows, p.value_dim), jnp.float32)
     m, total, acc = lax.fori_loop(first, stop, add_block, (row + FLOOR, row, acc))
-    sinks, seen = factor_ref[0, :, 2:3], total != 0.0  # NaN has seen something
+    sinks, seen = factor(SINKS), total != 0.0  # NaN has seen something
     top = jnp.maximum(m, sinks)
     shrink = jnp.exp(m - top)
     total = jnp.where(seen, total * shrink + jnp.exp(sinks - top), 1.0)
-    o = acc * (shrink * factor_ref[0, :, 1:2] / total)
+    o = acc * (shrink * factor(VALUES) / total)
     r["o"][0] = jnp.where(seen, o, 0.0).astype(r["o"].dtype)
     if p.return_lse:
         r["lse"][0] = jnp.where(seen, top + jnp.log(total), -jnp.inf)
 
 
 def row_factors(p: PagedProblem, arrays: Arrays) -> jax.Array:
-    """Returns float32 ``[1 or batch, rows, 128]`` for the rows of a sequence: the factors of their
-    logits and of their values, and the log of the sum of the exponentials of their sinks."""
+    """Returns float32 ``[1 or batch, rows, 128]`` for the rows of a sequence: in lane LOGITS the
+    factor of their logits, in VALUES that of their values, in SINKS the log of the sum of the
+    exponentials of their sinks."""
 
     def per_row(x: jax.Array) -> jax.Array:
         """``[1 or batch, 1, kv heads or heads]`` for all rows."""
@@ -205,7 +211,7 @@ def row_factors(p: PagedProblem, arrays: Arrays) -> jax.Array:
     factors.append(per_row(jnp.maximum(sinks, HIDDEN)))
     size = max(x.shape[0] for x in factors)
     factors = [jnp.broadcast_to(x, (size, x.shape[1])) for x in factors]
-    return jnp.pad(jnp.stack(factors, axis=2), ((0, 0), (0, 0), (0, 125)))
+    return jnp.pad(jnp.stack(factors, axis=2), ((0, 0), (0, 0), (0, LANES - len(factors))))
 
 
 def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ejkernel.kernels.pallas.tpu.common import trees
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
 from ejkernel.ops.params import config_field
 from ejkernel.types.serving.problem import ITEMSIZE, PagedProblem
 
-LANES = 128
 QUERY_DTYPES = ("bfloat16", "float32")
 CACHE_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 # A block of 2 MiB takes 2.5 microseconds on v5e and 1.2 on v6e: long against the latency of a copy.
@@ -88,14 +87,9 @@ def refusal(p: PagedProblem, names: tuple[str, ...], smallest: Tiles, chip: Chip
         if page_rows(p, p.page_size) % unit:
             rows = page_rows(p, p.page_size)
             return f"{name}: {rows} rows of a page, tokens times heads, are no multiple of {unit}"
-    if smallest.vmem(p) > memory_for(chip):
+    if smallest.vmem(p) > chip.tile_memory:
         return f"{names[0]}: pages of {p.page_size} tokens are too large for vector memory"
     return None
-
-
-def memory_for(chip: Chip) -> int:
-    """Returns the bytes that tiles may take."""
-    return chip.vmem // 4 * 3
 
 
 def max_columns(p: PagedProblem) -> int:
@@ -109,7 +103,7 @@ def choose(p: PagedProblem, chip: Chip) -> Tiles:
     columns = p.page_size * p.kv_heads
     most = min(BLOCK_BYTES // page_bytes, max_columns(p) // columns, p.max_pages)
     t = Tiles(max(most, 1), p.page_size)
-    while t.pages > 1 and t.vmem(p) > memory_for(chip):
+    while t.pages > 1 and t.vmem(p) > chip.tile_memory:
         t = Tiles(t.pages // 2, t.tokens)
     return t
 

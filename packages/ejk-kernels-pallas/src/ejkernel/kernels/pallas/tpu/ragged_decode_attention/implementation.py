@@ -51,7 +51,7 @@ class RaggedDecodeAttention(XlaGradients, PallasKernel, StagedKernel):
         p = problem
         rows = min(BLOCK_BYTES // p.token_bytes, tiles.max_columns(p))
         t = _legal(p, rows // p.kv_heads)
-        while t.tokens > ROW_UNIT and t.vmem(p) > tiles.memory_for(target):
+        while t.tokens > ROW_UNIT and t.vmem(p) > target.tile_memory:
             t = _legal(p, t.tokens // 2)
         return t
 

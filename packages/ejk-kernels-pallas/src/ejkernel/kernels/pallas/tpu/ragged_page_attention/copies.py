@@ -91,6 +91,7 @@ class Buffers(NamedTuple):
 
 
 TABLE, QUERIES, KEYS, OUTPUTS, LSE, WRITES, GAPS, LSE_GAPS, NODES = range(9)
+PENDING_WRITES = 2  # entry of ``Buffers.pending`` after the two of the output buffers
 
 
 @dataclass(frozen=True)
@@ -260,19 +261,19 @@ class Copies:
                 source = hbm.new.at[pl.ds(self._new_row(sequence, token), count)]
                 target = hbm.pool.at[entry, pl.ds(token - page * p.page_size, count)]
                 self._copy(WRITES, 0, source, target).start()
-                pending[2] += count
+                pending[PENDING_WRITES] += count
 
         self._for_pages(self._cached_tokens(sequence), hbm.lens[sequence], copy_page)
 
     def wait_writes(self) -> None:
         """Waits for the new tokens of the sequence that was written last."""
-        count = self.vmem.pending[2]
+        count = self.vmem.pending[PENDING_WRITES]
 
         @pl.when(count > 0)
         def _wait() -> None:
             rows = self.hbm.new.at[pl.ds(0, count)]
             self._copy(WRITES, 0, rows, rows).wait()
-            self.vmem.pending[2] = 0
+            self.vmem.pending[PENDING_WRITES] = 0
 
     def fill_gap(self, first: Any, stop: Any, *, wait: bool) -> None:
         """Starts the copies of zeros, and of -inf to lse, to rows of no sequence, or waits."""

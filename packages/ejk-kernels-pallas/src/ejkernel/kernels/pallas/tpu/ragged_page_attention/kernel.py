@@ -37,23 +37,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, SUBLANES
 from ejkernel.kernels.pallas.tpu.common.masks import fit
 from ejkernel.kernels.pallas.tpu.common.trees import encode_nodes, sees_all, visible_keys
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import overlapped
-from ejkernel.kernels.pallas.tpu.page_attention.decode import FLOOR, HIDDEN, dot
+from ejkernel.kernels.pallas.tpu.page_attention.decode import (
+    FLOOR,
+    HIDDEN,
+    LOGITS,
+    SINKS,
+    VALUES,
+    dot,
+)
 from ejkernel.kernels.pallas.tpu.ragged_page_attention.copies import (
     CHUNK,
+    NODES,
+    PENDING_WRITES,
     Buffers,
     Copies,
     Memories,
     QuerySpan,
 )
 from ejkernel.kernels.pallas.tpu.ragged_page_attention.heads import gather_heads, load_head
-from ejkernel.kernels.pallas.tpu.ragged_page_attention.tiles import LANES, SUBLANES, Layout
+from ejkernel.kernels.pallas.tpu.ragged_page_attention.tiles import Layout
 from ejkernel.ops.differentiate import Arrays
 from ejkernel.types.attention.problem import LOG2E
-
-LOGITS, VALUES, SINKS = range(3)  # lanes of the factors of a row
 
 
 class Scratch(NamedTuple):
@@ -421,8 +429,8 @@ def _kernel(layout: Layout, names: Sequence[str], *refs: Any) -> None:
 
         return Position(sequence, after, queries, keys, table_slot, q_slot, 1 - at.kv_slot)
 
-    for slot in range(3):
-        buffers.pending[slot] = 0
+    for kind in range(PENDING_WRITES + 1):
+        buffers.pending[kind] = 0
     buffers.zeros[...] = jnp.zeros_like(buffers.zeros)
     if lse is not None:
         buffers.hidden[...] = jnp.full(buffers.hidden.shape, -jnp.inf, jnp.float32)
@@ -497,8 +505,8 @@ def scratch_shapes(layout: Layout, dtype: Any, pool_dtype: Any, columns: int) ->
         lse=f32((2, t.queries, *sums)) if p.return_lse else None,
         zeros=pltpu.VMEM((CHUNK, *queries[1:]), dtype),
         hidden=f32((CHUNK, *sums)) if p.return_lse else None,
-        pending=pltpu.SMEM((3,), jnp.int32),
-        semaphores=pltpu.SemaphoreType.DMA((9 if p.tree_columns else 8, 2)),
+        pending=pltpu.SMEM((PENDING_WRITES + 1,), jnp.int32),
+        semaphores=pltpu.SemaphoreType.DMA((NODES + 1 if p.tree_columns else NODES, 2)),
         nodes=i32((2, t.queries, 1, layout.node_lanes)) if p.tree_columns else None,
     )
     ranges = Ranges(pltpu.SMEM((p.batch + 1,), jnp.int32), pltpu.SMEM((p.batch,), jnp.int32))

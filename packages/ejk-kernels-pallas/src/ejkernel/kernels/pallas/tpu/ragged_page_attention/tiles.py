@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ejkernel.kernels.pallas.tpu.common import trees
-from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, SUBLANES, Chip
 from ejkernel.ops.params import config_field
 from ejkernel.types.serving.problem import ITEMSIZE, PagedProblem, RaggedProblem
 
-LANES, SUBLANES = 128, 8
 QUERY_DTYPES = ("bfloat16", "float32")
 CACHE_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 # 2 MiB take 2.5 microseconds on v5e and 1.2 on v6e: long against the latency of a copy
@@ -180,14 +179,9 @@ def unsupported_reason(
             if dtype not in ITEMSIZE:
                 return f"{name}: {dtype} is not supported, only {', '.join(ITEMSIZE)}"
     smallest = Tiles(whole_pages(p, 1), 16)
-    if Layout(problem, smallest, chip).vmem() > memory_for(chip):
+    if Layout(problem, smallest, chip).vmem() > chip.tile_memory:
         return f"{cache}: pages of {p.page_size} tokens are too large for vector memory"
     return None
-
-
-def memory_for(chip: Chip) -> int:
-    """Returns the bytes that tiles may take."""
-    return chip.vmem // 4 * 3
 
 
 def choose(problem: RaggedProblem, chip: Chip) -> Tiles:
@@ -201,7 +195,7 @@ def choose(problem: RaggedProblem, chip: Chip) -> Tiles:
     if p.tree_columns:  # new tokens that no mark can name are of no use
         queries = min(queries, -(-p.tree_columns // 16) * 16)
     t = Tiles(whole_pages(p, tokens // p.page_size), queries)
-    while Layout(problem, t, chip).vmem() > memory_for(chip):
+    while Layout(problem, t, chip).vmem() > chip.tile_memory:
         smaller = replace(t, pages=whole_pages(p, t.pages // 2))
         # longer blocks of keys hide more of a step than more rows do
         if t.queries > 16 and (t.queries * padded_group(p) > STRIP // 2 or smaller == t):
@@ -217,4 +211,4 @@ def neighbours(problem: RaggedProblem, chip: Chip, t: Tiles) -> list[Tiles]:
     p = problem.paged
     others = [replace(t, pages=whole_pages(p, n)) for n in (t.pages // 2, 2 * t.pages)]
     others += [replace(t, queries=n) for n in (t.queries // 2, 2 * t.queries) if n >= 16]
-    return [x for x in others if Layout(problem, x, chip).vmem() <= memory_for(chip)]
+    return [x for x in others if Layout(problem, x, chip).vmem() <= chip.tile_memory]
