@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 # A block of one of these keeps its dtype in an operation with a block of the same dtype or with a
 # scalar that the dtype can hold, in a division too.
 _INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -55,9 +57,42 @@ def constructors() -> list[tuple[type, Any]]:
     ]
 
 
+def _cached_broadcast(semantic: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Returns the broadcast of two tensors, which looks for the common type once per pair."""
+    from triton.runtime.interpreter import TensorHandle
+
+    broadcast = semantic.broadcast_impl_value
+    cache: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+    def expanded(x: Any, kind: Any) -> Any:
+        if kind is None:
+            return x
+        data, shape = x.handle.data, tuple(map(int, kind.shape))
+        # a view takes numpy longer than to fill a block of a test's size
+        data = np.broadcast_to(data, shape) if data.size > 1 else np.full(shape, data, data.dtype)
+        return semantic.make_tensor(TensorHandle(data, x.handle.dtype.scalar), kind)
+
+    def cached(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        pair = lhs.type.name, rhs.type.name
+        if pair[0] == pair[1]:
+            return lhs, rhs
+        if pair not in cache:
+            made = broadcast(lhs, rhs)
+            left, right = (
+                None if new is old else new.type for new, old in zip(made, (lhs, rhs), strict=True)
+            )
+            cache[pair] = left, right
+            return made
+        left, right = cache[pair]
+        return expanded(lhs, left), expanded(rhs, right)
+
+    return cached
+
+
 def quicken(semantic: Any) -> None:
-    """Patches the interpreter's type promotion to skip steps that change nothing."""
+    """Patches the interpreter's type promotion and broadcasts to skip steps that change nothing."""
     promote = semantic.binary_op_type_checking_impl
+    semantic.broadcast_impl_value = _cached_broadcast(semantic)
 
     def constant(x: Any, other: Any) -> Any:
         """Returns a scalar in the dtype of the other operand if that dtype can hold it."""
