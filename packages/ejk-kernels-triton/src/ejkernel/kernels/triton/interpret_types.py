@@ -28,14 +28,15 @@ def _cached_init(
     cache: dict[Any, dict[str, Any]] = {}
 
     def init(self: Any, *args: Any) -> None:
-        name = key(*args)
-        if name not in cache:
+        name, fields = key(*args), vars(self)
+        known = cache.get(name)
+        if known is None:
             make(self, *args)
-            cache[name] = {n: x for n, x in vars(self).items() if n != instance_field}
-        else:
-            vars(self).update(cache[name])
-            if instance_field:
-                setattr(self, instance_field, args[0])
+            cache[name] = {n: x for n, x in fields.items() if n != instance_field}
+            return
+        fields.update(known)
+        if instance_field:
+            fields[instance_field] = args[0]
 
     return init
 
@@ -62,12 +63,15 @@ def _cached_broadcast(semantic: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
     from triton.runtime.interpreter import TensorHandle
 
     broadcast = semantic.broadcast_impl_value
-    cache: dict[tuple[str, str], tuple[Any, Any]] = {}
+    cache: dict[tuple[str, str], tuple[Any, Any]] = {}  # expansions of both
 
-    def expanded(x: Any, kind: Any) -> Any:
-        if kind is None:
+    def expansion(old: Any, new: Any) -> tuple[Any, tuple[int, ...]] | None:
+        return None if new is old else (new.type, new.handle.data.shape)
+
+    def expanded(x: Any, to: tuple[Any, tuple[int, ...]] | None) -> Any:
+        if to is None:
             return x
-        data, shape = x.handle.data, tuple(map(int, kind.shape))
+        (kind, shape), data = to, x.handle.data
         # a view takes numpy longer than to fill a block of a test's size
         data = np.broadcast_to(data, shape) if data.size > 1 else np.full(shape, data, data.dtype)
         return semantic.make_tensor(TensorHandle(data, x.handle.dtype.scalar), kind)
@@ -77,12 +81,9 @@ def _cached_broadcast(semantic: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
         if pair[0] == pair[1]:
             return lhs, rhs
         if pair not in cache:
-            made = broadcast(lhs, rhs)
-            left, right = (
-                None if new is old else new.type for new, old in zip(made, (lhs, rhs), strict=True)
-            )
-            cache[pair] = left, right
-            return made
+            left, right = broadcast(lhs, rhs)
+            cache[pair] = expansion(lhs, left), expansion(rhs, right)
+            return left, right
         left, right = cache[pair]
         return expanded(lhs, left), expanded(rhs, right)
 
@@ -92,6 +93,7 @@ def _cached_broadcast(semantic: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
 def quicken(semantic: Any) -> None:
     """Patches the interpreter's type promotion and broadcasts to skip steps that change nothing."""
     promote = semantic.binary_op_type_checking_impl
+    computed: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # dtypes of promoted tensors
     semantic.broadcast_impl_value = _cached_broadcast(semantic)
 
     def constant(x: Any, other: Any) -> Any:
@@ -109,10 +111,15 @@ def quicken(semantic: Any) -> None:
     def promoted(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
         lhs, rhs = constant(lhs, rhs), constant(rhs, lhs)
         left, right = getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)
-        if left is None or right is None or left.name != right.name or left.name not in _UNPROMOTED:
+        if left is None or right is None or left.is_ptr() or right.is_ptr():
             return promote(lhs, rhs, *args, **kwargs)
-        if lhs.type.name == rhs.type.name:
-            return lhs, rhs
+        if left.name != right.name or left.name not in _UNPROMOTED:
+            pair = left.name, right.name, args, *kwargs.items()
+            if pair not in computed:
+                made = promote(lhs, rhs, *args, **kwargs)
+                computed[pair] = tuple(x.dtype for x in made)
+                return made
+            lhs, rhs = map(semantic.cast, (lhs, rhs), computed[pair])
         return semantic.broadcast_impl_value(lhs, rhs)
 
     semantic.binary_op_type_checking_impl = promoted
