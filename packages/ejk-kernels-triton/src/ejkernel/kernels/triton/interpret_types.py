@@ -29,12 +29,12 @@ def _cached_init(
 
     def init(self: Any, *args: Any) -> None:
         name, fields = key(*args), vars(self)
-        known = cache.get(name)
-        if known is None:
+        shared_fields = cache.get(name)
+        if shared_fields is None:
             make(self, *args)
             cache[name] = {n: x for n, x in fields.items() if n != instance_field}
             return
-        fields.update(known)
+        fields.update(shared_fields)
         if instance_field:
             fields[instance_field] = args[0]
 
