@@ -282,8 +282,11 @@ def test_vmap_matches_single_calls(axes, most, monkeypatch):
 def test_vmap_of_vmap():
     lhs, rhs = normal(2, 3, 20, K), normal(3, G, K, N)
     sizes = jnp.array([[[5, 3, 4, 8], [0, 0, 9, 1], [20, 1, 1, 1]]] * 2)
-    ours = jax.vmap(jax.vmap(partial(grouped_matmul, cfg=SMALL)), (0, None, 0))
-    want = jax.vmap(jax.vmap(dense), (0, None, 0))(lhs, rhs, sizes)
+    ours, theirs = (
+        jax.jit(jax.vmap(jax.vmap(product), (0, None, 0)))
+        for product in (partial(grouped_matmul, cfg=SMALL), dense)
+    )
+    want = theirs(lhs, rhs, sizes)
     np.testing.assert_allclose(ours(lhs, rhs, sizes), want, atol=1e-4)
     # an inner axis of one call
     one = ours(lhs[:, :1], rhs[:1], sizes[:, :1])
@@ -302,7 +305,7 @@ def test_scan_checkpoint_and_repeatability():
     ours = jax.jit(jax.grad(layers(jax.checkpoint(partial(grouped_matmul, cfg=SMALL)))))
     got = ours(lhs)
     np.testing.assert_array_equal(got, ours(lhs))
-    np.testing.assert_allclose(got, jax.grad(layers(dense))(lhs), atol=1e-4)
+    np.testing.assert_allclose(got, jax.jit(jax.grad(layers(dense)))(lhs), atol=1e-4)
 
 
 def test_shard_map():

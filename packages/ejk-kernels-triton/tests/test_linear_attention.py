@@ -130,9 +130,10 @@ def test_vmap_of_one_token(shared):
     both = {n: x if n in shared else jnp.stack([x, x / 2]) for n, x in args.items()}
     axes = {n: None if n in shared else 0 for n in args}
     run = partial(recurrent_attention, return_state=True)
-    o, state = jax.vmap(lambda args: run(**args), in_axes=(axes,))(both)
+    o, state = jax.jit(jax.vmap(lambda args: run(**args), in_axes=(axes,)))(both)
+    alone = jax.jit(run)
     for i in range(2):
-        want = run(**{n: x if n in shared else x[i] for n, x in both.items()})
+        want = alone(**{n: x if n in shared else x[i] for n, x in both.items()})
         np.testing.assert_allclose(o[i], want[0], rtol=1e-6)
         np.testing.assert_allclose(state[i], want[1], rtol=1e-6)
 
@@ -219,9 +220,10 @@ def test_vmap_of_constants(shared):
     both = {n: x if n in shared else jnp.stack([x, x / 2]) for n, x in args.items()}
     axes = {n: None if n in shared else 0 for n in args}
     run = partial(recurrent_attention, cfg=SMALL)
-    found = jax.vmap(lambda args: run(**args), in_axes=(axes,))(both)
+    found = jax.jit(jax.vmap(lambda args: run(**args), in_axes=(axes,)))(both)
+    alone = jax.jit(run)
     for i in range(2):
-        want = run(**{n: x if n in shared else x[i] for n, x in both.items()})
+        want = alone(**{n: x if n in shared else x[i] for n, x in both.items()})
         np.testing.assert_array_equal(found[i], want)
 
 

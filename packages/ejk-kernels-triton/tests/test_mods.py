@@ -98,8 +98,13 @@ def test_next_to_every_other_option() -> None:
             score_mod=lambda s, b, h, i, j: s + w[h] * (j - i),
         )  # fmt: skip
 
-    o, pull = jax.vjp(run, *map(jnp.asarray, x.values()))
-    gradients = dict(zip(x, pull(jnp.asarray(do)), strict=True))
+    @jax.jit
+    def pull(arrays, do):
+        o, back = jax.vjp(run, *arrays)
+        return o, back(do)
+
+    o, gradients = pull(tuple(x.values()), do)
+    gradients = dict(zip(x, gradients, strict=True))
     linear = x["w"][None, :, None, None] * (j - i)
     drop = oracle.dropout_factor(0.3, 1, (2, 2, 20, 20))
     see = ((ids[:, None] == ids) & (j <= i))[None, None]

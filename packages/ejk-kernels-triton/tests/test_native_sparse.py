@@ -240,7 +240,8 @@ def ranked(q, k, size, slots, scale=0.25):
     s, h, d = q.shape[1:]
     blocks = find_blocks(s, size)
     p = Problem(q.shape[0], s, h, 1, d, d, size, blocks.count, slots, scale, q.dtype.name, False)
-    return select.select(p, TARGET, q, k, blocks, True), blocks
+    rank = jax.jit(lambda q, k: select.select(p, TARGET, q, k, blocks, True))
+    return rank(q, k), blocks
 
 
 @pytest.mark.parametrize(
@@ -325,7 +326,7 @@ def test_large_logits_and_a_scale_of_zero():
     indices = jnp.zeros((1, 10, 1, 1), jnp.int32)
     for options in ({"softmax_scale": 1.0}, {"softmax_scale": 0.0}):
         run = partial(native_sparse_attention, block_indices=indices, block_size=10, **options)
-        o, back = jax.vjp(lambda v, run=run: run(k, k, v)[:, -1], v)
+        o, back = jax.vjp(jax.jit(lambda v, run=run: run(k, k, v)[:, -1]), v)
         np.testing.assert_allclose(o, v.mean(1), atol=1e-6)
         np.testing.assert_allclose(back(jnp.ones_like(o))[0], np.full(v.shape, 0.1), atol=1e-6)
 
@@ -338,7 +339,7 @@ def test_nan_that_a_token_sees_is_in_its_output_and_gradients(blocks):
     if blocks == "given":
         block = jnp.arange(S, dtype=jnp.int32) // SIZE
         options = {"block_indices": jnp.stack([0 * block, block], -1)[None, :, None]}
-    attend = partial(native_sparse_attention, **options, block_size=SIZE)
+    attend = jax.jit(partial(native_sparse_attention, **options, block_size=SIZE))
     with np.errstate(invalid="ignore"):  # the interpreter computes in numpy
         o, pull = jax.vjp(attend, q, k, v)
         *_, dv = pull(jnp.ones_like(o))
@@ -382,7 +383,8 @@ def test_tokens_of_every_block(rows, largest, monkeypatch):
     blocks, slots = find_blocks(40, 4), 3
     chosen = np.argsort(RNG.random((2, 40, 3, blocks.count)), -1)[..., :slots]
     chosen[:, ::3, :, 1:] = -1
-    places, bounds = lists.transpose_lists(jnp.asarray(chosen, jnp.int32), blocks)
+    transpose = jax.jit(lambda chosen: lists.transpose_lists(chosen, blocks))
+    places, bounds = transpose(array(chosen, jnp.int32))
     for b, hk in np.ndindex(2, 3):
         for block in range(blocks.count):
             t, slot = np.nonzero(chosen[b, :, hk] == block)
@@ -410,6 +412,7 @@ def test_few_means_of_many_tokens(group):
         p /= jnp.maximum(p.sum(-1, keepdims=True), 1e-30)
         return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
+    theirs = jax.jit(theirs)
     compare(ours, theirs, [q, k, v])
     traced = jax.make_jaxpr(lambda *x: jax.vjp(ours, *x[:3])[1](x[3]))(q, k, v, theirs(q, k, v))
     launches = (launch for launch, _ in traced_launches(traced.jaxpr))

@@ -60,7 +60,9 @@ def gather(cache, table):
 
 def _stacked(rows, return_lse):
     """Rows of outputs and of lse, as arrays."""
-    o, lse = (jnp.stack(x) for x in zip(*rows, strict=True))
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(rows))
+    # numpy compiles nothing
+    o, lse = ((jnp if traced else np).stack(x) for x in zip(*rows, strict=True))
     return (o, lse) if return_lse else o
 
 
