@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def attend_row(
@@ -60,7 +61,7 @@ def gather(cache, table):
 
 def _stacked(rows, return_lse):
     """Rows of outputs and of lse, as arrays."""
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(rows))
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(rows))
     # numpy compiles nothing
     o, lse = ((jnp if traced else np).stack(x) for x in zip(*rows, strict=True))
     return (o, lse) if return_lse else o
