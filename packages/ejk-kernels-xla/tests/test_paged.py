@@ -299,10 +299,9 @@ def test_v3_quantises_on_write_and_leaves_padding_alone():
     keys, values = normal(TOKENS, HK, D), normal(TOKENS, HK, D)
     cache = pack((pages * 20).astype(jnp.int8), 4)
     k_scale, v_scale = jnp.asarray([0.02, 0.03]), 0.025
-    out, new = ragged_page_attention_v3(
-        q, keys, values, cache, CONTEXT, bt, STARTS, jnp.asarray([0, 0, COUNT]),
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+    write = jax.jit(partial(ragged_page_attention_v3, k_scale=k_scale, v_scale=v_scale))
+    counts = np.array([0, 0, COUNT])
+    out, new = write(q, keys, values, cache, CONTEXT, bt, STARTS, counts)
     np.testing.assert_array_equal(np.asarray(new)[..., D:], np.asarray(cache)[..., D:])
 
     def stored(x, scale):
@@ -340,7 +339,7 @@ def test_v3_queries_that_are_quantised_have_gradients_of_exact_ones(dtype, scale
             )  # fmt: skip
             return (out * weights).sum()
 
-        return jax.grad(total)(q)
+        return jax.jit(jax.grad(total))(q)
 
     exact = gradient(lambda x: x.astype(jnp.float32) * scale)
     got = gradient(lambda x: x, q_scale=scale, k_scale=scale, v_scale=scale)
@@ -355,13 +354,13 @@ def test_packed_equals_batched_and_contiguous():
     lens = np.array([9, 3, 20, 1], np.int32)
     q, pages = normal(B, H, D), normal(PAGES, PS, 2 * HK, D)
     k, v = pages[:, :, 0::2], pages[:, :, 1::2]
-    paged, lse = page_attention(q, k, v, lens, bt, return_lse=True)
-    ragged, ragged_lse = ragged_page_attention(
-        q, pages, lens, bt, np.arange(B + 1), B - 1, return_lse=True
-    )
+    paged, lse = jax.jit(partial(page_attention, return_lse=True))(q, k, v, lens, bt)
+    attend = jax.jit(partial(ragged_page_attention, return_lse=True))
+    ragged, ragged_lse = attend(q, pages, lens, bt, np.arange(B + 1), B - 1)
     flat_k, flat_v = (x[bt].reshape(B, COLUMNS * PS, HK, D) for x in (k, v))
     starts = np.array([0, 3, 0, 0], np.int32)  # the second row sees nothing
-    decode, decode_lse = ragged_decode_attention(q, flat_k, flat_v, starts, lens, return_lse=True)
+    attend = jax.jit(partial(ragged_decode_attention, return_lse=True))
+    decode, decode_lse = attend(q, flat_k, flat_v, starts, lens)
     np.testing.assert_allclose(paged[:-1], ragged[:-1], atol=2e-6)
     np.testing.assert_allclose(lse[:-1], ragged_lse[:-1], atol=2e-6)
     assert not np.asarray(ragged[-1]).any() and np.isneginf(ragged_lse[-1]).all()
