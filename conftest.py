@@ -14,7 +14,6 @@ import os
 import pathlib
 import signal
 import sys
-import threading
 
 import pytest
 
@@ -103,24 +102,6 @@ def keep_programs_of_one_device():
     cache.put_executable_and_time = write_of_one_device
 
 
-_contexts = threading.local()
-
-
-def share_contexts():
-    """JAX makes an MLIR context for each program, in a third of the time of a small one: let the
-    programs of a thread share theirs, until the file ends."""
-    from jax._src.interpreters import mlir
-
-    make_context = mlir.make_ir_context
-
-    def make_once():
-        if not hasattr(_contexts, "current"):
-            _contexts.current = make_context()
-        return _contexts.current
-
-    mlir.make_ir_context = make_once
-
-
 def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # a shell starts what runs in its background so, and tests of Ctrl-C would wait for ever
@@ -131,8 +112,6 @@ def pytest_configure(config):
         # read by JAX when it is imported, in this process and in those that tests start
         os.environ.update(JAX_NUMPY_RANK_PROMOTION="raise", JAX_NUMPY_DTYPE_PROMOTION="strict")
     keep_programs_of_one_device()
-    if importlib.util.find_spec("jax") is not None:
-        share_contexts()
     if config.getoption("--note-passed") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(NotePassed(config.getoption("--note-passed")))
     if settings is not None:
@@ -203,7 +182,6 @@ def same_draws(request):
 def release_programs():
     """Compiled programs of a finished file are of no use to the next: free their memory."""
     yield
-    vars(_contexts).clear()
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
 
