@@ -79,7 +79,7 @@ from ejktest.oracles import grouped as oracle  # noqa: E402
 from gpu.named import chosen, label  # noqa: E402
 
 # writes whose order does not matter: warpgroups write the same, and read only what they wrote
-ALIKE = ("PagedLoader.clear.behind",)
+ALIKE = ("PagedLoader.clear_from.clear",)
 Call = tuple[Callable[[], Any], Callable[[Any], float]]  # a run, its error over what may be
 LATENT = {
     "128 heads": ((130, 0, 70, 700, 1), 128, 1, 64),

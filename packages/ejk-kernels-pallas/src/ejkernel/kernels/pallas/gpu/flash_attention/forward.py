@@ -209,7 +209,6 @@ class ForwardKernel:
             @pl.when(wg == t.consumers)
             def produce():
                 plgpu.set_max_registers(t.producer_registers, action="decrease")
-                self.scheduler.begin_producer(r)
                 if self.prologue is not None:
                     self.prologue.produce(self, r)
                 if self.form.tiles.unshifted_first:

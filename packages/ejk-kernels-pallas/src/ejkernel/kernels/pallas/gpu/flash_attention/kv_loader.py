@@ -3,6 +3,15 @@
 A loader has the loop of the producer, and says where the blocks of a tile lie. ``DenseLoader``
 reads contiguous keys, ``ListLoader`` the blocks of a list; ``serving.prefill_loader`` has those for
 page tables.
+
+Who calls what: ``ForwardKernel.launch`` calls ``produce`` in the producer warpgroup. ``produce``
+calls ``ForwardKernel.load`` for every block, which waits for a free buffer and calls ``source`` and
+``copy``. Consumers call ``key_block`` for masks (``forward_softmax``) and ``prepare_values`` once
+the values of a block have arrived (``TileLoop``).
+
+Of the arguments, ``r`` has references to operands, shared memory and barriers by name, j counts the
+key blocks of a tile (steps of its list in a ``ListLoader``), i the tiles and n the key blocks of a
+program, and ``tensor`` is "k" or "v".
 """
 
 from __future__ import annotations

@@ -194,9 +194,6 @@ class StaticScheduler:
     def setup(self, r: Any) -> None:
         """Does nothing: the table is an operand."""
 
-    def begin_producer(self, r: Any) -> None:
-        """Does nothing."""
-
     def run_consumer(self, r: Any, mainloop: Callable[[], None]) -> None:
         """Runs the mainloop of a consumer: every program has a tile."""
         mainloop()

@@ -39,14 +39,21 @@ from ejkernel.types.masks.structure import Band, Rules
 from ejkernel.types.serving.schedule import DecodeRow, columns_of
 
 COLUMNS = columns_of(DecodeRow)
-HEADS = 2  # kv heads of an item, buffers, warpgroups
+HEADS = 2  # kv heads of an item; each has one buffer of k and of v, and one warpgroup
 HALVES = 2  # of a buffer
-HIGH = 1e30  # a maximum that no logit reaches
+HIGH = 1e30  # a maximum that no logit reaches: every probability of such a row is 0
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """An item as the loader and the softmax see it: a tile of one row and ``kv_len`` keys."""
+    """An item as the loader and the softmax see it: a tile of one row and ``kv_len`` keys.
+
+    Attributes:
+        head: first query head of the item's first kv head.
+        sequence: the sequence.
+        row, kv_len: as of ``DecodeRow``.
+        full_stop, position: as of ``PageTile``; unread, since ``consume`` hides the last keys.
+    """
 
     head: jax.Array
     sequence: jax.Array
@@ -75,7 +82,10 @@ def _head_pairs(kernel: Any) -> int:
 
 
 def _for_each_item(kernel: Any, r: Any, count: Any, body: Callable[..., Any], carry: Any) -> Any:
-    """Runs ``carry = body(carry, row, first query head, tile)`` for this program's items."""
+    """Runs ``carry = body(carry, row, first query head, tile)`` for this program's items.
+
+    ``r.program`` is set by ``QueueScheduler.setup``.
+    """
     pairs, group, programs = _head_pairs(kernel), kernel.form.problem.group, decode_programs(r)
 
     def item(i: Any, carry: Any) -> Any:
@@ -91,14 +101,17 @@ def _for_each_item(kernel: Any, r: Any, count: Any, body: Callable[..., Any], ca
 
 
 def _step_keys(kernel: Any) -> int:
+    """Returns the keys of a step: half a buffer."""
     return kernel.form.tiles.block_kv // HALVES
 
 
 def _steps(kernel: Any, tile: Any) -> Any:
+    """Returns the steps of an item."""
     return lax.div(tile.kv_len + _step_keys(kernel) - 1, _step_keys(kernel))
 
 
 def _half(kernel: Any, smem: Any, buffer: Any, half: Any) -> Any:
+    """Returns half a buffer of keys or values: the keys of one step."""
     keys = _step_keys(kernel)
     return smem.at[buffer, pl.ds(half * keys, keys)]
 
@@ -108,13 +121,14 @@ class RowDecoder:
     """The prologue of the long-prefill kernel."""
 
     def scratch(self, kernel: Any) -> dict[str, Any]:
-        """Returns the barriers of the halves of both buffers."""
-        n, copies = HEADS * HALVES, max(1, _step_keys(kernel) // kernel.loader.page_size)
+        """Returns barriers by name: of half h of buffer b at ``b * HALVES + h``."""
+        n, copies = HEADS * HALVES, kernel.loader.copies_of(_step_keys(kernel))
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=n)
         empty = plgpu.Barrier(num_barriers=n)
         cleared = plgpu.Barrier(num_arrivals=HEADS)
-        halves = {"ks_full": full, "vs_full": full, "ks_empty": empty, "vs_empty": empty}
-        return halves | {"cleared": cleared}
+        full_halves = {"k_half_full": full, "v_half_full": full}
+        empty_halves = {"k_half_empty": empty, "v_half_empty": empty}
+        return full_halves | empty_halves | {"cleared": cleared}
 
     def produce(self, kernel: Any, r: Any) -> None:
         """Copies queries, keys and values of this program's items, and waits for free buffers.
@@ -126,7 +140,7 @@ class RowDecoder:
         def copy_steps(tensor: str, tile: Any, n: Any) -> Any:
             """Copies the keys or values of an item; returns the number of the step after it."""
             smem, full, empty = (
-                getattr(r, f"{tensor}{name}") for name in ("_smem", "s_full", "s_empty")
+                getattr(r, f"{tensor}_{x}") for x in ("smem", "half_full", "half_empty")
             )
 
             def step(j: Any, n: Any) -> Any:
@@ -142,7 +156,7 @@ class RowDecoder:
             return lax.fori_loop(0, _steps(kernel, tile), step, n)
 
         def wait_empty(tensor: str, n: Any) -> None:
-            empty = getattr(r, f"{tensor}s_empty")
+            empty = getattr(r, f"{tensor}_half_empty")
             for back in range(HALVES):
                 half = lax.rem(lax.max(n - 1 - back, 0), HALVES)
                 for buffer in range(HEADS):
@@ -207,14 +221,14 @@ class RowDecoder:
                     half = lax.rem(n, HALVES)
                     at = wg * HALVES + half
                     k, v = (_half(kernel, smem, wg, half) for smem in (r.k_smem, r.v_smem))
-                    plgpu.barrier_wait(r.ks_full.at[at])
+                    plgpu.barrier_wait(r.k_half_full.at[at])
 
                     def multiply(s_acc: Any) -> Any:
                         plgpu.wgmma(s_acc, q, k.T)
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
                     s = pl.run_scoped(multiply, plgpu.ACC((ROWS, keys), F32))
-                    plgpu.barrier_arrive(r.ks_empty.at[at])
+                    plgpu.barrier_arrive(r.k_half_empty.at[at])
                     left = tile.kv_len - j * keys
 
                     def hide() -> jax.Array:
@@ -222,23 +236,23 @@ class RowDecoder:
 
                     s = lax.cond(left < keys, hide, lambda: s)
                     x, state, alpha = softmax_step(unmasked, s, (), tuple(state), hide_nothing)
-                    plgpu.barrier_wait(r.vs_full.at[at])
-                    loader.clear(v, left)
+                    plgpu.barrier_wait(r.v_half_full.at[at])
+                    loader.clear_from(v, left)
                     o_acc[...] = scale_rows(o_acc[...], alpha)
                     plgpu.wgmma(o_acc, x.astype(p.dtype), v)
                     plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(r.vs_empty.at[at])
+                    plgpu.barrier_arrive(r.v_half_empty.at[at])
                     return n + 1, *state
 
                 carry = (n, *begin())
-                n2, _, total, *_ = lax.fori_loop(0, _steps(kernel, tile), step, carry)
+                next_n, _, total, *_ = lax.fori_loop(0, _steps(kernel, tile), step, carry)
                 plgpu.barrier_arrive(r.q_empty.at[slot])
                 share = 1.0 / jnp.where(total == 0.0, 1.0, total)
                 o = o_acc[...] * lax.broadcast_in_dim(share, (ROWS, p.value_dim), [0])
                 first = wg * p.group
                 target = (0, row, head, 0)
                 store_row_range(r.o, o.astype(p.dtype), target, first, first + p.group, heads=True)
-                return n2
+                return next_n
 
             return i + 1, pl.run_scoped(attend, plgpu.ACC((ROWS, p.value_dim), F32))
 

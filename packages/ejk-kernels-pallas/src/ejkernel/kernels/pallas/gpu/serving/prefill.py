@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,81 +46,122 @@ from ejkernel.types.serving.problem import RaggedProblem
 from ejkernel.types.serving.schedule import ROW_ALIGNMENT, WorkTile, columns_of
 
 COLUMNS = columns_of(WorkTile)
-TAKEN = 8  # tiles that are remembered: nobody falls half as many behind those who copy
+TAKEN_SLOTS = 8  # of ``scheduled_tiles``: no consumer falls half as many behind the producer
 
 
-def tile_of(number: Any, line: Callable[[Any, int], Any], last: int, heads: int) -> tuple[Any, ...]:
-    """Returns (query head, sequence, row, first_row, end_row, kv_len) of an index of the queue.
+class TakenTile(NamedTuple):
+    """Columns of ``scheduled_tiles``: a tile of the queue, for one query head.
 
-    The index counts query heads of tiles. ``line(m, column)`` is an entry of the table of work
-    tiles, ``last`` its last line. The head is -1 past the last tile.
+    Attributes:
+        head: the query head; -1 past the last tile.
+        sequence, row, first_row, end_row, kv_len: as of ``WorkTile``.
     """
-    m = jnp.minimum(lax.div(number, heads), last)
+
+    head: Any
+    sequence: Any
+    row: Any
+    first_row: Any
+    end_row: Any
+    kv_len: Any
+
+
+TAKEN_COLUMNS = columns_of(TakenTile)
+
+
+def tile_of(
+    index: Any, read_entry: Callable[[Any, int], Any], last_line: int, heads: int
+) -> TakenTile:
+    """Returns the tile at an index of the queue, which counts query heads of work tiles.
+
+    A sequence has groups of ``WorkTile.heads`` heads, whose keys L2 holds, one after the other.
+    Within a group the order is by tile, then by head.
+
+    Args:
+        index: of the queue.
+        read_entry: returns the entry at (line, column) of the table of work tiles.
+        last_line: last line of that table.
+        heads: query heads.
+    """
+    # any line of the sequence will do: the three columns are the same in all of them
+    line = jnp.minimum(lax.div(index, heads), last_line)
     columns = (COLUMNS.tiles_before, COLUMNS.tiles, COLUMNS.heads)
-    before, tiles, together = (line(m, column) for column in columns)
-    inside = number - before * heads
-    group_size = jnp.maximum(tiles * together, 1)
-    group = lax.div(inside, group_size)
-    inside = inside - group * group_size
-    m = jnp.minimum(before + lax.div(inside, together), last)
-    head = jnp.where(tiles > 0, group * together + lax.rem(inside, together), -1)
+    tiles_before, tiles, group_heads = (read_entry(line, column) for column in columns)
+    in_sequence = index - tiles_before * heads
+    group_size = jnp.maximum(tiles * group_heads, 1)
+    group = lax.div(in_sequence, group_size)
+    in_group = in_sequence - group * group_size
+    line = jnp.minimum(tiles_before + lax.div(in_group, group_heads), last_line)
+    head = jnp.where(tiles > 0, group * group_heads + lax.rem(in_group, group_heads), -1)
     columns = (
         COLUMNS.sequence, COLUMNS.row, COLUMNS.first_row, COLUMNS.end_row, COLUMNS.kv_len
     )  # fmt: skip
-    return (head, *(line(m, column) for column in columns))
+    return TakenTile(head, *(read_entry(line, column) for column in columns))
 
 
-class TakenTiles:
-    """The tiles that were taken, in shared memory; a line is a result of ``tile_of``."""
+class TakenTileReader:
+    """Reads ``scheduled_tiles``, int32 ``[TAKEN_SLOTS, 8]`` in shared memory.
+
+    A program has one: ``PageTile`` holds it as static data, and branches and loops that carry tiles
+    compare static data by identity.
+    """
 
     def __init__(self, words: Any) -> None:
         self.words = words
 
-    def __getitem__(self, at: tuple[Any, int]) -> jax.Array:
-        return load_word(self.words, *at)
+    def read(self, slot: Any, column: int) -> jax.Array:
+        return load_word(self.words, slot, column)
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("line", "full_stop"),
-    meta_fields=("taken", "block_q", "block_kv"),
+    data_fields=("slot", "full_stop"),
+    meta_fields=("reader", "block_q", "block_kv"),
 )
 @dataclass(frozen=True)
 class PageTile:
-    """Rows of one sequence and head, and the key blocks they visit.
+    """Rows of one sequence and head, and the key blocks they visit: what ``schedule.Tile`` is to
+    contiguous keys.
 
-    Its properties lie in ``line`` of ``taken``, and are read where they are used: registers are
-    few.
+    The columns of ``TakenTile`` are read from shared memory where they are used: registers are few.
+
+    Attributes:
+        slot: slot of ``scheduled_tiles``.
+        full_stop: first block of which some row does not see every key (``find_full_stop``).
+        reader: reads ``scheduled_tiles``.
+        block_q, block_kv: of ``ForwardTiles``.
+        batch, start: 0: all packed rows are one batch row, and no window hides the first keys.
     """
 
-    line: jax.Array
+    slot: jax.Array
     full_stop: jax.Array
-    taken: TakenTiles
+    reader: TakenTileReader
     block_q: int
     block_kv: int
 
     batch: ClassVar[int] = 0
     start: ClassVar[int] = 0
 
-    head = property(lambda self: self.taken[self.line, 0])
-    sequence = property(lambda self: self.taken[self.line, 1])
-    row = property(lambda self: self.taken[self.line, 2])
-    first_row = property(lambda self: self.taken[self.line, 3])
-    end_row = property(lambda self: self.taken[self.line, 4])
-    kv_len = property(lambda self: self.taken[self.line, 5])
+    head = property(lambda self: self.reader.read(self.slot, TAKEN_COLUMNS.head))
+    sequence = property(lambda self: self.reader.read(self.slot, TAKEN_COLUMNS.sequence))
+    row = property(lambda self: self.reader.read(self.slot, TAKEN_COLUMNS.row))
+    first_row = property(lambda self: self.reader.read(self.slot, TAKEN_COLUMNS.first_row))
+    end_row = property(lambda self: self.reader.read(self.slot, TAKEN_COLUMNS.end_row))
+    kv_len = property(lambda self: self.reader.read(self.slot, TAKEN_COLUMNS.kv_len))
 
     @property
     def position(self) -> Any:
-        """Position of the tile's first row."""
+        """Position of the tile's first row in its sequence's context."""
         return self.kv_len - self.end_row + self.row
 
-    def full_blocks(self) -> Any:
-        """Returns the block from which on some row does not see every key: ``full_stop``."""
+    def find_full_stop(self) -> Any:
+        """Computes ``full_stop``, which every step of the mainloop compares: it stays in a
+        register."""
         first = self.position + jnp.maximum(self.first_row - self.row, 0)
         return lax.div(jnp.maximum(first + 1, 0), self.block_kv)
 
     @property
     def stop(self) -> Any:
+        """The block after the last that a row sees; at least 1, as the mainloop visits one."""
         end = self.position + jnp.minimum(self.end_row - self.row, self.block_q)
         return jnp.maximum(lax.div(jnp.maximum(end, 0) + self.block_kv - 1, self.block_kv), 1)
 
@@ -128,6 +169,9 @@ class PageTile:
 @dataclass(frozen=True)
 class QueueScheduler:
     """Tiles from a queue: programs take one (tile, query head) after the other.
+
+    The producer takes tiles (``take_tile``) and writes them to ``scheduled_tiles``; consumers wait
+    for them (``number``). Both get the slot of the tile, which is its number for ``tile``.
 
     Attributes:
         form: the compiled form of the kernel.
@@ -142,54 +186,59 @@ class QueueScheduler:
     prefetches_late: ClassVar[bool] = True
 
     def setup(self, r: Any) -> None:
+        """Adds to ``r``: counter, program (single warps cannot ask for it) and tile_reader."""
         r.counter = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        r.taken_tiles = TakenTiles(r.queue)
-        r.program = lax.axis_index("program")  # single warps cannot ask for it
-
-    def begin_producer(self, r: Any) -> None:
-        r.takes_tiles = True
+        r.tile_reader = TakenTileReader(r.scheduled_tiles)
+        r.program = lax.axis_index("program")
 
     def run_consumer(self, r: Any, mainloop: Callable[[], None]) -> None:
         """Runs the mainloop of a consumer where its program has a tile."""
-        r.takes_tiles = False
-        r.first_number = self.number(r, jnp.int32(0))
+        r.first_number = self.number(r, jnp.int32(0))  # a barrier is waited for only once
         pl.when(r.first_number >= 0)(mainloop)
 
     def first_tile(self, r: Any) -> jax.Array:
         return r.first_number
 
     def number(self, r: Any, i: Any) -> jax.Array:
-        """Returns the line of this program's i-th tile in ``r.queue``; called once, and in
-        order."""
-        line = lax.rem(i, TAKEN)
-        if r.takes_tiles:
-            self._take(r, i, line)
-        else:
-            plgpu.barrier_wait(r.taken.at[line])
-        return jnp.where(r.queue[line, 0] >= 0, line, -1)
+        """Waits for this program's i-th tile and returns its slot, -1 after the last.
 
-    def _take(self, r: Any, i: Any, line: Any) -> None:
-        """Takes the next tile from the queue, and tells which it is.
-
-        The counter was asked a tile ago. The first tile of a program that does not decode is known.
+        For consumers, once for each tile and in order.
         """
-        heads, last = self.form.problem.heads, r.work_tiles.shape[0] - 1
+        slot = lax.rem(i, TAKEN_SLOTS)
+        plgpu.barrier_wait(r.tile_full.at[slot])
+        return self._slot_if_any(r, slot)
+
+    def take_tile(self, r: Any, i: Any) -> jax.Array:
+        """Takes this program's i-th tile for all warpgroups; returns its slot, -1 after the last.
+
+        For the producer, once for each tile and in order.
+        """
+        slot = lax.rem(i, TAKEN_SLOTS)
+        heads, last_line = self.form.problem.heads, r.work_tiles.shape[0] - 1
         decoding = decode_programs(r) if self.decodes else 0
         prefill_index = r.program - decoding
         is_first = i == 0
-        number = fetch_index_in_warpgroup(r.counter, r.queue, line, is_first & (prefill_index < 0))
+        # prefetched while the tile before was copied, except before the first
+        fetches = is_first & (prefill_index < 0)
+        index = fetch_index_in_warpgroup(r.counter, r.scheduled_tiles, slot, fetches)
+        # a program that does not decode begins with the tile of its own index, without the counter
         is_own = is_first & (prefill_index >= 0)
-        number = jnp.where(is_own, prefill_index, self.grid - decoding + number)
-        values = tile_of(number, lambda m, c: r.work_tiles[m, c], last, heads)
-        for column, value in enumerate(values):
-            r.queue[line, column] = value
-        prefetch_index(r.counter, r.queue, lax.rem(i + 1, TAKEN))
-        plgpu.barrier_arrive(r.taken.at[line])
+        index = jnp.where(is_own, prefill_index, self.grid - decoding + index)
+        tile = tile_of(index, lambda line, column: r.work_tiles[line, column], last_line, heads)
+        for column, value in enumerate(tile):
+            r.scheduled_tiles[slot, column] = value
+        prefetch_index(r.counter, r.scheduled_tiles, lax.rem(i + 1, TAKEN_SLOTS))
+        plgpu.barrier_arrive(r.tile_full.at[slot])
+        return self._slot_if_any(r, slot)
+
+    def _slot_if_any(self, r: Any, slot: Any) -> jax.Array:
+        return jnp.where(r.scheduled_tiles[slot, TAKEN_COLUMNS.head] >= 0, slot, -1)
 
     def tile(self, r: Any, number: Any) -> PageTile:
         t = self.form.tiles
-        tile = PageTile(number, number, r.taken_tiles, t.block_q, t.block_kv)
-        return replace(tile, full_stop=tile.full_blocks())
+        # ``full_stop`` is a function of the other fields
+        tile = PageTile(number, number, r.tile_reader, t.block_q, t.block_kv)
+        return replace(tile, full_stop=tile.find_full_stop())
 
     def first_row(self, tile: Any) -> Any:
         return pl.multiple_of(tile.row, ROW_ALIGNMENT)
@@ -205,8 +254,9 @@ class QueueScheduler:
 
     def scratch(self) -> dict[str, Any]:
         return {
-            "queue": plgpu.SMEM((TAKEN, 8), jnp.int32),
-            "taken": plgpu.Barrier(num_barriers=TAKEN),
+            # the columns of ``TakenTile``, one unused, the index that the counter returned
+            "scheduled_tiles": plgpu.SMEM((TAKEN_SLOTS, 8), jnp.int32),
+            "tile_full": plgpu.Barrier(num_barriers=TAKEN_SLOTS),
         }
 
 

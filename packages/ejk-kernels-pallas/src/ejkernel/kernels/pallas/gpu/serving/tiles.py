@@ -17,12 +17,11 @@ MAX_COMPARED_PAGE = 256  # tokens of the largest pages compared with the referen
 def forward_tiles(paged: PagedProblem) -> ForwardTiles:
     """Returns the tiles of long prefill.
 
-    Looking up pages takes registers, which leaves room for 64 columns of q; the constants of a cap
-    take that room.
+    Registers: the producer looks up pages, which leaves consumers room for 64 columns of q, or for
+    the constants of a soft cap. If it also converts pages of 8 bits, they have room for neither (an
+    H200 takes 4.96 ms for four prompts of 8k; with 64 columns and 224 registers 5.65).
 
-    Pages of 8 bits are converted by the warpgroup that copies them: it takes registers for that
-    which leave no room for columns of q (an H200 takes 4.96 ms for four prompts of 8k; with 64
-    columns and 224 registers 5.65), and heads of 128 the second buffer of queries for their bytes.
+    Shared memory: at heads of 128 the staged bytes take the place of the second buffer of queries.
     """
     if paged.is_eight_bit:
         return ForwardTiles(q_held=0, q_stages=1 if paged.dim > 64 else 2, registers=216)
@@ -39,9 +38,9 @@ def long_prefill_of(problem: RaggedProblem, cores: int) -> LongPrefill:
 def can_decode(paged: PagedProblem) -> bool:
     """Returns whether the prefill kernel can decode.
 
-    It takes two kv heads at a time, whose query heads are copied by eights and fit one matmul. Keys
-    are hidden before a cap or a sign could show them. Only calls compared with the reference on a
-    GPU count.
+    It takes two kv heads at a time, whose query heads are copied by eights and fit one matmul. It
+    hides keys before ``softmax_step``, in which a cap or a negative scale would show them again.
+    Only calls compared with the reference on a GPU count.
     """
     rows = 2 * paged.group
     is_plain = paged.soft_cap is None and paged.scale > 0
