@@ -197,12 +197,24 @@ def ragged_results(
 
 
 def grouped_results(
-    platform: str, composition: Composition, *, inner: int = 64, columns: int = 48, **options: Any
+    platform: str,
+    composition: Composition,
+    *,
+    inner: int = 64,
+    columns: int = 48,
+    narrow: bool = False,
+    **options: Any,
 ) -> list[Any]:
-    """Rows of five groups; a composition says how many of them stand in a call, and where."""
+    """Rows of five groups; a composition says how many of them stand in a call, and where.
+
+    ``narrow``: matrices are int8, with a scale for every column.
+    """
     counts = np.bincount(composition, minlength=5)
     order = np.repeat(np.arange(5), counts)
     lhs, rhs = draw(5, inner)[order], draw(5, inner, columns, seed=1)
+    if narrow:
+        options["rhs_scale"] = jnp.abs(rhs).max(1) / 127
+        rhs = jnp.round(rhs / options["rhs_scale"][:, None]).astype(jnp.int8)
     operation = partial(modules.grouped_matmul, platform=platform, **options)
     sizes = counts.astype(np.int32)
     out, pull = jax.vjp(lambda lhs: operation(lhs, rhs, sizes), lhs)

@@ -216,15 +216,54 @@ def test_eight_bit_matrices_mapped():
         check_close(out, oracle.grouped_matmul(lhs, rhs, s, rhs_scale=c).out)
 
 
-def test_no_gradient_through_eight_bit_matrices():
-    lhs, rhs, scale = cases.stored("int8", "group", M, (G, K, N), "float32", M)
+def test_gradient_with_eight_bit_matrices_mapped():
+    """Calls with their own scales, or sizes, or offset."""
+    lhs, rhs, scale = cases.stored("int8", "column", M, (G, K, N), "float32", M)
+    lhs, dout = normal(M, K), normal(2, M, N, seed=5)
+    sizes, offsets = np.array([[10, 3, 20, 4, 2], [1, 0, 30, 2, 4]]), jnp.array([0, 1])
+    scales = jnp.stack([scale, scale[::-1]])
 
-    def run(lhs, scale):
-        return jnp.sum(grouped_matmul(lhs, rhs, np.full(G, 5), rhs_scale=scale))
+    def gradient(dout, sizes, offset, scale):
+        run = partial(grouped_matmul, cfg=SMALL, rhs_scale=scale)
+        return jax.vjp(lambda lhs: run(lhs, rhs, sizes, offset), lhs)[1](dout)[0]
 
-    for number in (0, 1):
-        with pytest.raises(NotImplementedError, match="rhs of 8-bit numbers is for inference"):
-            jax.grad(run, number)(lhs, scale)
+    got = jax.jit(jax.vmap(gradient))(dout, sizes, offsets, scales)
+    shared = jax.jit(jax.vmap(gradient, (0, 0, 0, None)))(dout, sizes, offsets, scale)
+    np.testing.assert_array_equal(shared[0], got[0])
+    for i in range(2):
+        want = oracle.grouped_matmul(
+            lhs, rhs, sizes[i], offsets[i], rhs_scale=scales[i], dout=dout[i]
+        ).dlhs
+        check_close(got[i], want)
+
+
+def test_eight_bit_matrices_and_their_scale_have_no_gradient():
+    arrays = cases.stored("float8_e4m3fn", "group", M, (G, K, N), "float32", M)
+
+    def run(lhs, rhs, scale):
+        return jnp.sum(jnp.sin(grouped_matmul(lhs, rhs, np.full(G, 5), rhs_scale=scale)))
+
+    for number, name in ((1, "rhs"), (2, "rhs_scale")):
+        with pytest.raises(NotImplementedError, match=f"grouped_matmul: {name}: .* no gradient"):
+            jax.eval_shape(jax.grad(run, number), *arrays)
+    with pytest.raises(NotImplementedError, match="grouped_matmul is differentiable once"):
+        jax.eval_shape(jax.hessian(run), *arrays)
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e3, 0.0])
+def test_scales_of_columns_leave_no_gradient_out_of_the_range_of_float16(factor):
+    """The cotangent of a column times its scale may be too small, or too large, for it."""
+    lhs, rhs, scale = cases.stored("int8", "column", M, (G, K, N), "float16", M)
+    sizes, scale = np.array(SIZES["around a tile"]), scale * 10 * factor
+    dout = normal(M, N, seed=5, dtype="float16") * np.float16(0.01 if factor < 1 else 1e-5)
+
+    @jax.jit
+    def gradient(lhs, scale, dout):
+        run = partial(grouped_matmul, cfg=SMALL, rhs_scale=scale)
+        return jax.vjp(lambda lhs: run(lhs, rhs, sizes), lhs)[1](dout)[0]
+
+    want = oracle.grouped_matmul(lhs, rhs, sizes, rhs_scale=scale, dout=dout).dlhs
+    check_close(gradient(lhs, scale, dout), want)
 
 
 @pytest.mark.parametrize("shape", [(0, 6, 5, 4), (7, 0, 5, 4), (7, 6, 0, 4), (7, 6, 5, 0)])

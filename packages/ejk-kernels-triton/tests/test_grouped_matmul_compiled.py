@@ -45,9 +45,14 @@ SAMPLE = [
 ALL = [(s, p, c) for s in SHAPES for p in PASSES for c in TARGETS]
 
 
-# an operand of the matrix instruction in registers: transposed, rows
-STORED = {"few": (False, 1024), "even": (False, 8192), "few transposed": (True, 1024)}
-STORED_SAMPLE = [("few transposed", "sm_90"), ("even", "sm_80")]
+# an operand of the matrix instruction in registers: transposed, rows, gradient of lhs
+STORED = {
+    "few": (False, 1024, False),
+    "even": (False, 8192, False),
+    "few transposed": (True, 1024, False),
+    "even dlhs": (False, 8192, True),
+}
+STORED_SAMPLE = [("few transposed", "sm_90"), ("even", "sm_80"), ("even dlhs", "sm_90")]
 
 
 def launched(shape, which, target):
@@ -68,14 +73,15 @@ def launched(shape, which, target):
 
 
 def launched_8bit(which, kind, target):
-    transposed, rows = STORED[which]
+    transposed, rows, gradient = STORED[which]
     _, inner, columns, groups, dtype, precision = SHAPES["small"]
     p = tiles.Problem(
         rows, inner, columns, groups, groups, transposed, dtype, dtype, precision, stored=kind
     )
     matrices = (groups, columns, inner) if transposed else (groups, inner, columns)
-    shapes = ((rows, inner), dtype), (matrices, kind), ((groups,), "int32")
-    shapes = *shapes, ((groups, columns), "float32")
+    p = p.flipped() if gradient else p
+    shapes = ((rows, p.inner), dtype), (matrices, kind), ((groups,), "int32")
+    shapes = *shapes, ((groups, p.columns), "float32")
     avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for shape, d in shapes]
     names = ("lhs", "rhs", "group_sizes", "scale")
     launch = GroupedForward8Bit(p, tiles.choose(p, target))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ejktest.cases import grouped as cases
-from ejktest.tolerance import check_close
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -40,7 +39,7 @@ def test_sizes_of_models(name: str, zipf: bool) -> None:
 @pytest.mark.parametrize("case", cases.STORED)
 def test_eight_bit_matrices(case: str) -> None:
     run, arrays, want = cases.stored_case(grouped_matmul, case)
-    check_close(run(*arrays), want, name=case)
+    cases.check_results_of_8_bits(run(*arrays), arrays, want, case)
 
 
 def test_highest_precision() -> None:

@@ -188,16 +188,48 @@ def test_eight_bit_matrices_are_the_numbers_they_stand_for(data):
     np.testing.assert_array_equal(run(lhs, rhs, sizes, rhs_scale=scale), run(lhs, wide, sizes))
 
 
-def test_no_gradient_through_eight_bit_matrices():
-    """None of the arrays gets one, nor a silent zero."""
-    arrays = cases.stored("float8_e4m3fn", "group", M, (G, K, N), "float32", M)
+@pytest.mark.parametrize("shape", [(M, K, N), (0, K, N)])
+def test_eight_bit_matrices_and_their_scale_have_no_gradient(shape):
+    """Nor a silent zero, in either mode; that of lhs alone has all orders."""
+    rows, *matrix = shape
+    arrays = cases.stored("float8_e4m3fn", "group", rows, (G, *matrix), "float32", rows)
 
     def run(lhs, rhs, scale):
-        return jnp.sum(grouped_matmul(lhs, rhs, np.full(G, 5), rhs_scale=scale))
+        out = grouped_matmul(lhs, rhs, np.full(G, 5), rhs_scale=scale)
+        return jnp.sum(jnp.sin(out))
 
-    for number in range(3):
-        with pytest.raises(NotImplementedError, match="rhs of 8-bit numbers is for inference"):
-            jax.eval_shape(jax.jit(jax.grad(run, number)), *arrays)
+    for number, name in enumerate(("lhs", "rhs", "rhs_scale")):
+        for transform in (jax.grad, jax.jacfwd):
+            jitted = jax.jit(transform(run, number))
+            if name == "lhs":
+                assert jax.eval_shape(jitted, *arrays).shape == (rows, K)
+                continue
+            with pytest.raises(
+                NotImplementedError, match=f"grouped_matmul: {name}: .* no gradient"
+            ):
+                jax.eval_shape(jitted, *arrays)
+
+
+def test_second_gradient_with_eight_bit_matrices():
+    """That of dequantised matrices."""
+    lhs, rhs, scale = cases.stored("int8", "column", 9, (G, K, N), "float32", 9)
+    sizes, wide = np.array([3, 0, 4, 1]), np.asarray(rhs) * scale[:, None]
+
+    def second(lhs, rhs, **options):
+        def loss(lhs):
+            return jnp.sum(jnp.sin(grouped_matmul(lhs, rhs, sizes, **options)))
+
+        return jax.grad(lambda lhs: jnp.sum(jax.grad(loss)(lhs) ** 2))(lhs)
+
+    run = jax.jit(second)
+    np.testing.assert_allclose(run(lhs, rhs, rhs_scale=scale), run(lhs, wide), rtol=2e-3, atol=2e-3)
+
+
+def test_gradients_keep_the_scales_alone():
+    """And not one for every row and column."""
+    lhs, rhs, scale = cases.stored("int8", "column", M, (G, K, N), "bfloat16", M)
+    _, back = jax.vjp(lambda x: grouped_matmul(x, rhs, np.full(G, 5), rhs_scale=scale), lhs)
+    assert all(x.shape != (M, N) for x in jax.tree.leaves(back))
 
 
 def test_vmap_of_eight_bit_matrices():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -154,30 +155,48 @@ def case_of_8_bits(
     added: bool = False,
     **options: Any,
 ):
-    """Returns a jitted call with 8-bit matrices, its arrays, and the result in float64."""
+    """Returns a jitted call with 8-bit matrices, its arrays, and the results in float64.
+
+    It returns the output and the gradients of lhs and of existing_out.
+    """
     lhs, rhs, scales = stored(stored_as, scale, rows, matrices, dtype, sum(sizes))
     rhs = jnp.asarray(np.asarray(rhs).swapaxes(1, 2)) if transposed else rhs
     add = _added_to((rows, matrices[2])) if added else None
+    dout = np.random.default_rng(2).standard_normal((rows, matrices[2]))
+    dout[sum(sizes) :] = np.inf
 
     @jax.jit
-    def run(lhs, rhs, sizes, add, scales):
-        return fn(
-            lhs, rhs, sizes, offset, add, transpose_rhs=transposed, rhs_scale=scales, **options
-        )
+    def run(lhs, rhs, sizes, add, scales, dout):
+        def forward(lhs, add):
+            return fn(
+                lhs, rhs, sizes, offset, add, transpose_rhs=transposed, rhs_scale=scales, **options
+            )
 
-    arrays = lhs, rhs, np.asarray(sizes, np.int32), add, scales
+        out, back = jax.vjp(forward, lhs, add)
+        return out, *back(dout.astype(out.dtype))
+
+    arrays = lhs, rhs, np.asarray(sizes, np.int32), add, scales, jnp.asarray(dout, dtype)
     want = oracle.grouped_matmul(
-        lhs, rhs, sizes, offset, add, transpose_rhs=transposed, rhs_scale=scales
-    ).out
+        lhs, rhs, sizes, offset, add, transpose_rhs=transposed, rhs_scale=scales, dout=arrays[-1]
+    )
     return run, arrays, want
+
+
+def check_results_of_8_bits(results: Any, arrays: Any, want: oracle.Result, name: str) -> None:
+    """Compares what ``case_of_8_bits`` returns with float64."""
+    out, dlhs, dadd = results
+    lhs, *_, dout = arrays
+    assert out.dtype == dlhs.dtype == lhs.dtype
+    check_close(out, want.out, name=name)
+    check_close(dlhs, want.dlhs, name=f"{name} dlhs")
+    if dadd is not None:
+        np.testing.assert_array_equal(dadd, dout.astype(dadd.dtype))
 
 
 def check_stored(fn: Callable[..., Any], stored_as: str, scale: str, *case: Any, **options: Any):
     """Compares a call with 8-bit matrices, all traced, with float64 of their scaled values."""
     run, arrays, want = case_of_8_bits(fn, stored_as, scale, *case, **options)
-    out = run(*arrays)
-    assert out.dtype == arrays[0].dtype
-    check_close(out, want, name=f"{stored_as} {scale}")
+    check_results_of_8_bits(run(*arrays), arrays, want, f"{stored_as} {scale}")
 
 
 # dtype, scale, inner, columns, transposed, options; 264 columns are read by pointers
@@ -292,9 +311,10 @@ def _grouped(
 def _eight_bit(dtype: str) -> AbstractCall:
     sizes = {"rows": 2048, "inner": 4096, "columns": 2048, "groups": 64}
     operands = {"rhs": dtype, "rhs_scale": F32}
-    return abstract_call(
+    call = abstract_call(
         "grouped_matmul", sizes, "rhs_scale", dtypes=operands, forms={"rhs_scale": 2}
     )
+    return replace(call, gradients=("lhs",))
 
 
 COMPILED = {

@@ -136,10 +136,9 @@ def grouped(d: Draw, operation: str) -> RandomCall:
         form = d.pick(((), (groups,), (groups, columns)))
         scale = 0.01 * (0.5 + d.rng.random(form))
         arrays["rhs_scale"] = np.asarray(scale, np.float32)
-        smooth = []  # 8 bits are for inference
     if d.option(0.3):
         arrays["existing_out"] = d.normal(rows, columns)
-        smooth += ["existing_out"] * bool(smooth)
+        smooth.append("existing_out")
     if d.option(0.2):
         static["preferred_element_type"] = jnp.float32
     if d.dtype == "float32" and kind == "float32" and d.chance(0.3):

@@ -108,10 +108,10 @@ def test_ragged_sequences_of_xla(name, options):
     check_bits(partial(ragged_results, name, "xla", gradients=True, **options), FEW)
 
 
-@pytest.mark.parametrize("options", [{}, {"transpose_rhs": True}])
+@pytest.mark.parametrize("options", [{}, {"transpose_rhs": True}, {"narrow": True}])
 def test_groups_of_xla(options):
     # a matmul of several rows takes other sums for a row here than one of one row
-    columns = {"columns": 64} if options else {}
+    columns = {"columns": 64} if "transpose_rhs" in options else {}
     check_bits(partial(grouped_results, "xla", **columns, **options), FEW)
 
 
@@ -126,6 +126,7 @@ def on_a_gpu():
     results = {name: partial(dense_results, name, "triton") for name in DENSE}
     results |= {name: partial(paged_results, name, "triton") for name in SERVING}
     results["mla_attention"] = partial(dense_results, "mla_attention", "triton")
+    results["grouped_matmul of 8 bits"] = partial(grouped_results, "triton", narrow=True)
     return results | {"grouped_matmul": partial(grouped_results, "triton")}
 
 
@@ -146,9 +147,10 @@ def test_latent_rows_of_interpreted_triton():
         check_bits(partial(dense_results, "mla_attention", "triton", s=Sizes(rows=20)), FEW[:2])
 
 
-def test_groups_of_interpreted_triton():
+@pytest.mark.parametrize("narrow", [False, True])
+def test_groups_of_interpreted_triton(narrow):
     with interpret_mode():
-        check_bits(partial(grouped_results, "triton"), FEW)
+        check_bits(partial(grouped_results, "triton", narrow=narrow), FEW)
 
 
 def test_gradients_traced_outside_keep_what_the_call_was_traced_with():

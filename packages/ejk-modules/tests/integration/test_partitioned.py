@@ -212,17 +212,31 @@ def on_shards(mesh, spread):
 
 
 QUICK = {"flash_attention", "lightning_attention", "mean_pooling", "grouped_matmul"}
+NARROW = "grouped_matmul of 8 bits"
+
+
+def narrow_call():
+    """8-bit matrices with scales of their columns, and gradients of everything else."""
+    c = call_of("grouped_matmul")
+    rng, (groups, _, columns) = np.random.default_rng(0), c.arrays["rhs"].shape
+    rhs = jnp.asarray(rng.integers(-100, 100, c.arrays["rhs"].shape), jnp.int8)
+    scale = jnp.asarray(rng.uniform(0.01, 0.02, (groups, columns)), jnp.float32)
+    arrays = {**c.arrays, "rhs": rhs, "rhs_scale": scale}
+    return calls.Call(c.operation, arrays, c.static, ("lhs", "existing_out"))
 
 
 @pytest.mark.parametrize(
     "operation",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in OPERATIONS],
+    [
+        *(pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in OPERATIONS),
+        NARROW,
+    ],
 )
 def test_the_parts_of_a_triton_call_make_the_call(operation, sizes):
     """Outputs, saved arrays, shared gradients, decays and dropout by global heads."""
     pytest.importorskip("triton", reason="Triton is not installed")
     sizes.setenv("EJKERNEL_INTERPRET", "1")
-    c = call_of(operation)
+    c = narrow_call() if operation == NARROW else call_of(operation)
     if operation == "flash_attention":
         static = {**c.static, "dropout_prob": 0.3, "dropout_seed": 7}
         c = calls.Call(operation, c.arrays, static, c.gradients)
@@ -626,14 +640,20 @@ def flash_call():
     return attend_narrow, arrays, (BSHD, BSHD, BSHD, P("dp", "tp"), P("dp", "tp"))
 
 
-def grouped_call(*, experts):
-    """8-bit matrices with scales of their columns: columns or experts over tp."""
+def grouped_call(*, experts, gradient=False):
+    """8-bit matrices with scales of their columns: columns or experts over tp.
+
+    ``gradient``: that of the rows too, which devices add up.
+    """
     lhs = jax.random.normal(jax.random.key(0), (16, 8))
     scales = jnp.linspace(0.01, 0.02, 32).reshape(4, 8)
     sizes = jnp.asarray([5, 0, 9, 2], jnp.int32)
 
     def multiply(lhs, rhs, scales):
-        return modules.grouped_matmul(lhs, rhs, sizes, rhs_scale=scales, platform="xla")
+        def forward(lhs):
+            return modules.grouped_matmul(lhs, rhs, sizes, rhs_scale=scales, platform="xla")
+
+        return both(forward)(lhs) if gradient else forward(lhs)
 
     specs = (P("tp"), P("tp")) if experts else (P(None, None, "tp"), P(None, "tp"))
     return multiply, (lhs, int8(4, 8, 8, seed=1), scales), (P(), *specs)
@@ -648,6 +668,14 @@ def grouped_call(*, experts):
         pytest.param(flash_call, {}, id="flash", marks=pytest.mark.slow),
         pytest.param(partial(grouped_call, experts=False), {}, id="columns"),
         pytest.param(partial(grouped_call, experts=True), {"all-reduce": 1}, id="experts"),
+        pytest.param(
+            *(partial(grouped_call, experts=False, gradient=True), {"all-reduce": 1}),
+            id="gradient over columns",
+        ),
+        pytest.param(
+            *(partial(grouped_call, experts=True, gradient=True), {"all-reduce": 2}),
+            id="gradient over experts",
+        ),
     ],
 )
 def test_narrow_arrays_stay_where_they_are(call, expected, xla):

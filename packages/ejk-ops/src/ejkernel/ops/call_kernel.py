@@ -19,7 +19,7 @@ from ejkernel.ops.errors import ConfigError, warn_caution
 from ejkernel.ops.params import warpgroups_of
 from ejkernel.ops.partition import may_be_sharded
 from ejkernel.ops.partitioned import run_partitioned
-from ejkernel.ops.second_order import operation
+from ejkernel.ops.second_order import not_differentiable, operation
 from ejkernel.ops.utils.device import device_kind
 from ejkernel.ops.varying import vary_like, vary_over
 
@@ -253,6 +253,9 @@ class CallKernel:
         arguments are one device's.
         """
         a = {**self.call.boundary.defaults, **arguments}
+        for name, reason in self.call.constant_arguments(a).items():
+            if isinstance(a[name], jax.Array):  # arrays of NumPy stay constants of the program
+                a[name] = not_differentiable(a[name], reason)
         if sequence_axes:
             ring, a = self._on_shard(a, sequence_axes)
             return ring.run_canonical(cfg=cfg, **a)

@@ -67,11 +67,11 @@ def grouped_matmul(
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: negative sizes or offset as Python scalars or numpy arrays; a sharded inner
             or group axis; ``rhs_scale`` with a float ``rhs``.
-        NotImplementedError: a gradient through a call with an 8-bit ``rhs``.
+        NotImplementedError: a gradient of an 8-bit ``rhs`` or of its ``rhs_scale``.
         KernelNotSupported: the forced platform cannot do this call.
         ConfigError: an illegal ``cfg``.
 
-    Differentiable in lhs, rhs and existing_out; not with an 8-bit ``rhs``.
+    Differentiable in lhs, rhs and existing_out; an 8-bit ``rhs`` and its scale have no gradient.
 
     Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
     """

@@ -21,10 +21,6 @@ class GroupedMatmul(Call):
 
     name = "grouped_matmul"
     outputs = ("rows columns",)
-    FORWARD_ONLY = (
-        "grouped_matmul: rhs of 8-bit numbers is for inference, no gradient goes through it; to "
-        "train, give rhs in the dtype of lhs, multiplied by its scale"
-    )
 
     @staticmethod
     def signature(
@@ -103,6 +99,18 @@ class GroupedMatmul(Call):
                 f"rhs_scale: given with rhs of {rhs.dtype}; scales belong to int8 and 8-bit float "
                 "matrices, others hold their scale themselves"
             )
+
+    @classmethod
+    def constant_arguments(cls, a: Mapping[str, Any]) -> Mapping[str, str]:
+        """8-bit matrices and their scale."""
+        if not is_eight_bit(a["rhs"]):
+            return {}
+        constants = {"rhs": "8-bit matrices have", "rhs_scale": "the scale of 8-bit matrices has"}
+        return {
+            name: f"grouped_matmul: {name}: {subject} no gradient, lhs and existing_out have; to "
+            "train the matrices, give rhs in the dtype of lhs, multiplied by its scale"
+            for name, subject in constants.items()
+        }
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:

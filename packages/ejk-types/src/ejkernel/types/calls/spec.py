@@ -151,6 +151,11 @@ class Call:
             )
 
     @classmethod
+    def constant_arguments(cls, a: Mapping[str, Any]) -> Mapping[str, str]:
+        """Returns the arguments of a call that have no gradient, by name, each with the error."""
+        return {}
+
+    @classmethod
     def argument_axes(cls, a: Arguments) -> Mapping[str, str]:
         """Returns axes of arguments that an annotation cannot express."""
         return {}

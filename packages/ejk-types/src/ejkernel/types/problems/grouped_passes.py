@@ -8,14 +8,14 @@ Stages know the arrays of a call by these names, those that are given::
     group_sizes  [groups]; of several calls [batch * (groups + 1)], with the remaining rows
     offset       [1] or [batch]: the first group of the matrices
     existing     [batch * rows, columns]: an array that is added to the result
-    scale        [held, columns] float32: scales of 8-bit matrices
+    scale        [held, columns] float32: scales of 8-bit matrices, not in ``drhs``
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class GroupedPasses:
             "rhs": arrays["rhs"] if p.stored else arrays["rhs"].astype(p.dtype),
             **_group_operands(arrays),
             "existing": arrays.get("existing_out"),
-            "scale": _column_scale(arrays, p),
+            "scale": column_scale(arrays.get("rhs_scale"), p),
         }
         return (self._stage_output("forward", work, operands),), ()
 
@@ -59,11 +59,19 @@ class GroupedPasses:
             # the range of float16 would clip gradients that the result's dtype can hold
             p = replace(p, dtype="float32", precision=self.float32_precision)
             work = replace(work, problem=p, tiles=self.choose(p, work.target))
-        lhs, rhs, dout = (x.astype(p.dtype) for x in (arrays["lhs"], arrays["rhs"], dout))
-        groups = _group_operands(arrays)
+        dout, scale = scale_cotangent(dout, arrays, p)
+        dout, groups = dout.astype(p.dtype), _group_operands(arrays)
         flipped = replace(work, problem=p.flipped())
-        grads["lhs"] = self._stage_output("dlhs", flipped, {"lhs": dout, "rhs": rhs, **groups})
-        grads["rhs"] = self._stage_output("drhs", work, {"lhs": lhs, "dout": dout, **groups})
+        operands = {
+            "lhs": dout,
+            "rhs": arrays["rhs"] if p.stored else arrays["rhs"].astype(p.dtype),
+            **groups,
+            "scale": column_scale(scale, flipped.problem),
+        }
+        grads["lhs"] = self._stage_output("dlhs", flipped, operands)
+        if not p.stored:
+            lhs = arrays["lhs"].astype(p.dtype)
+            grads["rhs"] = self._stage_output("drhs", work, {"lhs": lhs, "dout": dout, **groups})
         return grads
 
     def _stage_output(self, stage: str, work: Any, operands: Arrays) -> jax.Array:
@@ -78,13 +86,44 @@ def _group_operands(arrays: Arrays) -> Arrays:
     return {"group_sizes": arrays["group_sizes"], "offset": offset}
 
 
-def _column_scale(arrays: Arrays, p: GroupedProblem) -> jax.Array | None:
+@overload
+def column_scale(scale: jax.Array, p: GroupedProblem) -> jax.Array: ...
+@overload
+def column_scale(scale: jax.Array | None, p: GroupedProblem) -> jax.Array | None: ...
+def column_scale(scale: jax.Array | None, p: GroupedProblem) -> jax.Array | None:
     """Returns the scale of 8-bit matrices, ``[held, columns]`` in float32."""
-    scale = arrays.get("rhs_scale")
     if scale is None:
         return None
     scale = scale[:, None] if scale.ndim == 1 else scale
     return jnp.broadcast_to(scale.astype(jnp.float32), (p.held, p.columns))
+
+
+def scale_cotangent(
+    dout: jax.Array, arrays: Arrays, p: GroupedProblem
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns what the gradient of ``lhs`` multiplies with 8-bit matrices, and their scale there.
+
+    That gradient sums over the columns, whose scales are therefore factors of ``dout``; a scale of
+    a full matrix is left for the accumulator, which rounds nothing. So is the largest scale of
+    columns: without it, small scales would take the cotangent out of the range of float16.
+    """
+    scale = arrays.get("rhs_scale")
+    if scale is None or scale.ndim < 2:
+        return dout, scale
+    scale = scale.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(scale), axis=1)
+    relative = scale / jnp.where(largest > 0, largest, 1)[:, None]
+    return dout.astype(jnp.float32) * relative[_matrix_of_rows(arrays, p)], largest
+
+
+def _matrix_of_rows(arrays: Arrays, p: GroupedProblem) -> jax.Array:
+    """Returns the index of the matrix of every row, any for rows without a matrix."""
+    row = jnp.arange(p.rows, dtype=jnp.int32)
+    ends = _row_ends(arrays["group_sizes"], p.rows)
+    matrix = jnp.searchsorted(ends, row, side="right", method="compare_all")
+    offset = arrays.get("group_offset")
+    matrix = matrix if offset is None else matrix - offset.reshape(())
+    return jnp.clip(matrix, 0, p.held - 1)
 
 
 def fold_groups(
@@ -113,8 +152,14 @@ def fold_groups(
 
 def add_remaining_rows(sizes: jax.Array, rows: int) -> jax.Array:
     """Returns sizes ``[..., groups + 1]`` clipped to the rows, the remaining rows last."""
-    sizes = jnp.clip(sizes, 0, rows)
-    # clipped one by one, no sum can wrap around
-    ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), sizes, axis=-1)
+    ends = _row_ends(sizes, rows)
     edge = jnp.zeros_like(ends[..., :1])
     return jnp.diff(jnp.concatenate([edge, ends, edge + rows], -1), axis=-1)
+
+
+def _row_ends(sizes: jax.Array, rows: int) -> jax.Array:
+    """Returns the row past the last of every group, clipped to the rows."""
+    # clipped one by one, no sum can wrap around
+    return jax.lax.associative_scan(
+        lambda a, b: jnp.minimum(a + b, rows), jnp.clip(sizes, 0, rows), axis=-1
+    )

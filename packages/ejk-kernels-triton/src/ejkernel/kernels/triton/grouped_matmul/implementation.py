@@ -11,11 +11,10 @@ from ejkernel.kernels.triton.grouped_matmul import tiles
 from ejkernel.kernels.triton.grouped_matmul.backward_rhs import GroupedDrhs
 from ejkernel.kernels.triton.grouped_matmul.forward import GroupedForward
 from ejkernel.kernels.triton.grouped_matmul.forward_8bit import GroupedForward8Bit
-from ejkernel.kernels.triton.grouped_matmul.tiles import Passes, Problem
+from ejkernel.kernels.triton.grouped_matmul.tiles import Passes, Problem, Tiles
 from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.second_order import not_differentiable
 from ejkernel.ops.stages import Stage, StagedKernel
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
@@ -26,13 +25,12 @@ INVARIANT_ROWS = 1024  # of a group, whatever the number of rows
 
 def forward(work: Work, arrays: Arrays) -> Arrays:
     """Returns the rows of every group times the matrix of the group."""
-    launch = GroupedForward8Bit if work.problem.stored else GroupedForward
-    return call(launch(work.problem, work.tiles.fwd), **arrays)
+    return _multiply(work.problem, work.tiles.fwd, arrays)
 
 
 def dlhs(work: Work, arrays: Arrays) -> Arrays:
     """Returns the gradient of lhs, for the flipped problem."""
-    return call(GroupedForward(work.problem, work.tiles.dlhs), **arrays)
+    return _multiply(work.problem, work.tiles.dlhs, arrays)
 
 
 def drhs(work: Work, arrays: Arrays) -> Arrays:
@@ -40,12 +38,18 @@ def drhs(work: Work, arrays: Arrays) -> Arrays:
     return call(GroupedDrhs(work.problem, work.tiles.drhs), **arrays)
 
 
+def _multiply(problem: Problem, chosen: Tiles, arrays: Arrays) -> Arrays:
+    launch = GroupedForward8Bit if problem.stored else GroupedForward
+    return call(launch(problem, chosen), **arrays)
+
+
 class GroupedMatmul(GroupedPasses, TritonKernel, StagedKernel):
     """Contiguous groups of rows, each times its own matrix, on a GPU.
 
     float16, bfloat16 and float32, accumulated in float32, and 8-bit matrices whose last axis is
-    even; at most 4095 groups. Two calls give the same bits. Differentiable once. ``vmap`` is one
-    launch over the groups of all calls, up to 4096; then the calls run one after the other.
+    even, which have no gradient; at most 4095 groups. Two calls give the same bits. Differentiable
+    once. ``vmap`` is one launch over the groups of all calls, up to 4096; then the calls run one
+    after the other.
     ``cfg``: block_m, block_n, block_k, num_warps, num_stages of the forward pass and of the
     gradient of lhs; the gradient of rhs has its own.
     """
@@ -70,10 +74,6 @@ class GroupedMatmul(GroupedPasses, TritonKernel, StagedKernel):
 
     def neighbours(self, problem: Problem, target: Target, chosen: Passes) -> Iterable[Passes]:
         return (replace(chosen, fwd=t) for t in tiles.neighbours(problem, target))
-
-    def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
-        arrays = super().operands(a, problem)
-        return not_differentiable(arrays, self.call.FORWARD_ONLY) if problem.stored else arrays
 
 
 grouped_matmul = GroupedMatmul()

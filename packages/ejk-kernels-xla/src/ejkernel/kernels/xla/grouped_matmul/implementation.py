@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,9 +12,8 @@ from ejkernel.kernels.xla.grouped_matmul.row_loops import Plan
 from ejkernel.kernels.xla.grouped_matmul.tiles import RowTile, row_tile
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
-from ejkernel.types.arrays import is_eight_bit, result_dtype
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls import arguments
 
 
@@ -25,8 +23,8 @@ class GroupedMatmul(XlaKernel):
     The cost is that of the rows: about ``2 k n (sum(group_sizes) + g * block_m / 2)`` operations,
     accumulated in float32 at least. ``cfg``: ``block_m``, the number of rows per step.
     Differentiable to every order, forward and reverse, in lhs, rhs and existing_out. Matrices of
-    8-bit values are converted a tile at a time. Batch-invariant calls have a step for every row,
-    which reads its matrix again.
+    8-bit values are converted a tile at a time; they have no gradient. Batch-invariant calls have a
+    step for every row, which reads its matrix again.
     """
 
     call = calls.GroupedMatmul
@@ -38,12 +36,6 @@ class GroupedMatmul(XlaKernel):
 
     def choose(self, problem: Any, target: Any) -> RowTile:
         return row_tile(problem.lhs.shape[0], problem.rhs.shape[0])
-
-    def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
-        arrays = super().operands(a, problem)
-        if is_eight_bit(a["rhs"]):
-            arrays = not_differentiable(arrays, self.call.FORWARD_ONLY)
-        return arrays
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, lhs, rhs = work.problem, arrays["lhs"], arrays["rhs"]
@@ -58,7 +50,9 @@ class GroupedMatmul(XlaKernel):
             bounds = _bounds(arrays["group_sizes"], arrays.get("group_offset"), groups, rows)
             out = grouped_rows_matmul(lhs, rhs, *bounds, plan)
             if "rhs_scale" in arrays:
-                out = out * _scale_of_rows(arrays["rhs_scale"], *bounds, rows).astype(accumulate)
+                # as its own shard, a call is differentiated in all floats
+                scale = jax.lax.stop_gradient(arrays["rhs_scale"])
+                out = _multiply_scale(out, scale, *bounds)
         if "existing_out" in arrays:
             out = out + arrays["existing_out"].astype(accumulate)
         return (out.astype(dtype),), ()
@@ -78,6 +72,13 @@ def _bounds(
     inside = (index >= 0) & (index < sizes.shape[0])
     index = jnp.clip(index, 0, max(sizes.shape[0] - 1, 0))
     return jnp.where(inside, starts[index], 0), jnp.where(inside, ends[index], 0)
+
+
+@jax.checkpoint  # a scale for every row and column would be kept for the gradient
+def _multiply_scale(
+    out: jax.Array, scale: jax.Array, starts: jax.Array, ends: jax.Array
+) -> jax.Array:
+    return out * _scale_of_rows(scale, starts, ends, out.shape[0]).astype(out.dtype)
 
 
 def _scale_of_rows(scale: jax.Array, starts: jax.Array, ends: jax.Array, rows: int) -> jax.Array:

@@ -100,7 +100,7 @@ class GroupedMatmul(GroupedPasses, ComposedKernel, PallasKernel):
         if reason is not None:
             return reason
         if p.stored:
-            return f"rhs: {p.stored} has no gradient, which is all that is done here"
+            return f"rhs: {p.stored} has no gradient, which is all that is computed here"
         if p.dtype not in DTYPES:
             return f"lhs: {p.dtype} is not supported, only {' and '.join(DTYPES)}"
         if p.rows % GROUP:

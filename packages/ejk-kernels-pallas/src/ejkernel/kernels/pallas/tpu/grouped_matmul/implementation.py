@@ -16,11 +16,11 @@ from ejkernel.kernels.pallas.tpu.grouped_matmul.forward import forward
 from ejkernel.kernels.pallas.tpu.grouped_matmul.tiles import GroupedTiles
 from ejkernel.kernels.pallas.tpu.grouped_matmul.weights import weights
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level, result_dtype
 from ejkernel.types.calls import arguments
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
+from ejkernel.types.problems.grouped_passes import column_scale, scale_cotangent
 
 DTYPES = ("bfloat16", "float32")
 INVARIANT_ROWS = 1024  # of a group in every batch-invariant call, whatever the number of rows
@@ -31,7 +31,8 @@ class GroupedMatmul(PallasKernel):
     """Consecutive runs of rows, each times its own matrix, on a TPU.
 
     bfloat16 and float32, promoted to one dtype and summed in float32, with matrices of the same or
-    of 8 bits. ``precision`` of float32: None is one bfloat16 pass, "high" and "highest" float32.
+    of 8 bits, which have no gradient. ``precision`` of float32: None is one bfloat16 pass, "high"
+    and "highest" float32.
     Two runs give the same bits. Differentiable once. Under ``vmap`` the calls run one after the
     other. ``cfg``: block_m, block_n, block_k of the result, in whole registers; the gradients have
     their own.
@@ -67,16 +68,11 @@ class GroupedMatmul(PallasKernel):
     ) -> Iterable[GroupedTiles]:
         return (replace(chosen, fwd=t) for t in tiles.neighbours(chosen.fwd, problem))
 
-    def operands(self, a: Mapping[str, Any], problem: GroupedProblem) -> Arrays:
-        operands = super().operands(a, problem)
-        if not problem.stored:
-            return operands
-        return not_differentiable(operands, self.call.FORWARD_ONLY)
-
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, lhs, existing = _with_whole_block(work, arrays["lhs"], arrays.get("existing_out"))
         rhs = arrays["rhs"]
-        rhs, scale = (rhs, _scale(arrays, p)) if p.stored else (rhs.astype(p.dtype), None)
+        scale = _scale(arrays.get("rhs_scale"), p)
+        rhs = rhs if p.stored else rhs.astype(p.dtype)
         where = work.tiles.fwd, work.target
         out = forward(p, *where, lhs.astype(p.dtype), rhs, *_groups(arrays), existing, scale)
         return (out[: work.problem.rows],), ()
@@ -85,14 +81,16 @@ class GroupedMatmul(PallasKernel):
         self, work: Work, arrays: Arrays, outputs: Any, saved: Any, cotangents: Any
     ) -> Mapping[str, Any]:
         t, chip, (cotangent,) = work.tiles, work.target, cotangents
-        p, dout, lhs = _with_whole_block(work, cotangent, arrays["lhs"])
-        lhs, rhs, dout = (x.astype(p.dtype) for x in (lhs, arrays["rhs"], dout))
-        dlhs = forward(p.flipped(), t.dlhs, chip, dout, rhs, *_groups(arrays))
-        gradients = {
-            "lhs": dlhs[: work.problem.rows],
-            "rhs": weights(p, t.drhs, chip, lhs, dout, *_groups(arrays)),
-        }
-        return gradients | ({"existing_out": cotangent} if p.added else {})
+        scaled, scale = scale_cotangent(cotangent, arrays, work.problem)
+        p, dout, lhs = _with_whole_block(work, scaled.astype(work.problem.dtype), arrays["lhs"])
+        flipped, groups = p.flipped(), _groups(arrays)
+        rhs = arrays["rhs"] if p.stored else arrays["rhs"].astype(p.dtype)
+        dlhs = forward(flipped, t.dlhs, chip, dout, rhs, *groups, scale=_scale(scale, flipped))
+        gradients = {"existing_out": cotangent} if p.added else {}
+        gradients["lhs"] = dlhs[: work.problem.rows]
+        if not p.stored:
+            gradients["rhs"] = weights(p, t.drhs, chip, lhs.astype(p.dtype), dout, *groups)
+        return gradients
 
 
 def _with_whole_block(
@@ -115,11 +113,11 @@ def _groups(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
     return arrays["group_sizes"], None if offset is None else offset.reshape(())
 
 
-def _scale(arrays: Arrays, p: GroupedProblem) -> jax.Array:
-    """Scales of 8-bit matrices, float32 ``[held, 1, columns]``."""
-    scale = arrays.get("rhs_scale", jnp.ones((), jnp.float32)).astype(jnp.float32)
-    scale = scale.reshape(scale.shape + (1,) * (2 - scale.ndim))
-    return jnp.broadcast_to(scale, (p.held, p.columns))[:, None]
+def _scale(scale: jax.Array | None, p: GroupedProblem) -> jax.Array | None:
+    """Scales of 8-bit matrices, float32 ``[held, 1, columns]``; the kernel always reads one."""
+    if not p.stored:
+        return None
+    return column_scale(jnp.ones(()) if scale is None else scale, p)[:, None]
 
 
 grouped_matmul = GroupedMatmul()
