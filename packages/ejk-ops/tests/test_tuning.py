@@ -29,6 +29,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config.selection import AutotunePolicy
 from ejkernel.ops.params import params_field
+from ejkernel.ops.second_order import not_differentiable
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,22 @@ def test_forward_and_backward_tiles_are_chosen_apart():
             return [config(16, 128), config(128, 16)]
 
     assert tune(Tiles()).best == config(128, 128)
+
+
+def test_arguments_without_gradient_are_not_differentiated():
+    class Scaled(Kernel[Config, jax.Array]):
+        def run(self, x, scale, *, cfg):
+            return x * not_differentiable(scale, "scale: has no gradient")
+
+        def constant_arguments(self, inv):
+            return ("scale",)
+
+        def config_space(self, inv):
+            return [FAST]
+
+    policy = AutotunePolicy(num_warmup=0, num_iters=1, validate_backward=True)
+    result = Autotuner(policy).tune(Invocation(Scaled(), (X,), {"scale": X}))
+    assert result.best == FAST and result.backward
 
 
 def test_platforms_compete_and_a_forced_one_does_not():

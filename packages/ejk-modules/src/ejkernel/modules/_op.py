@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Never, Self, cast
@@ -173,6 +173,9 @@ class Operation(RegisteredKernel[Cfg, Any]):
             # canonical already; a shard's seed fits no signature
             return partial(kernel.run_canonical, cfg=cfg, sequence_axes=resolved.sequence_axes)
         return super().runner(resolved, cfg)
+
+    def constant_arguments(self, inv: Invocation) -> Collection[str]:
+        return self.spec.constant_arguments(inv.arguments)
 
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]]:
         arguments = inv.arguments

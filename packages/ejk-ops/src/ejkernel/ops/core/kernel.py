@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -121,6 +121,10 @@ class Kernel(Generic[Cfg, Out]):
     def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]:
         """Returns concrete inputs shaped like the call's: random floats, zeros for integers."""
         return random_like((inv.abstract_args, inv.abstract_kwargs), rng)
+
+    def constant_arguments(self, inv: Invocation) -> Collection[str]:
+        """Returns the arguments of a call that have no gradient though they are floats, by name."""
+        return ()
 
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]] | None:
         """Shapes that the key shall hold instead of the exact ones, by array name.

@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.compat import settings
-from ejkernel.ops.core.invocation import BoundCall
+from ejkernel.ops.core.invocation import BoundCall, bind_by_name
 from ejkernel.ops.core.keys import has_gradient, is_array
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.samples import DRAWN, random_array, sample_generator
@@ -162,7 +162,7 @@ class Workbench:
         args, kwargs = self.kernel.sample_inputs(call, rng) if inputs is None else inputs
         self.parts = Parts.flatten((tuple(args), dict(kwargs)))
         self.arrays = [jnp.asarray(x) for x in self.parts.arrays]
-        self.differentiated = self._differentiated(args)
+        self.differentiated = self._differentiated(args, kwargs)
         self.cotangents: list[Any] = []
         self.backward = bool(self.differentiated) and self._wants_backward(
             configs, validate_backward
@@ -179,12 +179,18 @@ class Workbench:
         everywhere = str(settings.jax_default_matmul_precision).lower()
         self.highest = "highest" in precision or everywhere in ("highest", "float32")
 
-    def _differentiated(self, args: tuple[Any, ...]) -> list[int]:
+    def _differentiated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
         """Positions among ``arrays`` to differentiate: a custom_vjp must know positional ones."""
+        by_name = bind_by_name(self.kernel, args, kwargs)
+        constants = [by_name[name] for name in self.kernel.constant_arguments(self.call)]
         count = len(self.arrays)
         if self.kernel.has_custom_vjp:
             count = sum(is_array(x) for x in jax.tree_util.tree_leaves(tuple(args)))
-        return [i for i in range(count) if has_gradient(self.arrays[i])]
+        return [
+            i
+            for i, x in enumerate(self.parts.arrays[:count])
+            if has_gradient(self.arrays[i]) and not any(x is y for y in constants)
+        ]
 
     def _wants_backward(self, configs: Sequence[Any], requested: bool | None) -> bool:
         if requested is not None:
