@@ -32,6 +32,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.list_kernel import (
     make_lists,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.operands import HIDDEN
+from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import sorted_rows
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types.arrays import namespace
 from ejkernel.types.attention.problem import LOG2E, Problem
@@ -87,8 +88,7 @@ def _by_length(problem: Problem, lengths: Any, together: int) -> Any:
     if together > 1:
         full = full.reshape(-1, together, blocks).sum(1)
     full = full.reshape(-1, blocks)
-    rows = max(d for d in range(1, max(SORTED // blocks, 1) + 1) if len(full) % d == 0)
-    return full.reshape(-1, rows * blocks)
+    return full.reshape(-1, sorted_rows(len(full), blocks, SORTED) * blocks)
 
 
 def backward_orders(problem: Problem, lists: dict[str, Any]) -> dict[str, np.ndarray]:
