@@ -506,7 +506,7 @@ def test_tiles_of_8_bits_fit(d):
             fwd = chosen.apply_config({"fwd_params": params}, p, Chip()).fwd
             assert (fwd.block_q, fwd.block_kv) == tile and fwd.lane_maxima
     form = Form(p, t, ())
-    assert 2.0 ** (t.slack + form.enlarged) <= 448  # the largest probability
+    assert 2.0 ** (t.slack + form.p_exponent) <= 448  # the largest probability
 
 
 def test_columns_of_a_result_and_of_an_operand_meet():
@@ -526,6 +526,7 @@ def test_scales_become_factors_of_a_head():
     table = dict(zip(FACTORS, columns, strict=True))
     np.testing.assert_allclose(table["log2_unit"][0, :2], np.array([0.3, 2.0]) / np.log(2), 1e-6)
     assert table["negative"].tolist() == [[0, 1, 0, 0]]
-    assert (table["power"] <= table["unit"]).all() and (2 * table["power"] > table["unit"]).all()
-    assert (np.log2(table["power"]) % 1 == 0).all()
-    assert (table["log2_unit"] > 0).all() and np.isfinite(table["large"]).all()
+    ratio = table["unit"] / table["large_unit"]
+    assert (ratio >= 1).all() and (ratio < 2).all()
+    assert (np.log2(table["large_unit"]) % 1 == 0).all()
+    assert (table["log2_unit"] > 0).all() and np.isfinite(table["large_logit"]).all()

@@ -64,8 +64,8 @@ class Form:
         return self.eight_bit or "factors" in self.operands
 
     @property
-    def enlarged(self) -> float:
-        """The power of two that probabilities of 8 bits are multiplied by: at most 2^8 results.
+    def p_exponent(self) -> float:
+        """Probabilities of 8 bits are multiplied by 2 to this power, to at most 2^8.
 
         Below 2^-6 a float8_e4m3fn loses precision.
         """
@@ -79,13 +79,14 @@ class Form:
         return self.unshifted or (keeps and self.shift is None)
 
     @property
-    def large(self) -> float:
-        """Bound, 2^30 in base 2: values of at least this are multiplied by ``power``."""
+    def large_logit(self) -> float:
+        """Dot product whose base-2 logit is 2^30: rows with such maxima have ``large_unit``."""
         return min(2.0**30 / self.log2_unit, float(np.finfo(np.float32).max))
 
     @property
-    def power(self) -> float:
-        """A power of two for ``log2_unit``; finite logits stay finite."""
+    def large_unit(self) -> float:
+        """A power of two in place of ``log2_unit`` (see ``softmax_step``); finite logits stay
+        finite."""
         return 2.0 ** math.floor(math.log2(unit(self.problem)))
 
     @property

@@ -31,9 +31,9 @@ ROWS = 64  # query rows of one warpgroup
 F32 = jnp.float32
 EXPONENT = 0x7F800000
 Hide = Callable[[jax.Array, float], jax.Array]
-FACTORS = ("log2_unit", "large", "power", "slack", "negative", "unit", "value")
+FACTORS = ("log2_unit", "large_logit", "large_unit", "slack", "negative", "unit", "value")
 CAPPED_FACTORS = ("slope", "unit", "value")
-OF_OUTPUT = ("unit", "value")  # the last factors, which the softmax does not read
+OF_OUTPUT = ("unit", "value")  # the last factors, which only the epilogue reads
 
 
 def factor_names(form: Form) -> tuple[str, ...]:
@@ -44,7 +44,10 @@ def factor_names(form: Form) -> tuple[str, ...]:
 def factors(form: Form, scale: jax.Array, v_scale: jax.Array) -> jax.Array:
     """Returns the factors of every head, float32 ``[b, h, columns]``, as ``factor_names`` has them.
 
-    scale ``[b, h]``: of logits; v_scale ``[b, h]``.
+    They are what ``Form`` has as constants without scales: log2_unit, large_logit and large_unit of
+    these names, the slack of ``ForwardTiles`` in dot products, and the sign of the scale. slope:
+    factor of dot products inside of the tanh of a cap; unit: natural logit of a dot product of 1,
+    or the cap; value: factor of the output. scale ``[b, h]``: of logits; v_scale ``[b, h]``.
     """
     cap = form.problem.soft_cap
     if cap is not None:
@@ -54,8 +57,8 @@ def factors(form: Form, scale: jax.Array, v_scale: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(unit, jnp.int32)
     columns = {
         "log2_unit": c,
-        "large": jnp.minimum(2.0**30 / c, jnp.finfo(F32).max),
-        "power": lax.bitcast_convert_type(bits & EXPONENT, F32),
+        "large_logit": jnp.minimum(2.0**30 / c, jnp.finfo(F32).max),
+        "large_unit": lax.bitcast_convert_type(bits & EXPONENT, F32),
         "slack": form.tiles.slack / c,
         "negative": jnp.where(scale < 0.0, 1.0, 0.0),
         "unit": unit,
@@ -76,10 +79,12 @@ def has_one_id(form: Form) -> bool:
     return "q_ids" in form.operands and not form.listed
 
 
-def one_id(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
-    """The only segment id of this warpgroup's rows, and of the keys of block j; else -1, -2.
+def block_scalars(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
+    """Reads the scalars that the softmax of key block j takes, before the matmul that it waits for.
 
-    With scales, which go without segments: what ``softmax`` reads of them.
+    With scales: their factors but ``OF_OUTPUT``. With segments, which no call has together with
+    scales: the only id of this warpgroup's rows and the only id of the keys, -1 and -2 where ids
+    differ. Else nothing.
     """
     if form.scaled:
         count = len(factor_names(form)) - len(OF_OUTPUT)
@@ -92,7 +97,7 @@ def one_id(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
 
 
 def _hide(
-    kernel: Any, r: Any, x: jax.Array, tile: Tile, j: Any, one_id: tuple, fill: float,
+    kernel: Any, r: Any, x: jax.Array, tile: Tile, j: Any, scalars: tuple, fill: float,
     is_partial: bool,
 ) -> jax.Array:  # fmt: skip
     """Returns ``x`` with ``fill`` where this warpgroup's rows do not see keys of block j.
@@ -101,11 +106,11 @@ def _hide(
     """
     form, scheduler = kernel.form, kernel.scheduler
     if form.listed:
-        listed = lambda x: _hide_listed(kernel, r, x, tile, j, fill)  # noqa: E731
-        return lax.cond(tile.masked(j), listed, lambda x: x, x)
+        hide_listed = lambda x: _hide_listed(kernel, r, x, tile, j, fill)  # noqa: E731
+        return lax.cond(tile.masked(j), hide_listed, lambda x: x, x)
     p, t, band = form.problem, form.tiles, form.rules.band
-    wg = lax.axis_index("wg") * ROWS
-    first_row, position = scheduler.first_row(tile) + wg, scheduler.position(tile) + wg
+    wg_row = lax.axis_index("wg") * ROWS
+    first_row, position = scheduler.first_row(tile) + wg_row, scheduler.position(tile) + wg_row
     first_key = j * t.block_kv
     end = p.kv_len - first_key if p.kv_len % t.block_kv else None
 
@@ -114,26 +119,27 @@ def _hide(
             return x
         return hide_outside(x, band, first_key - position, columns_left=end, fill=fill)
 
-    def when(test, change):
+    def hide_if(test, hide_pairs):
         if is_partial:
-            return change(x)
-        return lax.cond(test, lambda: change(x), lambda: x)
+            return hide_pairs(x)
+        return lax.cond(test, lambda: hide_pairs(x), lambda: x)
 
     if form.rules.arrays:
 
-        def both(x):
+        def hide_by_arrays(x):
             x = hide(x, band, end)
             if "q_ids" not in form.operands:
                 return x
             segments = functools.partial(_hide_segments, form, r, tile, first_row, first_key, fill)
-            return lax.cond(one_id[0] == one_id[1], lambda: x, lambda: segments(x))
+            q_id, kv_id = scalars
+            return lax.cond(q_id == kv_id, lambda: x, lambda: segments(x))
 
-        return when(tile.masked(j), both)
+        return hide_if(tile.masked(j), hide_by_arrays)
     # each edge separately: few blocks meet both
     if band.lo is not None:
-        x = when(j < tile.full_start, lambda x: hide(x, Band(lo=band.lo), None))
+        x = hide_if(j < tile.full_start, lambda x: hide(x, Band(lo=band.lo), None))
     if band.hi is not None or end is not None:
-        x = when(j >= tile.full_stop, lambda x: hide(x, Band(hi=band.hi), end))
+        x = hide_if(j >= tile.full_stop, lambda x: hide(x, Band(hi=band.hi), end))
     return x
 
 
@@ -143,10 +149,10 @@ def _hide_segments(form: Form, r: Any, tile: Tile, first_row, first_key, fill, x
     return hide_other_segments(x, r.q_ids.at[*b, rows], r.kv_ids.at[*b, keys], fill)
 
 
-def _hide_listed(kernel: Any, r: Any, x, tile: Tile, position: Any, fill: float) -> jax.Array:
+def _hide_listed(kernel: Any, r: Any, x, tile: Tile, step: Any, fill: float) -> jax.Array:
     """Hides pairs of a listed block that needs a mask; the block past the end is fully hidden."""
     form = kernel.form
-    j = kernel.loader.key_block(r, tile, position)
+    j = kernel.loader.key_block(r, tile, step)
     group = tile.block * form.tiles.consumers + lax.axis_index("wg")
     first_row, first_key = group * ROWS, j * form.tiles.block_kv
     left = form.problem.kv_len - first_key
@@ -158,8 +164,10 @@ def _hide_listed(kernel: Any, r: Any, x, tile: Tile, position: Any, fill: float)
     return x
 
 
-def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tuple) -> tuple:
+def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, scalars: tuple, state: tuple) -> tuple:
     """Runs one step of the online softmax: (p, state, factor of the old accumulators).
+
+    s are dot products of 64 rows with key block j; scalars are its ``block_scalars``.
 
     Without maxima a step with a mask and one without are branches, and so basic blocks of their
     own. There the compiler lets multiplications and additions fill the time of exponentials. Around
@@ -169,10 +177,10 @@ def softmax(kernel: Any, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tu
     form = kernel.form
 
     def hide(x: jax.Array, fill: float, is_partial: bool = False) -> jax.Array:
-        return _hide(kernel, r, x, tile, j, one_id, fill, is_partial)
+        return _hide(kernel, r, x, tile, j, scalars, fill, is_partial)
 
     def step(hide: Hide, s: jax.Array = s) -> tuple:
-        x, new, alpha = softmax_step(form, s, one_id, state, hide)
+        x, new, alpha = softmax_step(form, s, scalars, state, hide)
         return x, tuple(new), alpha
 
     if not form.unshifted or (not form.masks and not form.tiles.isolates_steps):
@@ -191,7 +199,7 @@ def hide_nothing(x: jax.Array, fill: float) -> jax.Array:
     return x
 
 
-def softmax_step(form: Form, s: jax.Array, one_id: tuple, state: tuple, hide: Hide) -> tuple:
+def softmax_step(form: Form, s: jax.Array, scalars: tuple, state: tuple, hide: Hide) -> tuple:
     """Returns (p, state, factor of the old accumulators); ``hide(x, fill)`` fills hidden pairs.
 
     state is (m, total, e). m, the shift of the accumulators, follows a row's maximum no closer
@@ -206,16 +214,16 @@ def softmax_step(form: Form, s: jax.Array, one_id: tuple, state: tuple, hide: Hi
     """
     p, c = form.problem, form.log2_unit
     if p.soft_cap is not None:
-        s = jnp.tanh(s * (one_id[0] if form.scaled else p.scale / p.soft_cap))
+        s = jnp.tanh(s * (scalars[0] if form.scaled else p.scale / p.soft_cap))
     elif not form.scaled and sign(p) < 0.0:
         s = -s
     if form.unshifted:
         x = hide(jnp.exp2(s * c), 0.0)
         return x, (lane_sums(x, state[0], None, keep_here=True),), None
     m, total, *e = state
-    slack, large, power = form.tiles.slack / c, form.large, form.power
+    slack, large_logit, large_unit = form.tiles.slack / c, form.large_logit, form.large_unit
     if form.scaled and p.soft_cap is None:
-        c, large, power, slack, negative = one_id
+        c, large_logit, large_unit, slack, negative = scalars
         s = lax.cond(negative > 0.0, lambda: -s, lambda: s)
     if form.shift is not None:
         x = hide(jnp.exp2(s * c - form.shift), 0.0)
@@ -229,13 +237,13 @@ def softmax_step(form: Form, s: jax.Array, one_id: tuple, state: tuple, hide: Hi
             top = jnp.where(top > m + slack, top, m)
     shift = jnp.where(top == -jnp.inf, 0.0, top) if form.masks else top
     if form.fused:
-        slope = jnp.where(jnp.abs(top) >= large, power, c)
-        less = -(shift * slope)
+        unit = jnp.where(jnp.abs(top) >= large_logit, large_unit, c)
+        neg_b = -(shift * unit)
         if form.eight_bit:
-            less = less + form.enlarged
-        x = jnp.exp2(multiply_add(s, slope, less))
-        alpha = jnp.exp2(multiply_add(m, slope, less) - e[0])
-        e = [multiply_add(shift, slope, less)]
+            neg_b = neg_b + form.p_exponent
+        x = jnp.exp2(multiply_add(s, unit, neg_b))
+        alpha = jnp.exp2(multiply_add(m, unit, neg_b) - e[0])
+        e = [multiply_add(shift, unit, neg_b)]
     else:
         x = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * c)
         alpha = jnp.exp2((m - shift) * c)

@@ -46,7 +46,9 @@ class DenseLoader:
         return {}
 
     def produce(self, kernel: Any, r: Any, before: tuple[Any, Any] = (0, 0)) -> tuple[Any, Any]:
-        """Copies queries, keys and values of all tiles of this program, one warpgroup in step.
+        """Copies queries, keys and values of all tiles of this program, all four warps together.
+
+        The keys of a block are needed a step before its values, and so are copied that much before.
 
         ``before``: tiles and key blocks that the program has loaded; returned with the new ones.
         """
@@ -54,26 +56,26 @@ class DenseLoader:
 
         def per_tile(carry):
             i, n, ahead = carry
-            tile = scheduler.arrived(r, ahead)
-            ahead = scheduler.ahead(r, i + 1 - before[0], ahead[2])
+            tile = scheduler.tile_of(r, ahead)
+            ahead = scheduler.read_ahead(r, i + 1 - before[0], ahead.following)
             kernel.load_queries(r, tile, scheduler.first_row(tile), i)
             first = self.key_block(r, tile, tile.stop - 1)
             kernel.load(r, "k", tile, first, n)
 
-            def per_block(x, carry):
-                n, j = carry
-                following = self.key_block(r, tile, tile.stop - 2 - x)
-                kernel.load(r, "k", tile, following, n + 1)
-                kernel.load(r, "v", tile, j, n)
-                return n + 1, following
+            def per_step(step, carry):
+                n, block = carry
+                next_block = self.key_block(r, tile, tile.stop - 2 - step)
+                kernel.load(r, "k", tile, next_block, n + 1)
+                kernel.load(r, "v", tile, block, n)
+                return n + 1, next_block
 
-            n, j = lax.fori_loop(0, tile.stop - tile.start - 1, per_block, (n, first))
-            kernel.load(r, "v", tile, j, n)
+            n, block = lax.fori_loop(0, tile.stop - tile.start - 1, per_step, (n, first))
+            kernel.load(r, "v", tile, block, n)
             return i + 1, n + 1, ahead
 
         i, n = (jnp.int32(x) for x in before)
-        carry = (i, n, scheduler.ahead(r, jnp.int32(0)))
-        i, n, _ = lax.while_loop(lambda carry: carry[2][0] >= 0, per_tile, carry)
+        carry = (i, n, scheduler.read_ahead(r, jnp.int32(0)))
+        i, n, _ = lax.while_loop(lambda carry: carry[2].number >= 0, per_tile, carry)
         return i, n
 
     def key_block(self, r: Any, tile: Tile, j: Any) -> Any:

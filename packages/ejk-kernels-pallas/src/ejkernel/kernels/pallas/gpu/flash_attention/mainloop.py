@@ -21,10 +21,11 @@ from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
     F32,
     ROWS,
-    one_id,
+    block_scalars,
     softmax,
     start,
 )
+from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import NextTile
 
 
 class Counts(NamedTuple):
@@ -45,9 +46,9 @@ class Step(NamedTuple):
 
     Attributes:
         i: number of the tile in its program.
-        ahead: the next tile, as far as it is read (``scheduler.ahead``).
+        ahead: the next tile.
         tile: the tile.
-        j: key block of the tile.
+        j: key block of the tile; over lists, the step in its list (``ListLoader.key_block``).
         n: number of the key block in its program.
         q_regs: the columns of q that are kept in registers, or None.
         p: probabilities of the block.
@@ -55,7 +56,7 @@ class Step(NamedTuple):
     """
 
     i: Any
-    ahead: tuple
+    ahead: NextTile
     tile: Any
     j: Any
     n: Any
@@ -82,7 +83,7 @@ class TileLoop:
         r, form = self.r, self.kernel.form
 
         def has_work(step: Step) -> Any:
-            return (step.ahead[0] >= 0) | (step.j > step.tile.start)
+            return (step.ahead.number >= 0) | (step.j > step.tile.start)
 
         last = lax.while_loop(has_work, lambda step: self.step(step, o_acc), self.first_step())
         slot = lax.rem(last.n, form.tiles.stages)
@@ -115,16 +116,17 @@ class TileLoop:
         s = pl.run_scoped(multiply, plgpu.ACC((ROWS, t.block_kv), F32))
         plgpu.barrier_arrive(r.k_empty.at[slot])
         pl.when(j == tile.start)(lambda: plgpu.barrier_arrive(r.q_empty.at[q_slot]))
-        ids = one_id(form, r, tile, j)
-        p, state, _ = softmax(kernel, r, s, tile, j, ids, start(form))
+        scalars = block_scalars(form, r, tile, j)
+        p, state, _ = softmax(kernel, r, s, tile, j, scalars, start(form))
         plgpu.barrier_wait(r.v_full.at[slot])
         kernel.loader.prepare_values(r, tile, j, slot)
         second = jnp.int32(1)
         if scheduler.prefetches_late:
-            read_next = lambda: scheduler.ahead(r, second)  # noqa: E731
-            ahead = lax.cond(j == tile.start, read_next, lambda: (second - 1, None, None))
+            read_next = lambda: scheduler.read_ahead(r, second)  # noqa: E731
+            # without a last step yet nothing is read ahead, and no number is tested
+            ahead = lax.cond(j == tile.start, read_next, lambda: NextTile(second - 1))
         else:
-            ahead = scheduler.ahead(r, second)
+            ahead = scheduler.read_ahead(r, second)
         return Step(i, ahead, tile, j, n, q_regs, self.convert(p), state)
 
     def step(self, now: Step, o_acc: Any) -> Step:
@@ -135,33 +137,33 @@ class TileLoop:
         ends_tile = now.j == now.tile.start  # the next block is the next tile's first
         i = now.i + ends_tile.astype(jnp.int32)
 
-        def read_after_next() -> tuple:
-            return scheduler.ahead(r, now.i + 2 - self.start_at.tiles, now.ahead[2])
+        def read_after_next() -> NextTile:
+            return scheduler.read_ahead(r, now.i + 2 - self.start_at.tiles, now.ahead.following)
 
         ahead = None  # read under the matmuls
         if form.read or scheduler.prefetches_late:
-            tile = lax.cond(ends_tile, lambda: scheduler.arrived(r, now.ahead), lambda: now.tile)
+            tile = lax.cond(ends_tile, lambda: scheduler.tile_of(r, now.ahead), lambda: now.tile)
         else:
             tile, ahead = lax.cond(
                 ends_tile,
-                lambda: (scheduler.arrived(r, now.ahead), read_after_next()),
+                lambda: (scheduler.tile_of(r, now.ahead), read_after_next()),
                 lambda: (now.tile, now.ahead),
             )
         j = jnp.where(ends_tile, tile.stop - 1, now.j - 1)
-        ids = one_id(form, r, tile, j)
+        scalars = block_scalars(form, r, tile, j)
         q_slot = lax.rem(i, t.q_stages)
         pl.when(ends_tile)(lambda: plgpu.barrier_wait(r.q_full.at[q_slot]))
         q_regs = lax.cond(ends_tile, lambda: self.load_q(i), lambda: now.q_regs)
         plgpu.barrier_wait(r.k_full.at[next_slot])
 
-        def prefetch_tile() -> tuple:
+        def prefetch_tile() -> NextTile:
             if ahead is not None:
                 return ahead
             if not scheduler.prefetches_late:
                 return lax.cond(ends_tile, read_after_next, lambda: now.ahead)
             return lax.cond(
                 j == tile.start,
-                lambda: scheduler.ahead(r, i + 1 - self.start_at.tiles),
+                lambda: scheduler.read_ahead(r, i + 1 - self.start_at.tiles),
                 lambda: now.ahead,
             )
 
@@ -175,7 +177,7 @@ class TileLoop:
             is_last = j == tile.start
             pl.when(is_last)(lambda: plgpu.barrier_arrive(r.q_empty.at[q_slot]))
             before = lax.cond(ends_tile, lambda: start(form), lambda: now.state)
-            p, state, alpha = softmax(kernel, r, s, tile, j, ids, before)
+            p, state, alpha = softmax(kernel, r, s, tile, j, scalars, before)
             # this wait ends the basic block: the exponentials stay before the next wait
             plgpu.barrier_wait(r.v_full.at[next_slot])
             o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)

@@ -3,6 +3,11 @@
 A scheduler tells the mainloop which tile a program computes as its i-th, which rows and key blocks
 the tile has, and when to ask for the next one. ``StaticScheduler`` reads tiles from a table that is
 made before the launch, from lengths that are known or that a small kernel orders (``list_kernel``).
+``serving.prefill.QueueScheduler`` takes them from a queue.
+
+Who calls what: ``ForwardKernel.launch`` calls ``setup`` in all warpgroups and ``run_consumer`` in
+consumers. Loaders and ``TileLoop`` call ``read_ahead`` for the next tile and ``tile_of`` when they
+get to it; masks and the epilogue call ``first_row`` and ``position``.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +42,23 @@ WORD = 32  # bits
 SORTED = 256  # tiles ordered together by length: two a program, their keys and values fit L2
 
 
-def _read_ahead(order: np.ndarray) -> np.ndarray:
-    """Adds one end marker: indices are read one tile ahead."""
+class NextTile(NamedTuple):
+    """The tile after the current one, as far as it is read.
+
+    Attributes:
+        number: number of the tile, negative after the last; an argument of ``scheduler.tile``.
+        tile: the tile, where arrays in memory decide its key blocks: then it is read early. None
+            where it is computed when it is needed.
+        following: number of the tile after it, where ``tile`` is read early, else None.
+    """
+
+    number: Any
+    tile: Any = None
+    following: Any = None
+
+
+def _with_end_marker(order: np.ndarray) -> np.ndarray:
+    """Adds a second -1 to every program's tiles: the number after the next tile's is read too."""
     return np.pad(order, [(0, 0), (0, 1)], constant_values=-1)
 
 
@@ -76,7 +96,7 @@ def known_order(lengths: np.ndarray, problem: Problem, programs: int) -> np.ndar
     ]
     costs = np.append(full.reshape(-1) + schedule.TILE_COST, 0.0)  # -1 is no tile
     near, far = (costs[order].sum(axis=1).max() for order in orders)
-    return _read_ahead(orders[1] if far < 0.97 * near else orders[0])[None]
+    return _with_end_marker(orders[1] if far < 0.97 * near else orders[0])[None]
 
 
 def traced_order(lengths: jax.Array, problem: Problem, programs: int) -> jax.Array:
@@ -110,7 +130,7 @@ def with_lists(problem: Problem, tensors: dict[str, Any], programs: int) -> dict
 def _assigned_places(rows: int, blocks: int, programs: int) -> np.ndarray:
     """Assigns places of tiles to programs; the longest tile of a few rows has their first place."""
     group = sorted_rows(rows, blocks)
-    return _read_ahead(schedule.assign_places(rows // group, group * blocks, programs))
+    return _with_end_marker(schedule.assign_places(rows // group, group * blocks, programs))
 
 
 @dataclass(frozen=True)
@@ -175,9 +195,9 @@ class StaticScheduler:
             ranges = operands["ranges"]
             return self._order_by_length(ranges[..., 3] - ranges[..., 0], rows, n)
         if self._is_guided:
-            return jnp.asarray(_read_ahead(self._guided()))
+            return jnp.asarray(_with_end_marker(self._guided()))
         order = _even_order(rows, self._costs(), t.head_group, self.at_once)
-        return jnp.asarray(_read_ahead(order))
+        return jnp.asarray(_with_end_marker(order))
 
     def _order_by_length(self, lengths: jax.Array, rows: int, n: int) -> jax.Array:
         """Assigns slots ahead of time; the longest tile of a few heads takes the first slot."""
@@ -237,21 +257,19 @@ class StaticScheduler:
         """Returns the position among the keys, as masks count, of a tile's first row."""
         return self.first_row(tile)
 
-    def ahead(self, r: Any, i: Any, following: Any = None) -> tuple:
-        """Reads tile i one tile early; returns (number, tile, number of the next).
+    def read_ahead(self, r: Any, i: Any, following: Any = None) -> NextTile:
+        """Reads this program's i-th tile while the one before is computed.
 
-        The tile is read only if arrays in memory decide its key blocks, at the number ``following``
-        that was read before; else it is computed when it is needed.
+        ``following``: its number, if ``NextTile.following`` of the tile before has it.
         """
         if not self.form.read:
-            return self.number(r, i), None, None
+            return NextTile(self.number(r, i))
         number = self.number(r, i) if following is None else following
-        return number, self.tile(r, jnp.maximum(number, 0)), self.number(r, i + 1)
+        return NextTile(number, self.tile(r, jnp.maximum(number, 0)), self.number(r, i + 1))
 
-    def arrived(self, r: Any, ahead: tuple) -> Tile:
-        """Returns the tile that ``ahead`` describes."""
-        number, tile, _ = ahead
-        return self.tile(r, number) if tile is None else tile
+    def tile_of(self, r: Any, ahead: NextTile) -> Tile:
+        """Returns the tile that was read ahead."""
+        return self.tile(r, ahead.number) if ahead.tile is None else ahead.tile
 
     def scratch(self) -> dict[str, Any]:
         t = self.form.tiles
@@ -303,23 +321,27 @@ class FlaggedScheduler(StaticScheduler):
         return functools.reduce(lax.bitwise_or, words) != 0
 
     def number(self, r: Any, i: Any) -> jax.Array:
+        """Returns the number of the i-th flagged tile, -1 after the last.
+
+        Counts set flags from the first on; a flag stands for ``tiles_per_flag`` tiles in a row.
+        """
         tiles_per_flag, columns = self.tiles_per_flag(r), r.order.shape[1]
         bits = self.flag_words * WORD
 
-        def is_missing(carry: Any) -> jax.Array:
-            at, left = carry
-            return (left >= 0) & (at < bits)
+        def is_not_found(carry: Any) -> jax.Array:
+            bit, flags_before = carry
+            return (flags_before >= 0) & (bit < bits)
 
-        def look_on(carry: Any) -> Any:
-            at, left = carry
-            word = self._word(r, lax.div(at, WORD))
-            bit = lax.shift_right_logical(word, lax.rem(at, WORD)) & 1
-            return at + 1, left - bit
+        def read_bit(carry: Any) -> Any:
+            bit, flags_before = carry
+            word = self._word(r, lax.div(bit, WORD))
+            is_set = lax.shift_right_logical(word, lax.rem(bit, WORD)) & 1
+            return bit + 1, flags_before - is_set
 
-        after, left = lax.while_loop(
-            is_missing, look_on, (jnp.int32(0), lax.div(i, tiles_per_flag))
+        next_bit, flags_before = lax.while_loop(
+            is_not_found, read_bit, (jnp.int32(0), lax.div(i, tiles_per_flag))
         )
-        column = (after - 1) * tiles_per_flag + lax.rem(i, tiles_per_flag)
-        # the last column tells that there is no tile
-        column = jnp.where(left >= 0, columns - 1, jnp.minimum(column, columns - 1))
+        column = (next_bit - 1) * tiles_per_flag + lax.rem(i, tiles_per_flag)
+        # the last column is -1
+        column = jnp.where(flags_before >= 0, columns - 1, jnp.minimum(column, columns - 1))
         return r.order[lax.axis_index("program"), column]

@@ -37,6 +37,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.epilogue import Epilogue
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import ForwardKernel
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS, factors
+from ejkernel.kernels.pallas.gpu.flash_attention.tile_scheduler import NextTile
 from ejkernel.kernels.pallas.gpu.serving.decode import RowDecoder, decode_programs
 from ejkernel.kernels.pallas.gpu.serving.prefill_loader import EightBitPagedLoader, PagedLoader
 from ejkernel.kernels.pallas.gpu.serving.tiles import can_decode, forward_tiles
@@ -246,11 +247,11 @@ class QueueScheduler:
     def position(self, tile: Any) -> Any:
         return tile.position
 
-    def ahead(self, r: Any, i: Any, following: Any = None) -> tuple:
-        return self.number(r, i), None, None
+    def read_ahead(self, r: Any, i: Any, following: Any = None) -> NextTile:
+        return NextTile(self.number(r, i))
 
-    def arrived(self, r: Any, ahead: tuple) -> PageTile:
-        return self.tile(r, ahead[0])
+    def tile_of(self, r: Any, ahead: NextTile) -> PageTile:
+        return self.tile(r, ahead.number)
 
     def scratch(self) -> dict[str, Any]:
         return {
