@@ -190,7 +190,7 @@ def _latent_kernel(work: Work) -> MLADecodeKernel:
 
 def merge_stage(work: Work, arrays: Arrays) -> Arrays:
     """Returns the output, and the log-sum-exp if the call returns it."""
-    unit, fixed = _latent_kernel(work).log2_unit, work.batch_invariant
+    log2_unit, fixed = _latent_kernel(work).log2_unit, work.batch_invariant
     read = [arrays[name] for name in ("o", "partial_o", "m", "total", "cut_sequences", "lens")]
     o = arrays["o"]
     types = {"o": o}
@@ -199,11 +199,11 @@ def merge_stage(work: Work, arrays: Arrays) -> Arrays:
 
     def run(o: jax.Array, partial_o: jax.Array, *sums: jax.Array) -> tuple[jax.Array, ...]:
         if fixed or work.problem.batch == 1:
-            o = merge_at_once(unit, o, partial_o, *sums, fixed=fixed)
+            o = merge_at_once(log2_unit, o, partial_o, *sums, fixed=fixed)
         else:
-            o = merge(unit, o, partial_o, *sums)
+            o = merge(log2_unit, o, partial_o, *sums)
         lse = merge_fixed_lse if fixed else merge_lse
-        return (o, lse(unit, *sums)) if work.problem.return_lse else (o,)
+        return (o, lse(log2_unit, *sums)) if work.problem.return_lse else (o,)
 
     return dict(zip(types, _launch_in_int32(run, types, *read, *_scale(arrays)), strict=True))
 

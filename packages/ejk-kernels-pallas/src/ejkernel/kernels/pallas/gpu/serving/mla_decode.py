@@ -37,12 +37,13 @@ written while the queries of the next sequence are read, 16 bytes a lane either 
 Accumulators are rescaled only where a row's maximum has grown by more than ``SLACK`` powers of two.
 Cache rows behind the last are zeroed before they are used, because 0 * NaN is NaN.
 
-8-bit caches (``EightBitLoader``): rows arrive as they are, two steps ahead, next to the buffers of
-two steps of 16-bit rows. Where the values of a step are accumulated, its buffer is free: each value
-warpgroup converts its half of the step after the next there, the first columns during the matmuls
-of the other columns, and those during the exponentials of the next step. The score warpgroup
-converts the rotary columns, behind the matmuls that do not need them. Half as many bytes are read
-as of 16-bit rows, and the matmuls are the same. Every 8-bit value is exact in float16 and bfloat16.
+8-bit caches (``EightBitLatentLoader``): rows arrive as they are, two steps ahead, next to the
+buffers of two steps of 16-bit rows. Where the values of a step are accumulated, its buffer is free:
+each value warpgroup converts its half of the step after the next there, the first columns during
+the matmuls of the other columns, and those during the exponentials of the next step. The score
+warpgroup converts the rotary columns, behind the matmuls that do not need them. Half as many bytes
+are read as of 16-bit rows, and the matmuls are the same. Every 8-bit value is exact in float16 and
+bfloat16.
 
 Bound: 2 * rows * (dim + latent) operations a token; at 128 rows 146 GFLOP for 64 sequences of 8192,
 0.21 ms at 690 TFLOP/s, more than the 0.14 ms in which 604 MB are read at 4.3 TB/s. Cycles of a
@@ -92,9 +93,9 @@ from ejkernel.kernels.pallas.gpu.serving.mla_loader import (
     LATENT,
     ROPE,
     STEP,
-    EightBitLoader,
-    Loader,
-    Step,
+    EightBitLatentLoader,
+    LatentLoader,
+    LatentStep,
 )
 from ejkernel.kernels.pallas.gpu.serving.mla_split import find_split, find_unit
 from ejkernel.types.attention.problem import LOG2E
@@ -211,10 +212,10 @@ class MLADecodeKernel:
         return natural_unit(self.problem) * LOG2E
 
     @property
-    def loader(self) -> Loader:
+    def loader(self) -> LatentLoader:
         p = self.problem
         is_16_bit = p.key_dtype == p.query_dtype
-        return Loader(self) if is_16_bit else EightBitLoader(self)
+        return LatentLoader(self) if is_16_bit else EightBitLatentLoader(self)
 
     # ---- the range of a unit ----------------------------------------------------------------
 
@@ -223,8 +224,11 @@ class MLADecodeKernel:
         program = lax.axis_index("program")
         return lax.div(program, self.blocks), lax.rem(program, self.blocks)
 
-    def find_range(self, r: Any) -> SplitUnit:
-        """Returns the range of this program's unit."""
+    def find_range(self, r: Any) -> tuple[SplitUnit, jax.Array | None]:
+        """Returns the range of this program's unit, and its number among its sequence's splits.
+
+        The number is None where units are not fixed splits.
+        """
         p, unit = self.problem, self.program_position()[0]
         if self.batch_invariant:
             if self.sorts_splits:
@@ -232,20 +236,20 @@ class MLADecodeKernel:
             else:
                 # the first splits of all sequences come first, splits that may be empty last
                 split, sequence = lax.div(unit, p.batch), lax.rem(unit, p.batch)
-            r.split = split
             first, steps, splits = fixed_split(self.length(r, sequence), split, step=STEP)
             partials = jnp.where(splits > 1, splits, 0)
             cut = CutSequence(sequence, sequence * self.splits, partials, unit * 0)
-            return SplitUnit(sequence, first, steps, cut)
+            return SplitUnit(sequence, first, steps, cut), split
         if p.batch == 1:
-            return unit_of_one(self.length(r, 0), unit, units=self.units, step=STEP)
-        return find_unit(r.lengths, unit, units=self.units, step=STEP, capacity=p.capacity)
+            return unit_of_one(self.length(r, 0), unit, units=self.units, step=STEP), None
+        sizes = {"units": self.units, "step": STEP, "capacity": p.capacity}
+        return find_unit(r.lengths, unit, **sizes), None
 
-    def first_step(self, r: Any) -> Step:
+    def first_step(self, r: Any) -> LatentStep:
         sequence = r.unit.sequence
-        return Step(sequence, r.unit.step, self.length(r, sequence))
+        return LatentStep(sequence, r.unit.step, self.length(r, sequence))
 
-    def partial(self, r: Any, at: Step, n: Any) -> jax.Array:
+    def partial(self, r: Any, at: LatentStep, n: Any) -> jax.Array:
         """Returns the index of the result that this program has of a sequence after step n."""
         if self.batch_invariant:
             inside = at.sequence * self.splits + r.split
@@ -257,7 +261,7 @@ class MLADecodeKernel:
     def length(self, r: Any, sequence: Any) -> jax.Array:
         return jnp.clip(r.lengths[sequence], 0, self.problem.capacity)
 
-    def next_step(self, r: Any, at: Step) -> Step:
+    def next_step(self, r: Any, at: LatentStep) -> LatentStep:
         """Returns the step after ``at``; behind the last sequence, any."""
         batch = self.problem.batch
         if self.is_single:
@@ -272,7 +276,7 @@ class MLADecodeKernel:
             return after, jnp.int32(0), self.length(r, after)
 
         same = (at.sequence, at.j + 1, at.length)
-        return Step(*lax.cond(at.is_last, next_sequence, lambda: same))
+        return LatentStep(*lax.cond(at.is_last, next_sequence, lambda: same))
 
     def for_each_step(self, r: Any, body: Callable[..., Any], carry: Any) -> Any:
         """Runs ``carry = body(carry, n, step, is_last_of_partial)`` for every step."""
@@ -302,12 +306,12 @@ class MLADecodeKernel:
         block = self.program_position()[1]
         token = lax.div(block * ROWS, self.rows // p.tokens)
         early = self.load_queries(r, 0) if self.reads_early else None
-        r.unit = self.find_range(r)
+        r.unit, r.split = self.find_range(r)
         count = r.unit.steps
         self.store_cut(r, block)
         loop = ScoreLoop(self, r, block, token, count)
 
-        def attend(n: Any, at: Step) -> tuple[Any, Step]:
+        def attend(n: Any, at: LatentStep) -> tuple[Any, LatentStep]:
             # read here and not in the mainloop, where registers that a branch may write are spilled
             # and read again in every step
             q_regs = self.load_queries(r, at.sequence) if early is None else early
@@ -341,17 +345,18 @@ class MLADecodeKernel:
     # ---- values -----------------------------------------------------------------------------
 
     def accumulate_values(self, r: Any) -> None:
+        """Computes half of the columns of this program's outputs: the part of a value warpgroup."""
         plgpu.set_max_registers(REGISTERS["values"], action="decrease")
         loader = self.loader
         half = lax.axis_index("wg")
         rows = pl.ds(self.program_position()[1] * ROWS, ROWS)
-        r.unit = self.find_range(r)
+        r.unit, r.split = self.find_range(r)
         count = r.unit.steps
         if self.reads_early:  # the score warpgroup is waiting for queries
             first = lambda: loader.load_rope(r, loader.boxes(r, self.first_step(r)))  # noqa: E731
             pl.when((half == HALVES - 1) & (count > 0))(first)
 
-        def store(at: Step, n: Any, *values: Any) -> None:
+        def store(at: LatentStep, n: Any, *values: Any) -> None:
             sequence, complete, partial = at.sequence, at.is_complete(n), self.partial(r, at, n)
             share = read(r.row_factors.at[SHARE], ROW, optimized=False)
             scale = scale_of(r.k_scale, sequence)
@@ -366,7 +371,7 @@ class MLADecodeKernel:
             plgpu.commit_smem()  # all warps have read what is overwritten from here on
 
         def accumulate(*accs: Any) -> None:
-            def step(ahead: Step, n: Any, at: Step, is_last: Any) -> Any:
+            def step(ahead: LatentStep, n: Any, at: LatentStep, is_last: Any) -> Any:
                 slot = lax.rem(n, loader.stages)
                 values = r.main.at[slot, half]
                 boxes = loader.boxes_before_wait(r, ahead)
@@ -447,6 +452,7 @@ class MLADecodeKernel:
         outputs, scratch = self.outputs(), self.scratch()
 
         def body(*refs: Any) -> None:
+            # each warpgroup adds the unit and the split that it finds
             arrays = dict(zip((*inputs, *outputs, *scratch), refs, strict=True))
             r = SimpleNamespace(**({"k_scale": None} | self.loader.named(arrays)))
             wg = lax.axis_index("wg")
@@ -501,7 +507,7 @@ class ScoreLoop:
     token: Any
     count: Any
 
-    def attend(self, q_regs: Any, n: Any, at: Step) -> tuple[Any, Step]:
+    def attend(self, q_regs: Any, n: Any, at: LatentStep) -> tuple[Any, LatentStep]:
         """Computes the steps of one sequence, of which the n-th of the unit is the first.
 
         Returns the number of the next step and the step.
@@ -529,7 +535,7 @@ class ScoreLoop:
         compat.store_registers(r.total.at[target], sum_over_lanes(softmax.total))
         return last + 1, kernel.next_step(r, at)
 
-    def step(self, q_regs: Any, n: Any, at: Step, is_first: Any, before: Softmax) -> Softmax:
+    def step(self, q_regs: Any, n: Any, at: LatentStep, is_first: Any, before: Softmax) -> Softmax:
         """Returns the softmax after step n; publishes that of the step before."""
         r, kernel, p = self.r, self.kernel, self.kernel.problem
         loader = kernel.loader
@@ -542,7 +548,7 @@ class ScoreLoop:
             plgpu.ACC((ROWS, STEP), F32),
         )
         pl.when(n + 1 < self.count)(lambda: loader.load_rope(r, boxes))
-        unit = scaled_unit(kernel.log2_unit, scale)
+        log2_unit = scaled_unit(kernel.log2_unit, scale)
         s = -s if p.scale < 0.0 else s
         s = s if scale is None else s * jnp.where(scale < 0, -1.0, 1.0)
         left = at.length - (p.tokens - 1 - self.token) - at.j * STEP
@@ -551,11 +557,11 @@ class ScoreLoop:
             return hide_outside(s, Band(), 0, columns_left=left)
 
         s = lax.cond(left < STEP, hide, lambda: s)
-        m = raise_maxima(before.m, s, SLACK / unit)
+        m = raise_maxima(before.m, s, SLACK / log2_unit)
         # a token before the last may see nothing of a partial result
         shift = m if p.tokens == 1 else jnp.where(m == -jnp.inf, 0.0, m)
-        alpha = jnp.exp2((before.m - shift) * unit)
-        probs = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * unit)
+        alpha = jnp.exp2((before.m - shift) * log2_unit)
+        probs = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * log2_unit)
         total = lane_sums(probs, before.total, alpha)
         probs = to_16_bit(probs, kernel.dtype)
         left = at.length - at.j * STEP

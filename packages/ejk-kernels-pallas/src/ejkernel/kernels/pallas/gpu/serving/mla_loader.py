@@ -1,7 +1,7 @@
 """Loaders of latent decoding on Hopper: which rows of the cache a step has, and their copies.
 
 A step is 64 tokens of the cache: 512 columns in two halves, which are values, too, and 64 rotary
-columns. ``Loader`` copies 16-bit rows; ``EightBitLoader`` converts 8-bit ones.
+columns. ``LatentLoader`` copies 16-bit rows; ``EightBitLatentLoader`` converts 8-bit ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EIGHT_BIT_STAGES = 2  # the same where the cache has 8 bits
 EIGHT_BIT_STAGED = 2  # steps whose 8-bit rows are in shared memory
 
 
-class Step(NamedTuple):
+class LatentStep(NamedTuple):
     """A step of a unit: its sequence, its number in the sequence, and the sequence's length."""
 
     sequence: Any
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loader:
+class LatentLoader:
     """Brings steps of a 16-bit cache to shared memory, for a ``MLADecodeKernel``.
 
     The value warpgroups call ``load_first``, and in every step ``boxes_before_wait``,
@@ -67,7 +67,7 @@ class Loader:
         """Tokens of one copy."""
         return min(self.kernel.problem.page_size, STEP)
 
-    def boxes(self, r: Any, at: Step) -> list[tuple[int, Any, Any]]:
+    def boxes(self, r: Any, at: LatentStep) -> list[tuple[int, Any, Any]]:
         """Returns (first token in the step, page, first token in the page) of every copy."""
         p, boxes = self.kernel.problem, []
         page_size = p.page_size
@@ -94,7 +94,7 @@ class Loader:
         slot, columns = lax.rem(n, self.stages), pl.ds(half * HALF, HALF)
         self.load(r, boxes, columns, r.main.at[slot, half], r.main_full.at[slot])
 
-    def load_first(self, r: Any, half: Any, count: Any) -> Step:
+    def load_first(self, r: Any, half: Any, count: Any) -> LatentStep:
         """Starts to copy the first steps; returns the first step that is not started."""
         ahead = self.kernel.first_step(r)
         for n in range(self.stages):
@@ -106,7 +106,7 @@ class Loader:
             ahead = self.kernel.next_step(r, ahead)
         return ahead
 
-    def boxes_before_wait(self, r: Any, ahead: Step) -> Any:
+    def boxes_before_wait(self, r: Any, ahead: LatentStep) -> Any:
         return self.boxes(r, ahead)
 
     def during_matmuls(self, r: Any, n: Any, half: Any, count: Any) -> None:
@@ -117,7 +117,7 @@ class Loader:
         n = n + self.stages
         pl.when(n < count)(lambda: self.load_half(r, boxes, n, half))
 
-    def after_step(self, r: Any, n: Any, ahead: Step, half: Any, count: Any) -> None:
+    def after_step(self, r: Any, n: Any, ahead: LatentStep, half: Any, count: Any) -> None:
         """Does nothing more."""
 
     def named(self, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Loader:
 
 
 @dataclass(frozen=True)
-class EightBitLoader(Loader):
+class EightBitLatentLoader(LatentLoader):
     """Brings steps of an 8-bit cache to shared memory, and converts them to 16 bits there."""
 
     stages = EIGHT_BIT_STAGES
@@ -176,7 +176,7 @@ class EightBitLoader(Loader):
         plgpu.commit_smem()
         plgpu.barrier_arrive(r.main_full.at[lax.rem(n, self.stages)])
 
-    def load_first(self, r: Any, half: Any, count: Any) -> Step:
+    def load_first(self, r: Any, half: Any, count: Any) -> LatentStep:
         ahead = super().load_first(r, half, count)
         for n in (jnp.int32(n) for n in range(self.stages)):
             pl.when(n < count)(lambda n=n: self.convert_first(r, n, half))
@@ -184,7 +184,7 @@ class EightBitLoader(Loader):
             ahead = self.kernel.next_step(r, ahead)
         return ahead
 
-    def boxes_before_wait(self, r: Any, ahead: Step) -> Any:
+    def boxes_before_wait(self, r: Any, ahead: LatentStep) -> Any:
         """Returns nothing: copies start after the step, and have two steps to arrive."""
 
     def during_matmuls(self, r: Any, n: Any, half: Any, count: Any) -> None:
@@ -199,7 +199,7 @@ class EightBitLoader(Loader):
     def after_matmuls(self, r: Any, n: Any, boxes: Any, half: Any, count: Any) -> None:
         """Does nothing: the other columns are converted after the step."""
 
-    def after_step(self, r: Any, n: Any, ahead: Step, half: Any, count: Any) -> None:
+    def after_step(self, r: Any, n: Any, ahead: LatentStep, half: Any, count: Any) -> None:
         """Converts the other columns of the later step, and starts the next copy."""
         n = n + self.stages
         pl.when(n < count)(lambda: self.convert_others(r, n, half))
