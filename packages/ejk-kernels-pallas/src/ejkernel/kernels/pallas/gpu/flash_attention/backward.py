@@ -58,16 +58,17 @@ def _terms(
     """
     problem, rows = plan.problem, plan.n_q * plan.tiles.block_q
     factor = units.sign(problem) if problem.soft_cap is None else problem.soft_cap * LOG2E
-    start = late = _padded(-base * factor, rows, -np.inf * factor)
-    terms = {"neg_lse": start}
+    neg_lse = _padded(-base * factor, rows, -np.inf * factor)
+    terms = {"neg_lse": neg_lse}
     for name, x in delta_terms.items():
         terms[name] = x if name == "o" or x.shape[-1] >= rows else _padded(x, rows, 0.0)
     if not in_sum:
         return terms
-    large = jnp.isfinite(base) & (jnp.abs(base) >= units.LARGE / units.unit(problem))
-    large = jnp.any(large, axis=-1)
-    start = jnp.where(large[..., None], 0.0, start)
-    return terms | {"neg_lse": start, "large": large.astype(jnp.int32), "late": late}
+    is_large = jnp.isfinite(base) & (jnp.abs(base) >= units.LARGE / units.unit(problem))
+    adds_late = jnp.any(is_large, axis=-1)
+    start = jnp.where(adds_late[..., None], 0.0, neg_lse)
+    late = {"adds_late": adds_late.astype(jnp.int32), "late_neg_lse": neg_lse}
+    return terms | {"neg_lse": start} | late
 
 
 def _ranges(plan: Plan, operands: dict[str, Any]) -> Any:

@@ -104,22 +104,24 @@ def hide(
 
 
 def logits(
-    plan: Plan, r: Any, head: tuple[Any, Any], block: Any, first_row: Any, large: Any,
+    plan: Plan, r: Any, head: tuple[Any, Any], block: Any, first_row: Any, adds_late: Any,
     s: jax.Array, i: Any, masked: Any,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Returns base-2 logits of 64 keys with query block i, and tanh of capped ones.
 
-    ``head``: (batch, head); ``block``: of the keys, which begin at ``first_row``.
-    ``large``: whether the accumulators of this head began from 0, and lse is added here.
+    s ``[64 keys, block_q]`` are dot products, onto -lse where ``plan.lse_in_sum``. ``head``:
+    (batch, head); ``block``: of the keys, which begin at ``first_row``. ``adds_late``: whether the
+    accumulators of this head began from 0 and -lse is added here, since its large values would
+    round them (``backward._terms``). ``masked``: whether the tile needs a mask.
     """
     problem, block_q, tanh = plan.problem, plan.tiles.block_q, None
 
-    def subtract_lse(s: jax.Array) -> jax.Array:
-        row = r.late.at[*head, pl.ds(i * block_q, block_q)]
+    def add_neg_lse(s: jax.Array) -> jax.Array:
+        row = r.late_neg_lse.at[*head, pl.ds(i * block_q, block_q)]
         return s + spread(read(row, COLUMN, optimized=False), (ROWS, block_q), 1)
 
     if problem.soft_cap is None:
-        s = lax.cond(large, subtract_lse, lambda s: s, s)
+        s = lax.cond(adds_late, add_neg_lse, lambda s: s, s)
         x = s * (scale(problem) * LOG2E)
     else:
         tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))

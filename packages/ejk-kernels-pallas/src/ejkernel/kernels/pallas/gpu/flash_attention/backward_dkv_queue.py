@@ -32,9 +32,9 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     copy_step,
     for_each_visit,
     launch_backward,
+    logits,
     next_unit,
 )
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import logits
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 
 KV_BUFFERS = 2  # of keys and values
@@ -73,7 +73,7 @@ class KeyUnit:
         return lax.fori_loop(0, self.heads, one_head, jnp.int32(0))
 
 
-class WarpgroupKeys(NamedTuple):
+class UnitKeys(NamedTuple):
     """The 64 keys of a consumer warpgroup in a work unit.
 
     Attributes:
@@ -135,13 +135,13 @@ class ListKeyKernel(BackwardKernel):
             unit = KeyUnit(plan, r, index)
             slot = lax.rem(number, KV_BUFFERS)
             first_row = unit.block * plan.tiles.block_kv + wg * ROWS
-            keys = WarpgroupKeys(number, before, slot, first_row)
+            keys = UnitKeys(number, before, slot, first_row)
 
             def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array, Any]:
                 def of_head(h: Any) -> Callable[..., None]:
-                    large = plan.lse_in_sum and r.large[unit.batch, h] != 0
+                    adds_late = plan.lse_in_sum and r.adds_late[unit.batch, h] != 0
                     return functools.partial(
-                        self.add_block, r, unit, keys, dk_acc, dv_acc, h, large
+                        self.add_block, r, unit, keys, dk_acc, dv_acc, h, adds_late
                     )
 
                 steps = unit.for_each_block(of_head)
@@ -170,14 +170,14 @@ class ListKeyKernel(BackwardKernel):
         lax.while_loop(lambda carry: carry[0] >= 0, compute_unit, start)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def free_keys_before(self, r: Any, keys: WarpgroupKeys) -> None:
+    def free_keys_before(self, r: Any, keys: UnitKeys) -> None:
         """Frees the buffers of the previous unit, whose results are stored by now."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(r.kv_empty.at[1 - keys.slot])
 
     def add_block(
-        self, r: Any, unit: KeyUnit, keys: WarpgroupKeys, dk_acc: Any, dv_acc: Any, h: Any,
-        large: Any, i: Any, t: Any, masked: Any,
+        self, r: Any, unit: KeyUnit, keys: UnitKeys, dk_acc: Any, dv_acc: Any, h: Any,
+        adds_late: Any, i: Any, t: Any, masked: Any,
     ) -> None:  # fmt: skip
         """Adds query block i of head h, step t of the unit, to dk and dv."""
         plan, stages = self.plan, self.plan.tiles.stages
@@ -204,7 +204,7 @@ class ListKeyKernel(BackwardKernel):
 
             pl.when((t == 0) & (keys.number > 0))(lambda: self.free_keys_before(r, keys))
             head = (unit.batch, h)
-            x, tanh = logits(plan, r, head, unit.block, keys.first_row, large, s, i, masked)
+            x, tanh = logits(plan, r, head, unit.block, keys.first_row, adds_late, s, i, masked)
             if not plan.lse_in_sum:
                 x = x + spread(read(r.neg_lse_smem.at[slot], COLUMN), shape, 1)
             p = jnp.exp2(x)

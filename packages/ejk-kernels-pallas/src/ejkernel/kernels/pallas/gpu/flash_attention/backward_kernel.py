@@ -120,13 +120,13 @@ class WarpgroupKeys(NamedTuple):
         wg: index of the warpgroup.
         rows: its rows of the key block.
         first_row: its first key.
-        large: see ``logits``.
+        adds_late: see ``logits``.
     """
 
     wg: Any
     rows: Any
     first_row: Any
-    large: Any
+    adds_late: Any
 
 
 Results = Sequence[tuple[Any, Any, Any]]  # (accumulator, shared memory, output) of dk and of dv
@@ -144,12 +144,12 @@ class FusedKernel(BackwardKernel):
         plgpu.barrier_wait(r.kv_full)
         rows = pl.ds(wg * ROWS, ROWS)
         first_row = program.block * plan.tiles.block_kv + wg * ROWS
-        large = plan.lse_in_sum and r.large[program.batch, program.head] != 0
-        keys = WarpgroupKeys(wg, rows, first_row, large)
+        adds_late = plan.lse_in_sum and r.adds_late[program.batch, program.head] != 0
+        keys = WarpgroupKeys(wg, rows, first_row, adds_late)
 
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
             if plan.tiles.pipelined:
-                add_ahead(plan, r, program, wg, large, dk_acc, dv_acc)
+                add_ahead(plan, r, program, wg, adds_late, dk_acc, dv_acc)
                 return dk_acc[...], dv_acc[...]
             add_block = functools.partial(self.add_block, r, program, keys, dk_acc, dv_acc)
             steps = program.for_each_block(add_block)
@@ -194,7 +194,8 @@ class FusedKernel(BackwardKernel):
             plgpu.wgmma(dp_acc, r.v_smem.at[mine], r.do_smem.at[slot].T)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             head = (program.batch, program.head)
-            x, tanh = logits(plan, r, head, program.block, keys.first_row, keys.large, s, i, masked)
+            block, first_row = program.block, keys.first_row
+            x, tanh = logits(plan, r, head, block, first_row, keys.adds_late, s, i, masked)
             if not plan.lse_in_sum:
                 neg_lse = read(r.neg_lse_smem.at[slot], COLUMN)
                 x = x + spread(neg_lse, shape, 1)
@@ -380,10 +381,10 @@ class FusedKernel(BackwardKernel):
         ``[batch, heads, whole q blocks]``, negated so that accumulators can start from them, and
         -inf in rows that see nothing and rows past the end. -lse counts in ``units`` where
         accumulators start from it (``plan.lse_in_sum``), otherwise in base 2. Then two operands
-        more: ``large``, int32 ``[batch, heads]``, and ``late``, the -lse that is added later where
-        ``large`` is not 0. Ids are padded to whole blocks, other lengths to eight rows, of dk and
-        dv too. dq is float32 ``[batch, whole q blocks, heads, dim]``, not scaled, unwritten where
-        no key block visits; dk and dv are float32 too where heads share k and v.
+        more: ``adds_late``, int32 ``[batch, heads]``, and ``late_neg_lse``, the -lse that is added
+        later where ``adds_late`` is not 0. Ids are padded to whole blocks, other lengths to eight
+        rows, of dk and dv too. dq is float32 ``[batch, whole q blocks, heads, dim]``, not scaled,
+        unwritten where no key block visits; dk and dv are float32 too where heads share k and v.
         """
         plan, p = self.plan, self.plan.problem
         suffix = "_pipelined" if plan.tiles.pipelined else ""

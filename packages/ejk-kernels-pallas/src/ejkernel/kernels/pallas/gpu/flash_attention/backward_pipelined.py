@@ -52,11 +52,12 @@ def copy_ahead(plan: Plan, r: Any, batch: Any, head: Any, i: Any, n: Any) -> Non
 
 
 def add_ahead(
-    plan: Plan, r: Any, program: Any, wg: Any, large: Any, dk_acc: Any, dv_acc: Any
+    plan: Plan, r: Any, program: Any, wg: Any, adds_late: Any, dk_acc: Any, dv_acc: Any
 ) -> None:
     """Adds all query blocks of ``program`` to dk and dv, and hands over their parts of dq.
 
-    ``large``: see ``logits``. All matmuls are done at the end, and what was handed over is read.
+    ``adds_late``: see ``logits``. At the end all matmuls are done, and what was handed over is
+    read.
     """
     tiles, problem = plan.tiles, plan.problem
     dtype, shape = jnp.dtype(problem.dtype), (ROWS, tiles.block_q)
@@ -75,7 +76,7 @@ def add_ahead(
     def probabilities(s: jax.Array, n: Any) -> jax.Array:
         """Returns p of step n, whose do has been copied then."""
         i, masked = block_at(n)
-        x, _ = logits(plan, r, head, block, first_row, large, s, i, masked)
+        x, _ = logits(plan, r, head, block, first_row, adds_late, s, i, masked)
         p = jnp.exp2(x).astype(dtype)
         # a wait ends the basic block: the exponentials stay in front of the wait for dk and dq
         plgpu.barrier_wait(r.do_full.at[lax.rem(n, tiles.stages)])

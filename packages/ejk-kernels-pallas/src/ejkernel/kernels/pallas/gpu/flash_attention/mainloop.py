@@ -123,7 +123,7 @@ class TileLoop:
         second = jnp.int32(1)
         if scheduler.prefetches_late:
             read_next = lambda: scheduler.read_ahead(r, second)  # noqa: E731
-            # without a last step yet nothing is read ahead, and no number is tested
+            # unused: this tile has more steps, and its last one reads ahead
             ahead = lax.cond(j == tile.start, read_next, lambda: NextTile(second - 1))
         else:
             ahead = scheduler.read_ahead(r, second)
