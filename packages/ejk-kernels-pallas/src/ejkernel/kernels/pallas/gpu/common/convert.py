@@ -10,11 +10,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from ejkernel.kernels.pallas.gpu.common.registers import arith, asm, constant, i32, llvm, thread
-from ejkernel.kernels.pallas.gpu.common.tma import GROUP
+from ejkernel.kernels.pallas.gpu.common.tma import COPY_ROWS
 
-TILE_BYTES = 128  # of a row, in one tile of shared memory
-PIECE = 16  # values of a thread and turn
-TOGETHER = 4  # turns read before the first is written
+TILE_BYTES = 128  # bytes of a row in a tile of ``tiled``: the row of the pattern
+TILE = COPY_ROWS * TILE_BYTES  # bytes of a tile
+CHUNK = 16  # bytes that the pattern permutes: chunk c of row r is at c ^ r
+PIECE = 16  # neighbouring values of a row that a thread converts at once: two chunks
+PIECES_OF_TILE = TILE_BYTES // 2 // PIECE  # of a row of it
+THREADS = 128  # of a warpgroup
+TOGETHER = 4  # pieces of a thread that are read before the first is written
 
 # four values, $2, to float16: two in $0 and two in $1
 TO_FLOAT16 = {
@@ -52,13 +56,14 @@ def convert_rows(source: Any, target: Any, kind: str) -> None:
     ``target`` has 64 columns.
     """
     rows, columns = target.shape
-    tiles = columns * 2 // TILE_BYTES
+    tiles = columns * 2 // TILE_BYTES  # of a row
     pieces = columns // PIECE  # of a row
-    turns = rows * pieces // 128
-    in_place = tiles == 1  # so the source may be
+    turns = rows * pieces // THREADS  # pieces of a thread
+    may_overlap = tiles == 1
     to = {"float16": TO_FLOAT16, "bfloat16": TO_BFLOAT16}[jnp.dtype(target.dtype).name]
     text = f"{{ {to[kind]} }}"
-    pattern = (plgpu.TilingTransform((GROUP, TILE_BYTES // 2)), plgpu.SwizzleTransform(TILE_BYTES))
+    tile_shape = (COPY_ROWS, TILE_BYTES // 2)
+    pattern = (plgpu.TilingTransform(tile_shape), plgpu.SwizzleTransform(TILE_BYTES))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(pattern)))
     def apply(_: Any, source: Any, target: Any) -> None:
@@ -66,17 +71,18 @@ def convert_rows(source: Any, target: Any, kind: str) -> None:
         (pitch, _), _ = ir.MemRefType(source.type).get_strides_and_offset()
         (row_of_tiles, *_), _ = ir.MemRefType(target.type).get_strides_and_offset()
         source, target = (llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(x)) for x in (source, target))
-        number = arith.andi(thread(), constant(127))
+        number = arith.andi(thread(), constant(THREADS - 1))
+        # this thread's first piece: its place in the row, and the row
         piece = arith.remui(number, constant(pieces))
         line = arith.divui(number, constant(pieces))
-        row = arith.remui(line, constant(GROUP))
-        group = arith.divui(line, constant(GROUP))
-        tile = arith.divui(piece, constant(4))
-        # the halves of a piece change places where lanes would meet in a bank otherwise
+        row = arith.remui(line, constant(COPY_ROWS))  # of the tile
+        group = arith.divui(line, constant(COPY_ROWS))
+        tile = arith.divui(piece, constant(PIECES_OF_TILE))
+        # which half of a piece comes first: where lanes would meet in a bank otherwise, the second
         swapped = arith.xori(arith.shrui(number, constant(2)), arith.shrui(number, constant(3)))
         swapped = arith.andi(swapped, constant(int(tiles > 1)))
-        chunk = arith.muli(arith.remui(piece, constant(4)), constant(2))
-        tile_start = arith.muli(tile, constant(1024))
+        chunk = arith.muli(arith.remui(piece, constant(PIECES_OF_TILE)), constant(2))
+        tile_start = arith.muli(tile, constant(TILE))
         write_at = arith.addi(tile_start, arith.muli(row, constant(TILE_BYTES)))
         write_at = arith.addi(write_at, arith.muli(group, constant(2 * row_of_tiles)))
         write_at = arith.addi(target, write_at)
@@ -85,15 +91,15 @@ def convert_rows(source: Any, target: Any, kind: str) -> None:
         read_at = arith.addi(source, read_at)
 
         def half(index: int) -> tuple[Any, Any]:
-            """Returns the addresses of half a piece of the first turn: its source and target."""
+            """Returns the addresses of half of the first piece: its source and target."""
             mine = arith.xori(swapped, constant(index))
             at = arith.xori(arith.addi(chunk, mine), row)
-            read = arith.addi(read_at, arith.muli(mine, constant(8)))
-            return read, arith.addi(write_at, arith.muli(at, constant(16)))
+            read = arith.addi(read_at, arith.muli(mine, constant(PIECE // 2)))
+            return read, arith.addi(write_at, arith.muli(at, constant(CHUNK)))
 
         halves = [half(index) for index in range(2)]
-        lines = 128 // pieces  # rows of a turn
-        stride = lines // GROUP * 2 * row_of_tiles
+        lines = THREADS // pieces  # rows from a piece of a thread to its next
+        stride = lines // COPY_ROWS * 2 * row_of_tiles
 
         def read(turn: int) -> list[Any]:
             load = f"ld.shared.v2.b32 {{$0, $1}}, [$2+{turn * lines * pitch}];"
@@ -110,7 +116,7 @@ def convert_rows(source: Any, target: Any, kind: str) -> None:
         for first in range(0, turns, TOGETHER):
             turns_together = range(first, min(first + TOGETHER, turns))
             words_read = [read(turn) for turn in turns_together]
-            if in_place:
+            if may_overlap:  # a thread may write what others read
                 mgpu.utils.warpgroup_barrier()
             for turn, x in zip(turns_together, words_read, strict=True):
                 write(turn, x)

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, asm, element, i32
 
-GROUP = 16  # columns that change places among each other
+PERMUTED = 16  # neighbouring columns whose order changes among themselves
 FLOAT8 = jnp.float8_e4m3fn
 TEXT = (
     "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
@@ -29,7 +29,7 @@ TEXT = (
 def in_operand_order(x: jax.Array) -> jax.Array:
     """Returns ``x`` with every 16 entries of its last axis in the order of ``to_8_bit``."""
     *leading, n = x.shape
-    halves = x.reshape(*leading, n // GROUP, 2, 4, 2)
+    halves = x.reshape(*leading, n // PERMUTED, 2, 4, 2)
     return halves.swapaxes(-3, -2).reshape(x.shape)
 
 
@@ -46,11 +46,11 @@ def to_8_bit(x: jax.Array) -> jax.Array:
         four = ir.VectorType.get((4,), mgpu.utils.dtype_to_ir_type(FLOAT8))
         out = np.empty(layout.registers_shape(x.shape), dtype=object)
         for at in np.ndindex(out.shape):
-            # as in ``masks.hide_outside``: eight columns, and the upper or lower eight of 16 rows
+            # axes as in ``TileRegister``; here axis 1 is 16 columns
             pairs = []
-            for column in (2 * at[1], 2 * at[1] + 1):
+            for eight in (2 * at[1], 2 * at[1] + 1):
                 source = [0] * x.registers.ndim
-                source[0], source[1], source[4] = at[0], column, at[4]
+                source[0], source[1], source[4] = at[0], eight, at[4]
                 pairs.append(x.registers[tuple(source)])
             values = [element(pair, n) for pair in pairs for n in range(2)]
             word = asm(TEXT, "=r,f,f,f,f", i32(), *values)

@@ -31,6 +31,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     other_lane,
     packed,
     scf,
+    tile_registers,
     vector,
 )
 from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
@@ -39,8 +40,8 @@ from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
 def _reduce_rows(x: Any, combine: Any) -> list[Any]:
     """Returns the reduction of a lane's elements of each of its two rows."""
     results = []
-    for row in range(2):
-        pairs = [p for at, p in np.ndenumerate(x.registers) if at[4] == row]
+    for half in range(2):
+        pairs = [register.pair for register in tile_registers(x) if register.half == half]
         both = functools.reduce(combine, pairs)
         results.append(combine(element(both, 0), element(both, 1)))
     return results

@@ -24,6 +24,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     spread,
     thread,
     thread_place,
+    tile_registers,
     vector,
 )
 from ejkernel.types.masks.structure import Band
@@ -64,10 +65,8 @@ def hide_outside(
         base = arith.addi(distance.registers.item(), arith.subi(key, query))
         hidden = constant(fill)
         out = np.empty_like(x.registers)
-        # a register holds two columns of a row; its index: eight columns, and the upper or
-        # lower eight of sixteen rows
-        for index, pair in np.ndenumerate(x.registers):
-            r, c = 8 * index[4], 8 * index[1]
+        for register in tile_registers(x):
+            pair, r, c = register.pair, register.row, register.column
             for e in range(2):
                 value = element(pair, e)
                 shift = sign * (c + e - r)  # of this element's distance from the first's
@@ -85,7 +84,7 @@ def hide_outside(
                 pair = vector.insert(
                     value, pair, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e])
                 )
-            out[index] = pair
+            out[register.index] = pair
         return like(x, out)
 
     return apply(x, jnp.int32(distance), jnp.int32(left))
@@ -108,9 +107,8 @@ def hide_unset(x: jax.Array, bits: Any, fill: float = -np.inf) -> jax.Array:
             bit = arith.andi(mine, constant(1 << n))
             tests.append(compare("ne", bit, constant(0)))
         out = np.empty_like(x.registers)
-        at: Any
-        for at, pair in np.ndenumerate(x.registers):
-            out[at] = arith.select(tests[at[1] // 2], pair, hidden)
+        for index, pair, _, eight in tile_registers(x):
+            out[index] = arith.select(tests[eight // 2], pair, hidden)
         return like(x, out)
 
     return apply(x, jnp.int32(bits))

@@ -6,12 +6,13 @@ Functions of ``jax.Array`` are used in kernels; the others build the body of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -31,7 +32,7 @@ memref: Any = _memref
 scf: Any = _scf
 vector: Any = _vector
 
-LAYOUT = plgpu.Layout.WGMMA
+LAYOUT = plgpu.Layout.WGMMA  # of results and left operands of matmuls: a tile of 64 rows
 ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -100,6 +101,40 @@ def element(x: Any, at: int) -> Any:
     return vector.extract(x, dynamic_position=[], static_position=position)
 
 
+class TileRegister(NamedTuple):
+    """A register of a tile in ``LAYOUT``: two neighbouring columns of a row.
+
+    A thread has two rows, eight apart, and of every eight columns two (``thread_place``).
+
+    Attributes:
+        index: of the register in ``registers``.
+        pair: its two values.
+        half: 0 or 1: the thread's row.
+        eight: the eight columns they belong to.
+    """
+
+    index: Any
+    pair: Any
+    half: int
+    eight: int
+
+    @property
+    def row(self) -> int:
+        """Rows from the thread's first row."""
+        return 8 * self.half
+
+    @property
+    def column(self) -> int:
+        """Columns from the thread's first column to the pair's first."""
+        return 8 * self.eight
+
+
+def tile_registers(x: Any) -> Iterator[TileRegister]:
+    """Yields the registers of a tile in ``LAYOUT``, in their order."""
+    for index, pair in np.ndenumerate(x.registers):
+        yield TileRegister(index, pair, half=index[4], eight=index[1])
+
+
 def like(x: Any, registers: Any) -> Any:
     """Returns other registers as an array in the layout of ``x``."""
     return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
@@ -126,7 +161,10 @@ def spread(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def thread_place() -> tuple[Any, Any]:
-    """Row and column of a thread's first element of a tile; reads the thread index again."""
+    """Returns row and column of a thread's first element of a tile in ``LAYOUT``.
+
+    Reads the thread index again.
+    """
     number = thread()
     warp = arith.andi(arith.shrui(number, constant(5)), constant(3))
     lane = arith.andi(number, constant(31))

@@ -29,10 +29,11 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     scf,
     thread,
     thread_place,
+    tile_registers,
     vector,
     when,
 )
-from ejkernel.kernels.pallas.gpu.common.tma import GROUP
+from ejkernel.kernels.pallas.gpu.common.tma import COPY_ROWS
 from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
 
 
@@ -55,10 +56,9 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, clear: bool = False) -> jax.
             kind = old[0].type
             nothing = vector.broadcast(kind, zero)
             ends = [arith.cmpf(arith.CmpFPredicate.OEQ, row, zero) for row in rows]
-            at: Any
-            for at, pair in np.ndenumerate(x.registers):
-                pair = arith.mulf(pair, vector.broadcast(kind, rows[at[4]]))
-                new.append(arith.select(ends[at[4]], nothing, pair) if clear else pair)
+            for _, pair, half, _ in tile_registers(x):
+                pair = arith.mulf(pair, vector.broadcast(kind, rows[half]))
+                new.append(arith.select(ends[half], nothing, pair) if clear else pair)
             scf.yield_(new)
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(old)
@@ -78,8 +78,7 @@ def only_first(x: jax.Array, count: int, other: float) -> jax.Array:
         out = np.empty_like(x.registers)
         for n, at in enumerate(np.ndindex(x.registers.shape)):
             value = x.registers[at]
-            # as in ``hide_outside``: the upper or lower eight of sixteen rows
-            row = arith.addi(first, constant(8 * n))
+            row = arith.addi(first, constant(8 * n))  # as in ``TileRegister``
             inside = compare("slt", row, constant(count))
             out[at] = arith.select(inside, value, vector.broadcast(value.type, constant(other)))
         return like(x, out)
@@ -131,13 +130,12 @@ def store_row_range(
         batch, top, head, column, first, last = (s.registers.item() for s in scalars)
 
         row, pair_column = thread_place()
-        for index, pair in np.ndenumerate(x.registers):
-            # as in ``hide_outside``: eight columns, and the upper or lower eight of sixteen rows
-            mine = arith.addi(row, constant(8 * index[4]))
-            c = arith.addi(arith.addi(column, pair_column), constant(8 * index[1]))
+        for register in tile_registers(x):
+            mine = arith.addi(row, constant(register.row))
+            c = arith.addi(arith.addi(column, pair_column), constant(register.column))
             with when(arith.andi(compare("sge", mine, first), compare("slt", mine, last))):
                 row_head = (top, arith.addi(head, mine)) if heads else (arith.addi(top, mine), head)
-                vector.store(pair, ref, indices(batch, *row_head, c))
+                vector.store(register.pair, ref, indices(batch, *row_head, c))
 
     apply(ref, x, *scalars)
 
@@ -150,18 +148,18 @@ def clear_rows(ref: Any, first: Any, last: Any) -> None:
     only the cleared rows, and reads nothing.
     """
     rows, columns = ref.shape
-    kind = plgpu.RefType((plgpu.TilingTransform((GROUP, 64)), plgpu.SwizzleTransform(128)))
+    kind = plgpu.RefType((plgpu.TilingTransform((COPY_ROWS, 64)), plgpu.SwizzleTransform(128)))
 
     @plgpu.inline_mgpu(arg_types=(kind, SCALAR, SCALAR))
     def apply(_: Any, ref: Any, *ends: Any) -> None:
         first, last = (n.registers.item() for n in ends)
         number = arith.andi(thread(), constant(127))
-        row = arith.andi(arith.shrui(number, constant(3)), constant(GROUP - 1))
+        row = arith.andi(arith.shrui(number, constant(3)), constant(COPY_ROWS - 1))
         start = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
         start = arith.addi(start, arith.muli(number, constant(16)))
-        group = 2 * GROUP * columns  # bytes
-        for n in range(rows // GROUP):
-            mine = arith.addi(row, constant(n * GROUP))
+        group = 2 * COPY_ROWS * columns  # bytes
+        for n in range(rows // COPY_ROWS):
+            mine = arith.addi(row, constant(n * COPY_ROWS))
             outside = arith.ori(compare("slt", mine, first), compare("sge", mine, last))
             stores = "".join(
                 f" @p st.shared.v4.b32 [$0+{offset}], {{z, z, z, z}};"
@@ -185,9 +183,8 @@ def store_tile(ref: Any, x: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
     def apply(_: Any, ref: Any, x: Any) -> None:
         start, pitch = address(ref, *thread_place())
-        for at, pair in np.ndenumerate(x.registers):
-            # as in ``hide_outside``: eight columns, and the upper or lower eight of sixteen rows
-            offset = 8 * at[4] * pitch + 32 * at[1]
+        for register in tile_registers(x):
+            pair, offset = register.pair, register.row * pitch + register.column * 4
             text = f"st.global.v2.f32 [$0+{offset}], {{$1, $2}};"
             asm(text, "l,f,f", None, start, element(pair, 0), element(pair, 1))
 

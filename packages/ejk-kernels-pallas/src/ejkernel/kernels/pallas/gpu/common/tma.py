@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-GROUP = 8  # rows that a tiled copy moves together
+COPY_ROWS = 8  # rows that a tiled copy moves together
 
 
 def padded_rows(n: int) -> int:
-    """Returns ``n`` rounded up to full groups of rows."""
-    return -(-n // GROUP) * GROUP
+    """Returns ``n`` rounded up to full groups of ``COPY_ROWS``."""
+    return -(-n // COPY_ROWS) * COPY_ROWS
 
 
 def pad_rows(x: jax.Array) -> jax.Array:
@@ -30,5 +30,5 @@ def row_bytes(*columns: int, itemsize: int) -> int:
 
 def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
     """Shared memory in the pattern that wgmma and TMA read, in rows of ``swizzle`` bytes."""
-    columns = plgpu.TilingTransform((GROUP, swizzle // jnp.dtype(dtype).itemsize))
+    columns = plgpu.TilingTransform((COPY_ROWS, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(columns, plgpu.SwizzleTransform(swizzle)))

@@ -32,6 +32,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     packed,
     thread,
     thread_place,
+    tile_registers,
 )
 
 
@@ -79,7 +80,7 @@ def load_rows(ref: Any) -> jax.Array:
             words = [llvm.extractvalue(i32(), words, [i]) for i in range(4)]
             for i, word in enumerate(_transposed(odd, upper, words)):
                 at = [0] * registers.ndim
-                at[1], at[4] = group + i, half
+                at[1], at[4] = group + i, half  # as in ``TileRegister``
                 registers[tuple(at)] = llvm.bitcast(pair, word)
         return mgpu.FragmentedArray(_registers=registers, _layout=LAYOUT.to_mgpu(), _is_signed=None)
 
@@ -113,18 +114,18 @@ def store_rows(
         if choice:
             elsewhere, _ = address(choice[0], row, column)
             start = arith.select(choice[1].registers.item(), start, elsewhere)
-        by = {}
-        for at, pair in np.ndenumerate(x.registers):
+        scaled = {}
+        for _, pair, half, eight in tile_registers(x):
             values = [element(pair, 0), element(pair, 1)]
             if rows:
-                factor = element(rows[0].registers.flat[at[4]], 0)
+                factor = element(rows[0].registers.flat[half], 0)
                 values = [arith.mulf(v, factor) for v in values]
-            by[at[1], at[4]] = values
+            scaled[eight, half] = values
 
         groups_together = 2 if is_32_bit else 4
         for group in range(0, x.shape[1] // 8, groups_together):
             for half in range(2):
-                mine = [by[group + i, half] for i in range(groups_together)]
+                mine = [scaled[group + i, half] for i in range(groups_together)]
                 if is_32_bit:
                     a, b = ([llvm.bitcast(i32(), v) for v in values] for values in mine)
                     pairs = [_exchanged(odd, 1, *both) for both in zip(a, b, strict=True)]

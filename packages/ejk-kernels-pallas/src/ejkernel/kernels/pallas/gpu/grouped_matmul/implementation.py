@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.pallas.gpu.common.chip import current_chip
-from ejkernel.kernels.pallas.gpu.common.tma import GROUP
+from ejkernel.kernels.pallas.gpu.common.tma import COPY_ROWS
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import ACROSS, DOWN, PIECE, ROWS, Weights
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.core.invocation import BoundCall
@@ -103,8 +103,8 @@ class GroupedMatmul(GroupedPasses, ComposedKernel, PallasKernel):
             return f"rhs: {p.stored} has no gradient, which is all that is computed here"
         if p.dtype not in DTYPES:
             return f"lhs: {p.dtype} is not supported, only {' and '.join(DTYPES)}"
-        if p.rows % GROUP:
-            return f"lhs: {p.rows} rows are no multiple of {GROUP}"
+        if p.rows % COPY_ROWS:
+            return f"lhs: {p.rows} rows are no multiple of {COPY_ROWS}"
         down, across = matrix_shape(p)
         if down % PIECE or across % PIECE or down < DOWN or across < ACROSS:
             return (

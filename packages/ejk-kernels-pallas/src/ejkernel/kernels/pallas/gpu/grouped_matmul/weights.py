@@ -56,7 +56,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT
 from ejkernel.kernels.pallas.gpu.common.rows import clear_rows
-from ejkernel.kernels.pallas.gpu.common.tma import GROUP, tiled
+from ejkernel.kernels.pallas.gpu.common.tma import COPY_ROWS, tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.common.work_counter import fetch_index_in_warpgroup
 
@@ -90,7 +90,7 @@ class Tile(NamedTuple):
     @property
     def first(self) -> Any:
         """The first row that is copied."""
-        return pl.multiple_of(lax.div(self.start, GROUP) * GROUP, GROUP)
+        return pl.multiple_of(lax.div(self.start, COPY_ROWS) * COPY_ROWS, COPY_ROWS)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Weights:
         lane = call * (self.groups + 1) + group
         cursor = self.seek(r, cursor, jnp.where(exists, lane, cursor.lane))
         end = jnp.where(exists, cursor.end, cursor.start)
-        ahead = end - lax.div(cursor.start, GROUP) * GROUP
+        ahead = end - lax.div(cursor.start, COPY_ROWS) * COPY_ROWS
         steps = jnp.where(end > cursor.start, lax.div(ahead + ROWS - 1, ROWS), 0)
         return Tile(number, cursor.start, end, steps), cursor
 
