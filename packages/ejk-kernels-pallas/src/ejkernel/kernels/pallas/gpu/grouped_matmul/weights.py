@@ -72,15 +72,24 @@ TILES_AHEAD = 4  # that the scheduler may have published before all consumers ha
 
 
 class Cursor(NamedTuple):
-    """A lane (a group, or the rows of a call that no group owns) and its rows."""
+    """An entry of ``sizes`` and its rows ``start`` .. ``end``.
 
-    lane: Any
+    An entry is a group, or the rows of a call that no group owns, which follow its groups.
+    """
+
+    entry: Any
     start: Any
     end: Any
 
 
 class Tile(NamedTuple):
-    """Its group's rows are ``start`` .. ``end``; ``steps`` times 64 of them are multiplied."""
+    """A tile of a matrix.
+
+    Attributes:
+        number: number of the tile in the order of ``origin_of``.
+        start, end: rows of its group.
+        steps: steps of 64 rows from ``first`` to the last of them.
+    """
 
     number: Any
     start: Any
@@ -154,33 +163,38 @@ class Weights:
         row = band * self.band + lax.rem(index, height)
         return matrix, row * DOWN, lax.div(index, height) * ACROSS
 
-    def seek(self, r: Any, cursor: Cursor, lane: Any) -> Cursor:
-        """Advances the cursor to ``lane``."""
+    def seek(self, r: Any, cursor: Cursor, entry: Any) -> Cursor:
+        """Advances the cursor to ``entry``."""
 
         def advance(c: Cursor) -> Cursor:
-            size = jnp.clip(r.sizes[c.lane + 1], 0, self.rows)
-            return Cursor(c.lane + 1, c.end, jnp.minimum(c.end + size, self.rows))
+            size = jnp.clip(r.sizes[c.entry + 1], 0, self.rows)
+            return Cursor(c.entry + 1, c.end, jnp.minimum(c.end + size, self.rows))
 
-        return lax.while_loop(lambda c: c.lane < lane, advance, cursor)
+        return lax.while_loop(lambda c: c.entry < entry, advance, cursor)
 
     def tile(self, r: Any, number: Any, cursor: Cursor) -> tuple[Tile, Cursor]:
-        """A tile (past the last one: with the rows of the last), and the cursor at its group."""
+        """Returns tile ``number``, and the cursor at its group.
+
+        The cursor only advances: the groups of the tiles that a program takes never decrease. Past
+        the last tile the rows are the last tile's.
+        """
         matrix = self.origin_of(jnp.minimum(number, self.tiles - 1))[0]
         call = lax.div(matrix, self.held)
         group = matrix - call * self.held
         if hasattr(r, "offset"):
             group = group + r.offset[call if r.offset.shape[0] > 1 else 0]
         exists = (group >= 0) & (group < self.groups)
-        lane = call * (self.groups + 1) + group
-        cursor = self.seek(r, cursor, jnp.where(exists, lane, cursor.lane))
+        entry = call * (self.groups + 1) + group
+        cursor = self.seek(r, cursor, jnp.where(exists, entry, cursor.entry))
         end = jnp.where(exists, cursor.end, cursor.start)
         ahead = end - lax.div(cursor.start, COPY_ROWS) * COPY_ROWS
         steps = jnp.where(end > cursor.start, lax.div(ahead + ROWS - 1, ROWS), 0)
         return Tile(number, cursor.start, end, steps), cursor
 
     def schedule_tiles(self, r: Any, body: Callable[..., Any], carry: Any) -> tuple[Any, Any, Any]:
-        """Takes tiles and publishes them: (tiles, steps, carry) after ``carry = body(tile, n,
-        carry)`` of all, n steps before the tile.
+        """Takes tiles, publishes them, and runs ``carry = body(tile, n, carry)`` for each.
+
+        n is the number of steps before the tile. Returns (tiles, steps, carry) at the end.
         """
 
         def publish(i: Any, tile: Tile) -> None:
@@ -208,8 +222,11 @@ class Weights:
         return i, n, carry
 
     def follow_tiles(self, r: Any, body: Callable[..., Any], carry: Any) -> Any:
-        """``carry`` after ``following, carry = body(number, steps, n, follow, carry)`` of all tiles
-        that are taken, ``following = follow()``.
+        """Runs ``body(number, steps, n, follow, carry)`` for every tile that is published.
+
+        number and steps are of the tile, n is the number of steps before it. The body returns
+        (``follow()``, carry), and so decides when to wait for the next tile. Returns the last
+        carry.
         """
 
         def receive(i: Any) -> tuple[Any, Any]:
@@ -230,13 +247,14 @@ class Weights:
 
     # ---- copies -----------------------------------------------------------------------------
 
-    def copy(self, r: Any) -> None:
+    def produce(self, r: Any) -> None:
+        """Takes tiles and copies their rows: the part of the warpgroup that is the producer."""
         plgpu.set_max_registers(REGISTERS["producer"], action="decrease")
 
         def hand_over(slot: Any, low: Any, high: Any) -> None:
             """Clears the rows of other groups in a step and hands it over."""
             plgpu.barrier_wait(r.full_partial.at[slot])
-            for operand in (r.a, r.b):
+            for operand in (r.a_smem, r.b_smem):
                 clear_rows(operand.at[slot], low, high)
             plgpu.commit_smem()
             for _ in range(COPIES):
@@ -254,10 +272,10 @@ class Weights:
 
                 def start(barrier: Any) -> None:
                     rows = pl.ds(row, ROWS)
-                    a = r.lhs.at[rows, pl.ds(down, DOWN)]
-                    plgpu.copy_gmem_to_smem(a, r.a.at[slot], barrier.at[slot])
-                    b = r.dout.at[rows, pl.ds(across, ACROSS)]
-                    plgpu.copy_gmem_to_smem(b, r.b.at[slot], barrier.at[slot])
+                    a = r.a.at[rows, pl.ds(down, DOWN)]
+                    plgpu.copy_gmem_to_smem(a, r.a_smem.at[slot], barrier.at[slot])
+                    b = r.b.at[rows, pl.ds(across, ACROSS)]
+                    plgpu.copy_gmem_to_smem(b, r.b_smem.at[slot], barrier.at[slot])
 
                 pl.when(is_partial)(lambda: start(r.full_partial))
                 pl.when(jnp.logical_not(is_partial))(lambda: start(r.full))
@@ -281,7 +299,8 @@ class Weights:
 
     # ---- consumers --------------------------------------------------------------------------
 
-    def add(self, r: Any) -> None:
+    def consume(self, r: Any) -> None:
+        """Multiplies and stores 64 rows of every tile: the part of a consumer."""
         plgpu.set_max_registers(REGISTERS["consumer"], action="increase")
         wg = lax.axis_index("wg")
 
@@ -317,8 +336,8 @@ class Weights:
                 def add_step(s: Any, carry: Any) -> Any:
                     slot = lax.rem(n + s, self.stages)
                     plgpu.barrier_wait(r.full.at[slot])
-                    rows = r.a.at[slot, :, pl.ds(wg * ROWS, ROWS)]
-                    plgpu.wgmma(acc, rows.T, r.b.at[slot])
+                    columns = r.a_smem.at[slot, :, pl.ds(wg * ROWS, ROWS)]
+                    plgpu.wgmma(acc, columns.T, r.b_smem.at[slot])
                     for i in range(PARTS):
                         has_part = (s == i) & jnp.logical_not(new)
                         pl.when(has_part)(lambda i=i: store_part(finished, finished_t, i))
@@ -353,8 +372,8 @@ class Weights:
     def _scratch(self) -> dict[str, Any]:
         dtype = jnp.dtype(self.dtype)
         return {
-            "a": tiled((self.stages, ROWS, DOWN), dtype),
-            "b": tiled((self.stages, ROWS, ACROSS), dtype),
+            "a_smem": tiled((self.stages, ROWS, DOWN), dtype),
+            "b_smem": tiled((self.stages, ROWS, ACROSS), dtype),
             "staged": tiled((CONSUMERS, self.staged, ROWS, self.piece), dtype),
             "full": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
             "full_partial": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
@@ -366,14 +385,15 @@ class Weights:
         }
 
     def __call__(
-        self, lhs: jax.Array, dout: jax.Array, sizes: jax.Array, offset: jax.Array | None = None
+        self, a: jax.Array, b: jax.Array, sizes: jax.Array, offset: jax.Array | None = None
     ) -> jax.Array:
-        """``[batch * held, down, across]`` of lhs ``[rows, down]`` and dout ``[rows, across]``.
+        """Returns ``[batch * held, down, across]`` of a ``[rows, down]`` and b ``[rows, across]``.
 
-        sizes int32 ``[groups]``, of several calls ``[batch * (groups + 1)]``, with the rows
-        of each that no group owns; offset ``[1]`` or ``[batch]``.
+        a is lhs and b is dout, but for transposed matrices a is dout and b is lhs. sizes int32
+        ``[groups]``, of several calls ``[batch * (groups + 1)]``, with the rows of each that no
+        group owns; offset ``[1]`` or ``[batch]``: the group of the first matrix.
         """
-        inputs = {"lhs": lhs, "dout": dout, "sizes": sizes}
+        inputs = {"a": a, "b": b, "sizes": sizes}
         if offset is not None:
             inputs["offset"] = offset
 
@@ -381,8 +401,8 @@ class Weights:
             r = SimpleNamespace(**dict(zip((*inputs, "out"), refs, strict=True)), **scratch)
             r.counter = pl.get_global(plgpu.SemaphoreType.REGULAR)
             wg = lax.axis_index("wg")
-            pl.when(wg == CONSUMERS)(lambda: self.copy(r))
-            pl.when(wg < CONSUMERS)(lambda: self.add(r))
+            pl.when(wg == CONSUMERS)(lambda: self.produce(r))
+            pl.when(wg < CONSUMERS)(lambda: self.consume(r))
 
         matrices = (self.batch * self.held, self.down, self.across)
         kernel = plgpu.kernel(
