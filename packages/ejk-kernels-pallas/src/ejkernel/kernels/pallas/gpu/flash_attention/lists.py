@@ -20,7 +20,7 @@ from ejkernel.types.masks.blocks import cdiv
 from ejkernel.types.masks.pattern import inside_blocks, visited_tiles
 
 COUNTS = 2  # entries before the blocks of a list: count without an element mask, total count
-GROUP = 16  # rows and keys of a bit
+BIT_ROWS = 16  # rows, and keys, that a bit of ``bits`` stands for
 LIMIT = 2**15  # blocks of an axis that a visit can name; added where it needs an element mask
 SOME, EVERY = 1, 2  # of a tile: any row sees it, every row sees all of it
 
@@ -32,8 +32,8 @@ def unsupported_reason(problem: Problem) -> str | None:
     lengths = (problem.q_len, problem.kv_len)
     names = ("q_block_size", "kv_block_size")
     for name, block, length in zip(names, problem.pattern_blocks, lengths, strict=True):
-        if block % GROUP and block < length:
-            return f"{name}: blocks of {block} are not supported, only multiples of {GROUP}"
+        if block % BIT_ROWS and block < length:
+            return f"{name}: blocks of {block} are not supported, only multiples of {BIT_ROWS}"
         if length >= LIMIT * 64:
             return f"{name}: an axis of {length} is too long, up to {LIMIT * 64 - 1} is supported"
     return None
@@ -138,11 +138,11 @@ def _bits(problem: Problem, pattern: Any, rows: int, columns: int, *, by_key: bo
     xp, x = namespace(pattern), pattern
     axes = zip((2, 3), problem.pattern_blocks, (problem.q_len, problem.kv_len), strict=True)
     for axis, block, length in axes:
-        x = xp.take(x, (np.arange(0, length, GROUP) // block).astype(np.int32), axis)
+        x = xp.take(x, (np.arange(0, length, BIT_ROWS) // block).astype(np.int32), axis)
     if by_key:
         x = xp.swapaxes(x, 2, 3)
-    wide = columns // GROUP
-    x = xp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % (rows // GROUP)), (0, -x.shape[3] % wide)])
+    wide = columns // BIT_ROWS
+    x = xp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % (rows // BIT_ROWS)), (0, -x.shape[3] % wide)])
     x = x.reshape(*x.shape[:2], x.shape[2] // 4, 4, cdiv(x.shape[3], wide), wide)
     shift = 8 * np.arange(4)[:, None, None] + np.arange(wide)
     word = (x.astype(np.uint32) << shift.astype(np.uint32)).sum((3, 5), dtype=np.uint32)
