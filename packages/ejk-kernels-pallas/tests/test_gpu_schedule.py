@@ -150,7 +150,7 @@ def test_causal_loads_are_even(blocks):
 
 def test_the_queue_keeps_groups_together_and_starts_with_the_longest():
     costs = np.array([1, 3, 2])
-    numbers = schedule.queue(5, costs, 2)
+    numbers = schedule.queue_order(5, costs, 2)
     heads, blocks = numbers // 3, numbers % 3
     assert heads.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 4, 4, 4]
     assert blocks[:6].tolist() == [1, 1, 2, 2, 0, 0]

@@ -75,7 +75,7 @@ def band_blocks(first: Scalar, last: Scalar, length: int, band: Band, block: int
     return start, jnp.asarray(full_start, jnp.int32), jnp.asarray(full_stop, jnp.int32), stop
 
 
-def queue(rows: int, costs: np.ndarray, group: int) -> np.ndarray:
+def queue_order(rows: int, costs: np.ndarray, group: int) -> np.ndarray:
     """Returns tile indices in the order of the queue; ``costs`` has one value per query block."""
     blocks = len(costs)
     longest_first = np.argsort(-costs, kind="stable")
@@ -88,7 +88,7 @@ def queue(rows: int, costs: np.ndarray, group: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _assigned(rows: int, costs: tuple[float, ...], group: int, programs: int) -> np.ndarray:
-    numbers = queue(rows, np.asarray(costs), group)
+    numbers = queue_order(rows, np.asarray(costs), group)
     if len(numbers) > QUEUED or len(set(costs)) == 1:
         width = -(-len(numbers) // programs)
         padded = np.full(width * programs, -1)
@@ -96,11 +96,14 @@ def _assigned(rows: int, costs: tuple[float, ...], group: int, programs: int) ->
         waves = padded.reshape(width, programs)
         waves[1::2] = waves[1::2, ::-1]  # back and forth: costs that rise and fall even out
         return np.pad(waves.T, [(0, 0), (0, 1)], constant_values=-1).astype(np.int32)
-    return _played(numbers, np.tile(costs, rows), programs)
+    return _simulate_queue(numbers, np.tile(costs, rows), programs)
 
 
-def _played(numbers: np.ndarray, costs: np.ndarray, programs: int) -> np.ndarray:
-    """The tiles of each program, if the one that is free first takes the next."""
+def _simulate_queue(numbers: np.ndarray, costs: np.ndarray, programs: int) -> np.ndarray:
+    """Returns the tiles of each program, if the one that is free first takes the next.
+
+    ``numbers`` are tiles in the order of the queue, ``costs[number]`` is the cost of a tile.
+    """
     taken: list[list[int]] = [[] for _ in range(programs)]
     free = [(0.0, p) for p in range(programs)]
     for number in numbers.tolist():
@@ -117,7 +120,7 @@ def assign_lengths(costs: np.ndarray, group: int, programs: int) -> np.ndarray:
     numbers = np.arange(rows * blocks)
     # the longest of a few rows first
     order = np.lexsort((-flat, numbers // (group * blocks)))
-    return _played(numbers[order], flat, programs)
+    return _simulate_queue(numbers[order], flat, programs)
 
 
 def assign(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarray:
@@ -130,7 +133,7 @@ def assign(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarra
 
 @functools.lru_cache(maxsize=64)
 def _guided(rows: int, costs: tuple[float, ...], group: int, programs: int) -> np.ndarray:
-    numbers, of_row = queue(rows, np.asarray(costs), group), np.tile(costs, rows)
+    numbers, of_row = queue_order(rows, np.asarray(costs), group), np.tile(costs, rows)
     if len(numbers) > QUEUED:
         return np.pad(numbers[:, None], [(0, 0), (0, 1)], constant_values=-1).astype(np.int32)
     done = np.cumsum(of_row[numbers] + TILE_COST)
@@ -140,7 +143,7 @@ def _guided(rows: int, costs: tuple[float, ...], group: int, programs: int) -> n
         before = done[first - 1] if first else 0.0
         end = np.searchsorted(done, before + GUIDED_SHARE * (done[-1] - before), side="right")
         last = min(max(int(end), first + programs), len(numbers))
-        wave = _played(numbers[first:last], of_row, min(programs, last - first))
+        wave = _simulate_queue(numbers[first:last], of_row, min(programs, last - first))
         taken += [row[row >= 0].tolist() for row in wave]
         first = last
     return _padded(taken)
@@ -175,19 +178,19 @@ def assign_places(groups: int, places: int, programs: int) -> np.ndarray:
 def _assign_group(groups: int, places: int, programs: int) -> list[list[int]]:
     """Assigns the places of a few groups to programs.
 
-    Tiles of packed sequences of one length have costs that fall linearly, tiles of many lengths
-    costs that fall like a power of that. Each place goes to the program with the least work under
-    the worst of these models.
+    From the first place to the last, costs of tiles of packed sequences of one length fall
+    linearly; of many lengths, they fall like a power of that. Each place goes to the program with
+    the least work under the worst of these models.
     """
-    line = np.arange(places, 0, -1) / places
-    falls = np.stack([line**power for power in (0, 1, 2, 3, 5)], axis=1)
-    falls = falls / falls.mean(axis=0) + TILE_COST / 8
-    load = np.zeros((programs, falls.shape[1]))
+    linear = np.arange(places, 0, -1) / places
+    costs = np.stack([linear**power for power in (0, 1, 2, 3, 5)], axis=1)  # [places, models]
+    costs = costs / costs.mean(axis=0) + TILE_COST / 8
+    work = np.zeros((programs, costs.shape[1]))
     taken: list[list[int]] = [[] for _ in range(programs)]
     for number in range(groups * places):
-        after = load + falls[number % places]
-        p = int(np.argmin(after.max(axis=1)))
-        load[p] = after[p]
+        work_after = work + costs[number % places]
+        p = int(np.argmin(work_after.max(axis=1)))
+        work[p] = work_after[p]
         taken[p].append(number)
     return taken
 
@@ -200,6 +203,6 @@ def _padded(taken: list[list[int]]) -> np.ndarray:
 
 
 def band_costs(q_len: int, kv_len: int, band: Band, block_q: int, block_kv: int) -> np.ndarray:
-    """Key blocks visited by each query block."""
+    """Returns the number of key blocks that each query block visits."""
     of_queries, _ = structural_ranges([band], q_len, kv_len, block_q, block_kv)
     return np.maximum(of_queries.stop - of_queries.start, 1)

@@ -143,7 +143,11 @@ class ForwardKernel:
     # ---- launch -----------------------------------------------------------------------------
 
     def scratch(self) -> dict[str, Any]:
-        """Returns shared memory and barriers by name."""
+        """Returns shared memory and barriers by name.
+
+        JAX sorts a dict by its names: they decide the addresses, whichever part of the kernel a
+        name comes from.
+        """
         t, p = self.form.tiles, self.form.problem
         dtype = jnp.dtype(p.dtype)
 
@@ -202,6 +206,7 @@ class ForwardKernel:
         t = self.form.tiles
 
         def body(*refs, **scratch):
+            # operands, results, shared memory and barriers, and what ``scheduler.setup`` adds
             r = SimpleNamespace(**dict(zip((*inputs, *outputs), refs, strict=True)), **scratch)
             wg = lax.axis_index("wg")
             self.scheduler.setup(r)

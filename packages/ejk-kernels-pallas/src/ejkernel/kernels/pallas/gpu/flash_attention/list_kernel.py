@@ -123,7 +123,12 @@ def _launch_lists(
     name: str, works: Sequence[Callable[..., None]], programs: Sequence[int],
     inputs: Sequence[jax.Array], kinds: Sequence[Any], constants: Sequence[jax.Array] = (),
 ) -> Any:  # fmt: skip
-    """One launch for several works: ``programs`` of each, with an input and as many outputs."""
+    """Launches the ``works`` as one kernel; returns all outputs, in their order.
+
+    Work n has ``programs[n]`` programs, and is called as ``work(item, input, *outputs,
+    *constants)`` with an item below that, its own input and outputs, and all constants. ``kinds``
+    are the types of all outputs, as many of each work.
+    """
     outputs = len(kinds) // len(works)
 
     def body(*refs: Any) -> None:
@@ -186,6 +191,11 @@ def _loop(count: int, step: int, body: Callable[..., list[Any]], *carry: Any) ->
 def _make_list(
     item: Any, tiles: Any, lists: Any, lengths: Any, shape: tuple[int, ...], by_query: bool
 ) -> None:
+    """Makes the lists of rows ``4 * item`` on, one a warp: the work of ``make_lists``.
+
+    ``tiles`` int8 of this shape (rows, n), ``lists`` int32 ``[rows, COUNTS or 1 + n]``, ``lengths``
+    int32 ``[rows]``. The warp reads its row twice: it counts, then it stores at counted positions.
+    """
     rows, n = shape
     step = min(VOTES, cdiv(n, WARP)) * WARP
 
@@ -268,6 +278,13 @@ def _make_list(
 def _place_tiles(
     item: Any, lengths: Any, order: Any, slots: Any, shape: tuple[int, ...], size: int
 ) -> None:
+    """Stores ``RANKED`` tiles of a group where their ranks say: the work of ``longest_first``.
+
+    ``lengths`` int32 of this shape (groups, places); ``order`` and ``slots`` int32 ``[size]``, or
+    ``order`` has one entry for each tile and slots are None. A warp compares its tiles with all
+    tiles of the group: the rank of a tile is the number of longer ones. The first program also
+    stores -1 at the slots that no tile takes.
+    """
     groups, places = shape
     parts = cdiv(places, RANKED)
     per_warp = RANKED * WARP // THREADS  # tiles of a warp
