@@ -48,6 +48,8 @@ from ejktest.ahead import as_finished  # noqa: E402
 from ejktest.device import H200, on  # noqa: E402
 from ejktest.operand_dtypes import dtype_cases  # noqa: E402
 
+checkout.register()  # composed kernels ask for those of other packages
+
 Launches = list[dict[str, Any]]
 Texts = list[str]
 
@@ -309,13 +311,17 @@ def differences(before: Launches, after: Launches) -> Iterator[str]:
 def compare(options: argparse.Namespace) -> None:
     before, after = (json.loads(path.read_text()) for path in (options.before, options.after))
     both = [case for case in before if case in after]
-    count, changed = 0, set()
+    count, changed, refused = 0, set(), []
     for case in both:
         count += len(before[case])
+        if any("refused" in launch for launch in after[case]):
+            refused.append(case)
         for line in differences(before[case], after[case]):
             changed.add((case, line.partition(":")[0]))
             print(f"{case}: {line}")
     print(f"{len(both)} calls, {count} launches compared: {len(changed)} differ")
+    if refused:
+        print(f"refused, so nothing is compared: {', '.join(refused)}")
     for name, cases in (("before", before.keys() - after), ("after", after.keys() - before)):
         if cases:
             print(f"only {name}: {', '.join(sorted(cases))}")
