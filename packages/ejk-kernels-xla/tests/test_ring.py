@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import flash_attention, ring_attention
@@ -194,7 +194,7 @@ def test_which_ring_auto_takes_on_gpus(n: int, keys: int, sent: int) -> None:
     """Packed over more than two devices, and over two where a transfer is long for its kernel."""
     spec, x = P(None, "sp"), jax.ShapeDtypeStruct((1, n * keys, 4, 64), jnp.bfloat16)
     attend = partial(AsOnGpus(), axis_name="sp", layout="zigzag", causal=True)
-    mesh = AbstractMesh((n,), ("sp",))
+    mesh = AbstractMesh((n,), ("sp",), axis_types=(AxisType.Auto,))
     program = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
     text = str(jax.make_jaxpr(program)(x, x, x))
     # as integers on CPUs, in the dtype of the keys elsewhere
