@@ -48,7 +48,7 @@ from ejktest.ahead import as_finished  # noqa: E402
 from ejktest.device import H200, on  # noqa: E402
 from ejktest.operand_dtypes import dtype_cases  # noqa: E402
 
-checkout.register()  # composed kernels ask for those of other packages
+checkout.register()  # a composed kernel asks for the kernels of other packages
 
 Launches = list[dict[str, Any]]
 Texts = list[str]
