@@ -35,8 +35,8 @@ from ejkernel.kernels.pallas.gpu.serving.prefill import (
     scale_factors,
     tile_of,
 )
-from ejkernel.kernels.pallas.gpu.serving.tiles import EIGHT_BIT
 from ejkernel.ops import batch_invariant
+from ejkernel.types.arrays import EIGHT_BIT
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.serving.layout import KVLayout
 from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
@@ -115,7 +115,7 @@ def test_a_number_of_the_queue_is_a_tile_and_a_head():
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("cache", ["bfloat16", *EIGHT_BIT])
 def test_shared_memory_suffices(cache, d):
-    """Of a program on an H200, whatever Mosaic adds (``BARRIERS``)."""
+    """A program fits an H200, whatever Mosaic adds (``BARRIERS``)."""
     layout = KVLayout.interleaved(2, d)
     paged = PagedProblem(5, 8, 2, d, d, 40, 64, 64, "bfloat16", cache, cache, 1.0, layout)
     kernel = prefill_kernel(RaggedProblem(paged, 1024), 132)
@@ -164,16 +164,16 @@ def test_scales_are_those_of_caches_of_8_bits(query, cache, options, reason):
         ints(4), ints(4, 64), ints(5),
     )  # fmt: skip
 
-    def run(*arrays):
+    def attend(*arrays):
         return ragged_page_attention(*arrays, 4, **options)
 
     with on(H200):
         if reason is None:
-            program = jax.make_jaxpr(run)(*arrays)
+            program = jax.make_jaxpr(attend)(*arrays)
             assert "ragged_page_attention_prefill" in str(program)
         else:
             with pytest.raises(Unsupported, match=reason):
-                jax.make_jaxpr(run)(*arrays)
+                jax.make_jaxpr(attend)(*arrays)
 
 
 @pytest.mark.parametrize("page, ahead", [(16, True), (256, True), (512, False)])
@@ -291,7 +291,7 @@ def test_against_float32(name, hopper):
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128])
 def test_scales_of_heads_in_8_bits(d, hopper):
-    """As with one scale, the output of a key head times its own; a negative one turns logits."""
+    """A key head has the output of one scale times its own; a negative one turns logits."""
     m = replace(MIX, kv="float8_e4m3fn", d=d, ps=64)
     x = ragged_cases.draw(m)
     _, args = ragged_cases.reading(ragged_page_attention, m, x)

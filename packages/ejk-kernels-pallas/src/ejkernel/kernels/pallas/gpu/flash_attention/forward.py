@@ -22,6 +22,7 @@ within a warpgroup); Dao 2023, FlashAttention-2, section 3.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -93,12 +94,22 @@ class ForwardKernel:
 
     def load(self, r: Any, tensor: str, tile: Any, j: Any, n: Any) -> None:
         """Copies block j of "k" or "v", this program's n-th, to a free buffer."""
+        buffer, full, wait_until_free = self.buffer_of(r, tensor, n)
+        source = self.loader.source(r, tile, j)  # computed while waiting for the buffer
+        wait_until_free()
+        self.loader.copy(r, tensor, tile, source, buffer, full)
+
+    def buffer_of(self, r: Any, tensor: str, n: Any) -> tuple[Any, Any, Callable[[], None]]:
+        """Returns the buffer of this program's n-th block of "k" or "v", the barrier of its copies,
+        and a function that waits until the block before has been read."""
         stages = self.form.tiles.stages
         smem, full, empty = (getattr(r, f"{tensor}_{x}") for x in ("smem", "full", "empty"))
         slot = lax.rem(n, stages)
-        source = self.loader.source(r, tile, j)  # computed while waiting for the buffer
-        pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-        self.loader.copy(r, tensor, tile, source, smem.at[slot], full.at[slot])
+
+        def wait_until_free() -> None:
+            pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+
+        return smem.at[slot], full.at[slot], wait_until_free
 
     # ---- consumers --------------------------------------------------------------------------
 

@@ -32,7 +32,6 @@ from ejkernel.kernels.pallas.gpu.serving.prefill import (
 from ejkernel.kernels.pallas.gpu.serving.tiles import (
     DIMS,
     DTYPES,
-    EIGHT_BIT,
     MAX_COMPARED_PAGE,
     MIN_ROWS,
     long_prefill_of,
@@ -44,6 +43,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.stages import ComposedKernel, Stage, StagedKernel
 from ejkernel.ops.xla_gradients import XlaGradients
 from ejkernel.types import calls
+from ejkernel.types.arrays import EIGHT_BIT, is_eight_bit
 from ejkernel.types.calls import arguments
 from ejkernel.types.serving.problem import LatentProblem, RaggedProblem
 from ejkernel.types.serving.schedule import ROW_ALIGNMENT
@@ -81,7 +81,7 @@ class Ragged(XlaGradients, ComposedKernel, PallasKernel):
 
     def unread_argument(self, a: Mapping[str, Any]) -> str | None:
         unread = super().unread_argument(a)
-        if unread is not None or jnp.dtype(a[self.call.boundary.pools[0]].dtype).name in EIGHT_BIT:
+        if unread is not None or is_eight_bit(a[self.call.boundary.pools[0]]):
             return unread
         # decoding in the same launch knows no scales
         return next((name for name in SCALES if a.get(name) is not None), None)

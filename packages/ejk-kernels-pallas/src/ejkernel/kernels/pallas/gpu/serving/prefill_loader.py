@@ -233,11 +233,10 @@ class EightBitPagedLoader(PagedLoader):
 
         All threads of the warpgroup wait for the buffer and for the staged copies.
         """
-        stages, index = self.form.tiles.stages, STAGED.index(tensor)
-        smem, full, empty = (getattr(r, f"{tensor}_{x}") for x in ("smem", "full", "empty"))
-        slot = lax.rem(n, stages)
-        pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+        index = STAGED.index(tensor)
+        buffer, full, wait_until_free = kernel.buffer_of(r, tensor, n)
+        wait_until_free()
         plgpu.barrier_wait(r.staged_full.at[index])
-        convert_rows(r.staged.at[index], smem.at[slot], self.cache_dtype)
+        convert_rows(r.staged.at[index], buffer, self.cache_dtype)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(full.at[slot])
+        plgpu.barrier_arrive(full)

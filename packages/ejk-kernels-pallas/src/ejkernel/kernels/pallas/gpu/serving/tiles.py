@@ -7,7 +7,6 @@ from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 from ejkernel.types.serving.schedule import LongPrefill
 
 DTYPES = ("float16", "bfloat16")
-EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 DIMS = (64, 128)  # head dims of long prefill
 MIN_ROWS = 128  # rows of a sequence that fill a tile of every head
 MIN_ROUNDS = 2  # tiles a program at which tiles of several lengths even out
