@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,8 @@ class GroupedPasses:
         p = work.problem
         operands = {
             "lhs": arrays["lhs"].astype(p.dtype),
-            "rhs": arrays["rhs"] if p.stored else arrays["rhs"].astype(p.dtype),
-            **_group_operands(arrays),
+            **_matrix_operands(arrays, arrays.get("rhs_scale"), p),
             "existing": arrays.get("existing_out"),
-            "scale": column_scale(arrays.get("rhs_scale"), p),
         }
         return (self._stage_output("forward", work, operands),), ()
 
@@ -60,18 +58,12 @@ class GroupedPasses:
             p = replace(p, dtype="float32", precision=self.float32_precision)
             work = replace(work, problem=p, tiles=self.choose(p, work.target))
         dout, scale = scale_cotangent(dout, arrays, p)
-        dout, groups = dout.astype(p.dtype), _group_operands(arrays)
-        flipped = replace(work, problem=p.flipped())
-        operands = {
-            "lhs": dout,
-            "rhs": arrays["rhs"] if p.stored else arrays["rhs"].astype(p.dtype),
-            **groups,
-            "scale": column_scale(scale, flipped.problem),
-        }
+        dout, flipped = dout.astype(p.dtype), replace(work, problem=p.flipped())
+        operands = {"lhs": dout, **_matrix_operands(arrays, scale, flipped.problem)}
         grads["lhs"] = self._stage_output("dlhs", flipped, operands)
         if not p.stored:
-            lhs = arrays["lhs"].astype(p.dtype)
-            grads["rhs"] = self._stage_output("drhs", work, {"lhs": lhs, "dout": dout, **groups})
+            operands = {"lhs": arrays["lhs"].astype(p.dtype), "dout": dout}
+            grads["rhs"] = self._stage_output("drhs", work, operands | _group_operands(arrays))
         return grads
 
     def _stage_output(self, stage: str, work: Any, operands: Arrays) -> jax.Array:
@@ -86,14 +78,17 @@ def _group_operands(arrays: Arrays) -> Arrays:
     return {"group_sizes": arrays["group_sizes"], "offset": offset}
 
 
-@overload
-def column_scale(scale: jax.Array, p: GroupedProblem) -> jax.Array: ...
-@overload
-def column_scale(scale: jax.Array | None, p: GroupedProblem) -> jax.Array | None: ...
-def column_scale(scale: jax.Array | None, p: GroupedProblem) -> jax.Array | None:
+def _matrix_operands(arrays: Arrays, scale: jax.Array | None, p: GroupedProblem) -> Arrays:
+    """Returns the matrices that a stage multiplies with, their scale, and their groups."""
+    return {
+        "rhs": arrays["rhs"] if p.stored else arrays["rhs"].astype(p.dtype),
+        "scale": None if scale is None else column_scale(scale, p),
+        **_group_operands(arrays),
+    }
+
+
+def column_scale(scale: jax.Array, p: GroupedProblem) -> jax.Array:
     """Returns the scale of 8-bit matrices, ``[held, columns]`` in float32."""
-    if scale is None:
-        return None
     scale = scale[:, None] if scale.ndim == 1 else scale
     return jnp.broadcast_to(scale.astype(jnp.float32), (p.held, p.columns))
 
@@ -103,8 +98,8 @@ def scale_cotangent(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns what the gradient of ``lhs`` multiplies with 8-bit matrices, and their scale there.
 
-    That gradient sums over the columns, whose scales are therefore factors of ``dout``; a scale of
-    a full matrix is left for the accumulator, which rounds nothing. So is the largest scale of
+    That gradient is a sum over the columns, whose scales are therefore factors of ``dout``; a scale
+    of a full matrix is left for the accumulator, which rounds nothing. So is the largest scale of
     columns: without it, small scales would take the cotangent out of the range of float16.
     """
     scale = arrays.get("rhs_scale")
