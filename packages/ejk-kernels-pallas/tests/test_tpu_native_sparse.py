@@ -94,8 +94,8 @@ def two_branches(do, *arrays):
     """The gradients of all arrays of a call."""
 
     def attend(*arrays):
-        own_block = BLOCK_OF_TOKEN[None, :, None, None]
-        return native_sparse_attention(*arrays, own_block, 1, block_size=SIZE)
+        block_indices = BLOCK_OF_TOKEN[None, :, None, None]
+        return native_sparse_attention(*arrays, block_indices, 1, block_size=SIZE)
 
     return jax.vjp(attend, *arrays)[1](do)
 
@@ -233,7 +233,7 @@ def test_half_precision_and_wide_blocks():
 
 @pytest.mark.parametrize(("kind", "flash"), [("TPU v4", 3), ("TPU7x", 2)])
 def test_lowers_to_mosaic_kernels(kind, flash):
-    """Two kernels of the selected branch, those of flash attention, and the choice of blocks.
+    """Two kernels of the selected branch, the kernels of flash attention, and the choice of blocks.
 
     Where the named residuals are saved, ``jax.checkpoint`` runs none of them twice.
     """

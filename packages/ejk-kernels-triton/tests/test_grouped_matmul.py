@@ -240,14 +240,14 @@ def test_gradient_with_eight_bit_matrices_mapped():
 def test_eight_bit_matrices_and_their_scale_have_no_gradient():
     arrays = cases.stored("float8_e4m3fn", "group", M, (G, K, N), "float32", M)
 
-    def run(lhs, rhs, scale):
+    def loss(lhs, rhs, scale):
         return jnp.sum(jnp.sin(grouped_matmul(lhs, rhs, np.full(G, 5), rhs_scale=scale)))
 
     for number, name in ((1, "rhs"), (2, "rhs_scale")):
         with pytest.raises(NotImplementedError, match=f"grouped_matmul: {name}: .* no gradient"):
-            jax.eval_shape(jax.grad(run, number), *arrays)
+            jax.eval_shape(jax.grad(loss, number), *arrays)
     with pytest.raises(NotImplementedError, match="grouped_matmul is differentiable once"):
-        jax.eval_shape(jax.hessian(run), *arrays)
+        jax.eval_shape(jax.hessian(loss), *arrays)
 
 
 @pytest.mark.parametrize("factor", [1e-4, 1e3, 0.0])

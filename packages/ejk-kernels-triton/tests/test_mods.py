@@ -99,11 +99,11 @@ def test_next_to_every_other_option() -> None:
         )  # fmt: skip
 
     @jax.jit
-    def pull(arrays, do):
+    def differentiate(arrays, do):
         o, back = jax.vjp(run, *arrays)
         return o, back(do)
 
-    o, gradients = pull(tuple(x.values()), do)
+    o, gradients = differentiate(tuple(x.values()), do)
     gradients = dict(zip(x, gradients, strict=True))
     linear = x["w"][None, :, None, None] * (j - i)
     drop = oracle.dropout_factor(0.3, 1, (2, 2, 20, 20))

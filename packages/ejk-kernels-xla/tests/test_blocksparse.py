@@ -93,7 +93,7 @@ def close(a, b) -> None:
 
 @cache
 def dense_values_and_gradients():
-    """Returns those of flash attention with the pattern of ``problem`` as a mask."""
+    """Returns values and gradients of flash attention, the pattern of ``problem`` as a mask."""
     q, k, v, chosen = problem(length=128)
     dense = jnp.repeat(jnp.repeat(chosen, 64, -1), 64, -2)
 
@@ -105,7 +105,7 @@ def dense_values_and_gradients():
 
 @pytest.mark.parametrize("multiply_adds", [1, 3 * 2 * 64 * 64 * 8])
 def test_heads_walked_one_by_one_or_together(monkeypatch, multiply_adds: int) -> None:
-    """How many heads share a step changes nothing."""
+    """The number of heads that share a step changes nothing."""
     expected = dense_values_and_gradients()
     monkeypatch.setattr(tiles, "STEP_MULTIPLY_ADDS", multiply_adds)
     close(jax.jit(lambda *args: value_and_grad(*args))(*problem(length=128)), expected)

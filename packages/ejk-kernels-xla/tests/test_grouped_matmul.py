@@ -211,7 +211,7 @@ def test_eight_bit_matrices_and_their_scale_have_no_gradient(shape):
 
 
 def test_second_gradient_with_eight_bit_matrices():
-    """That of dequantised matrices."""
+    """It is the second gradient with dequantised matrices."""
     lhs, rhs, scale = cases.stored("int8", "column", 9, (G, K, N), "float32", 9)
     sizes, wide = np.array([3, 0, 4, 1]), np.asarray(rhs) * scale[:, None]
 

@@ -112,8 +112,8 @@ class ContextParallel:
         plan = make_plan(ring, rules, *lengths, joined=joined, divides=self.divides_own_step)
         choice = choose_strategy(a, ring, plan, rules)
         steps, keys = plan.schedule.count, a["key"].shape[1]
-        takes_form = steps > 2 or (steps == 2 and keys <= self.short_shard)
-        if choice.strategy == "ring" and takes_form:
+        is_ring_form = steps > 2 or (steps == 2 and keys <= self.short_shard)
+        if choice.strategy == "ring" and is_ring_form:
             choice = choice._replace(strategy=self.ring_strategy)
         forms = tuple((name, mod.form) for name, mod in mods.items())
         dense = any(part.attention_mask is not None for part in parts)

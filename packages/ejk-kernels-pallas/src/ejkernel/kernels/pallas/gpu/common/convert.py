@@ -98,11 +98,11 @@ def convert_rows(source: Any, target: Any, kind: str) -> None:
             return read, arith.addi(write_at, arith.muli(at, constant(CHUNK)))
 
         halves = [half(index) for index in range(2)]
-        lines = THREADS // pieces  # rows from a piece of a thread to its next
-        stride = lines // COPY_ROWS * 2 * row_of_tiles
+        row_step = THREADS // pieces  # rows from a piece of a thread to its next
+        stride = row_step // COPY_ROWS * 2 * row_of_tiles
 
         def read(turn: int) -> list[Any]:
-            load = f"ld.shared.v2.b32 {{$0, $1}}, [$2+{turn * lines * pitch}];"
+            load = f"ld.shared.v2.b32 {{$0, $1}}, [$2+{turn * row_step * pitch}];"
             words_read = [asm(load, "=r,=r,r", two, at) for at, _ in halves]
             return [[llvm.extractvalue(i32(), x, [i]) for i in range(2)] for x in words_read]
 

@@ -99,17 +99,17 @@ def _assigned(rows: int, costs: tuple[float, ...], group: int, programs: int) ->
     return _simulate_queue(numbers, np.tile(costs, rows), programs)
 
 
-def _simulate_queue(numbers: np.ndarray, costs: np.ndarray, programs: int) -> np.ndarray:
+def _simulate_queue(tiles: np.ndarray, costs: np.ndarray, programs: int) -> np.ndarray:
     """Returns the tiles of each program, if the one that is free first takes the next.
 
-    ``numbers`` are tiles in the order of the queue, ``costs[number]`` is the cost of a tile.
+    ``tiles`` are tiles in the order of the queue, ``costs[tile]`` is the cost of a tile.
     """
     taken: list[list[int]] = [[] for _ in range(programs)]
     free = [(0.0, p) for p in range(programs)]
-    for number in numbers.tolist():
+    for tile in tiles.tolist():
         time, p = heapq.heappop(free)
-        taken[p].append(number)
-        heapq.heappush(free, (time + float(costs[number]) + TILE_COST, p))
+        taken[p].append(tile)
+        heapq.heappush(free, (time + float(costs[tile]) + TILE_COST, p))
     return _padded(taken)
 
 

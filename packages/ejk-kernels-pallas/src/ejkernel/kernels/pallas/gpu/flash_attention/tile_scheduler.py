@@ -323,7 +323,7 @@ class FlaggedScheduler(StaticScheduler):
     def number(self, r: Any, i: Any) -> jax.Array:
         """Returns the number of the i-th flagged tile, -1 after the last.
 
-        Counts set flags from the first on; a flag stands for ``tiles_per_flag`` tiles in a row.
+        Counts set flags, the first one first; a flag stands for ``tiles_per_flag`` tiles in a row.
         """
         tiles_per_flag, columns = self.tiles_per_flag(r), r.order.shape[1]
         bits = self.flag_words * WORD

@@ -62,7 +62,7 @@ class OutputGradient(NamedTuple):
     Attributes:
         base: the lse that the kernels of gradients read, from ``attend``.
         do: gradient of the full output ``[b, s, h, dv]``, which the gate does not multiply.
-        delta: sums of ``do`` times the branch's output ``[b, s, h]``.
+        delta: row sum of ``do`` times the branch's output ``[b, s, h]``.
         gate: ``[b, s, h]``; None: 1.
         dq: the sum of dq of the branches before; None: there are none.
     """
