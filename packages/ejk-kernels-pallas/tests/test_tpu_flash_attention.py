@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels.pallas.tpu.blocksparse_attention.implementation import blocksparse_attention
 from ejkernel.kernels.pallas.tpu.common.chip import get_chip, interpreter
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.implementation import (
@@ -169,6 +170,20 @@ def test_query_gradient_of_its_own_kernel():
     q = jnp.ones((1, 8, 1, 64))
     with pytest.raises(ConfigError, match="fuses_gradients"):
         flash_attention(q, q, q, cfg={"fuses_gradients": True})
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_padded_keys_next_to_logits_far_below_zero(listed):
+    """Their logit is 0, far above the lse; one kernel adds their tiles to the query gradient."""
+    call = small("negative", q=256, k=300)
+    x = arrays(call)
+    x["q"], x["k"] = 4 + 0.1 * x["q"], 0.1 * x["k"] - 4
+    attend_pattern = functools.partial(
+        blocksparse_attention,
+        block_mask=np.ones((1, 1, 2, 3), bool), q_block_size=128, kv_block_size=128,
+    )  # fmt: skip
+    function = attend_pattern if listed else flash_attention
+    check(call, x, *run(with_mask_info(function), call, x))
 
 
 def test_forward_without_maxima():

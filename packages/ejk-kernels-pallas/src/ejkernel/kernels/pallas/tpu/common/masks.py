@@ -120,12 +120,27 @@ class Visits:
 
 
 def visits(
-    mask: MaskInfo, rules: TileRules, block_q: int, block_kv: int, transposed: bool
+    mask: MaskInfo,
+    rules: TileRules,
+    block_q: int,
+    block_kv: int,
+    *,
+    transposed: bool,
+    masks_last_outer: bool = False,
 ) -> Visits:
-    """The block ranges of a mask; counts are exact where the mask has no traced arrays."""
+    """The block ranges of a mask; counts are exact where the mask has no traced arrays.
+
+    ``transposed``: blocks of keys are the outer ones. ``masks_last_outer``: every tile of the last
+    outer block needs an element mask.
+    """
     q_len, kv_len = rules.q_len, rules.kv_len
     blocks = (block_q, block_kv)
     ranges = static_block_ranges(mask, q_len, kv_len, *blocks, transposed=transposed)[:, 0]
+    if masks_last_outer:
+        is_last = np.arange(ranges.shape[1])[:, None] == ranges.shape[1] - 1
+        is_full_range = np.array([False, True, True, False])
+        xp: Any = jnp if isinstance(ranges, jax.Array) else np
+        ranges = xp.where(is_last & is_full_range, 0, ranges)
     table, rows = ranges.reshape(-1), ranges.shape[0]
     if isinstance(ranges, jax.Array):
         return Visits(table, rows, -(-q_len // block_q) if transposed else -(-kv_len // block_kv))
@@ -144,10 +159,11 @@ def block_lists(
     tiles: Blocks,
     *,
     transposed: bool,
+    masks_last_outer: bool = False,
 ) -> Any:
     """Returns int32 ``[#b, #h, outer_blocks, 1 + steps]``, as ``Visits`` has them.
 
-    numpy, with as few steps as suffice, where the mask and the pattern are.
+    numpy, with as few steps as suffice, where the mask and the pattern are. Options as ``visits``.
     """
     lengths = rules.q_len, rules.kv_len
     visible_tiles, full_tiles = visited_tiles(mask, pattern, blocks, *lengths, *tiles)
@@ -157,6 +173,9 @@ def block_lists(
     # a last block may be cut
     is_whole = np.arange(visible_tiles.shape[-1]) < length // block
     full_tiles = full_tiles & is_whole.reshape((1,) * (full_tiles.ndim - 1) + (-1,))
+    if masks_last_outer:
+        outer_blocks = visible_tiles.shape[-2]
+        full_tiles = full_tiles & (np.arange(outer_blocks) < outer_blocks - 1)[:, None]
     is_known = isinstance(visible_tiles, np.ndarray) and isinstance(full_tiles, np.ndarray)
     xp: Any = np if is_known else jnp
     order = xp.argsort(~visible_tiles, axis=-1, stable=True)
@@ -212,12 +231,13 @@ def visible(
     *,
     queries_on_lanes: bool,
     check_queries: bool,
+    check_keys: bool,
 ) -> jax.Array:
     """Element mask of a tile.
 
     Queries lie along sublanes and keys along lanes, or the reverse (``queries_on_lanes``).
     ``columns`` ``[n, 128]`` are the pairs' values along sublanes, ``rows`` ``[1, m]`` those along
-    lanes. The length of the inner side is checked: of queries with ``check_queries``, else of keys.
+    lanes. ``check_queries``, ``check_keys``: whether tokens past this length are hidden.
     """
     sublane, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     i, j = (lane, sublane) if queries_on_lanes else (sublane, lane)
@@ -230,7 +250,7 @@ def visible(
             seen.append(distance <= rules.band.hi - shift)
     if check_queries:
         seen.append(i < rules.q_len - first_q)
-    else:
+    if check_keys:
         seen.append(j < rules.kv_len - first_kv)
     for name, down, across in zip(rules.pairs, columns, rows, strict=True):
         down = fit(down, shape[1])

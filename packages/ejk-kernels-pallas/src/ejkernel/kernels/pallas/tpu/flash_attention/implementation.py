@@ -198,7 +198,17 @@ def kernel_lists(work: Work, arrays: Arrays, kernel: str) -> Any:
     return block_lists(
         arrays["mask"], arrays["pattern"], p.pattern_blocks, rules, sizes,
         transposed=kernel in tiles.KEYS_OUTER,
+        masks_last_outer=_masks_padded_keys(p, t, kernel),
     )  # fmt: skip
+
+
+def _masks_padded_keys(p: Problem, t: tiles.Tiles, kernel: str) -> bool:
+    """Returns whether a kernel with keys outside has to hide those past the length.
+
+    The fused kernel adds them to the gradient of the queries. A padded key is 0, but where the lse
+    of a row is below -88 its weight exp(0 - lse) is infinite, and infinity times 0 is NaN.
+    """
+    return kernel == "fused" and p.kv_len % t.block_kv != 0
 
 
 def _prepare(
@@ -207,12 +217,18 @@ def _prepare(
     """Layout, table of visited blocks and padded value pairs ``[#b, 1, tokens]`` of a kernel."""
     p, t, mask = work.problem, getattr(work.tiles, kernel), arrays["mask"]
     rules, pairs = tile_rules(mask, p.q_len, p.kv_len)
+    masks_padded_keys = _masks_padded_keys(p, t, kernel)
     if "pattern" in arrays:
         lists = arrays.get("lists")
         visited = list_visits(lists[kernel] if lists else kernel_lists(work, arrays, kernel))
     else:
-        visited = visits(mask, rules, t.block_q, t.block_kv, transposed=kernel in tiles.KEYS_OUTER)
-    layout = Layout(p, t, rules, work.target, *visited.static_flags)
+        visited = visits(
+            mask, rules, t.block_q, t.block_kv,
+            transposed=kernel in tiles.KEYS_OUTER, masks_last_outer=masks_padded_keys,
+        )  # fmt: skip
+    layout = Layout(
+        p, t, rules, work.target, *visited.static_flags, masks_padded_keys=masks_padded_keys
+    )
     rows = [
         (padded(q[:, None], layout.q_padded), padded(kv[:, None], layout.kv_padded))
         for q, kv in pairs.values()

@@ -29,6 +29,7 @@ class Layout:
         table_rows, steps, has_full, has_partial, table_heads, listed: of ``Visits``.
         gated: whether the output was multiplied by a gate for each row, which gradients read. A row
             that sees no key may then hold NaN in q and do.
+        masks_padded_keys: whether keys past the length are hidden although they are the outer side.
     """
 
     problem: Problem
@@ -42,6 +43,7 @@ class Layout:
     table_heads: int = 1
     listed: bool = False
     gated: bool = False
+    masks_padded_keys: bool = False
 
     @property
     def dim(self) -> int:

@@ -130,6 +130,7 @@ class Step:
             tuple(rows),
             queries_on_lanes=self.queries_on_lanes,
             check_queries=self.keys_outer,
+            check_keys=not self.keys_outer or self.layout.masks_padded_keys,
         )
 
 
