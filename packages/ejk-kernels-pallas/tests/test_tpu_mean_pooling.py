@@ -45,7 +45,10 @@ def check(x, cu=None, mask=None, chunk=None):
 
 @pytest.mark.parametrize(
     ("chunk", "masked"),
-    cover(itertools.product([None, 5, 16], [False, True]), (None, True), (5, False), (16, True)),
+    cover(
+        itertools.product([None, 5, 9, 16], [False, True]),
+        *((None, True), (5, False), (9, False), (16, True)),
+    ),
 )
 def test_chunks_match_the_reference(chunk, masked):
     mask = np.random.default_rng(0).integers(0, 2, (2, 35))
@@ -114,8 +117,11 @@ def test_lowers_to_mosaic_kernels(kind):
         out = mean_pooling(x[None], chunk_size=16, attention_mask=mask[None])
         return out.astype(jnp.float32).sum()
 
+    def short_last_chunk(x, cu, mask):
+        return mean_pooling(x[None, :20], chunk_size=7).astype(jnp.float32).sum()
+
     with interpret_mode(False), on_chip(kind):
-        for run in (packed, chunks):
+        for run in (packed, chunks, short_last_chunk):
             made = export.export(jax.jit(jax.value_and_grad(run)), platforms=["tpu"])(x, cu, mask)
             assert made.mlir_module().count("tpu_custom_call") == 2
 

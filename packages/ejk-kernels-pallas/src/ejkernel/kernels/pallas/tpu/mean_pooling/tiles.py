@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
+from ejkernel.kernels.pallas.tpu.common.chip import LANES, SUBLANES, Chip
 from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 # Elements of a block: a step takes at least a microsecond to fetch, several times its own overhead.
@@ -38,6 +38,9 @@ def choose(p: PoolingProblem, chip: Chip) -> Tiles:
     if not p.sequences:
         for width in widths:
             groups = min(BLOCK // (width * p.chunk) // unit * unit, p.groups)
+            if groups * p.chunk != p.rows and groups * p.chunk % SUBLANES:
+                # no block may end within a register, save where the array does
+                groups = -(-groups // unit) * unit
             if groups:
                 return Tiles(groups, groups * p.chunk, min(width, p.channels))
     rows = p.batch * p.rows
