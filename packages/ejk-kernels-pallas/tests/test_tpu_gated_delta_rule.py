@@ -140,3 +140,12 @@ def test_tiles_fit(kind):
             sizes = (1, 4096, 8, 8, dim, dim, 0, 1.0, False, dtype, dtype, dtype)
             p = problem.Problem(*sizes, gated=True, normalize=False, channels=True)
             assert problem.choose(p, chip).vmem(p, backward=True) <= chip.vmem // 4 * 3
+
+
+@pytest.mark.parametrize(("kind", "supported"), [("TPU v4", False), ("TPU v6 lite", True)])
+def test_states_of_a_group_may_be_too_many(kind, supported):
+    """Gradients hold a state for each value head of a key; compiled by libtpu, 27 MiB here."""
+    sizes = (1, 4096, 32, 1, 128, 128, 0, 1.0, False, *["float32"] * 3)
+    p = problem.Problem(*sizes, gated=True, normalize=False, channels=True)
+    reason = gated_delta_rule.unsupported_reason(p, get_chip(kind))
+    assert reason is None if supported else "32 heads of 128 that share a key" in reason

@@ -12,7 +12,12 @@ from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.backward import backward
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.forward import forward
-from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem, choose, problem_of
+from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import (
+    Problem,
+    Tiles,
+    choose,
+    problem_of,
+)
 from ejkernel.kernels.pallas.tpu.linear_attention.implementation import (
     batched,
     by_head,
@@ -40,7 +45,14 @@ class GatedDeltaRule(PallasKernel):
     choose = staticmethod(choose)
 
     def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
-        return problem.unsupported or None
+        if problem.unsupported:
+            return problem.unsupported
+        # what the compiler keeps of chunks of channel gates is up to a third more than estimated
+        limit = target.tile_memory if problem.channels else target.vmem
+        if Tiles(chunks=1).vmem(problem, backward=True) > limit:
+            heads = f"{problem.group} heads of {problem.value_dim} that share a key"
+            return f"value: the states of {heads} do not fit into vector memory"
+        return None
 
     def variant_reason(self, problem: Problem) -> str | None:
         return variant_reason(problem, self.choose(problem, self.target()))
