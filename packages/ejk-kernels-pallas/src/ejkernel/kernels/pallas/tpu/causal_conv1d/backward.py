@@ -33,7 +33,7 @@ from ejkernel.kernels.pallas.tpu.causal_conv1d.forward import (
 )
 from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import NEAR, Tiles
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.segments import Visits
+from ejkernel.kernels.pallas.tpu.common.segments import Visits, replace_inside
 from ejkernel.types.problems.convolution import ConvolutionProblem
 
 
@@ -75,9 +75,8 @@ def _kernel(p: ConvolutionProblem, t: Tiles, *refs: Any) -> None:
     dtaps_ref[p.width : p.width + 1] += jnp.sum(of_block, axis=0, keepdims=True)
     dhistory_ref[...] = dhistory
 
-    others = dx_ref[...].astype(jnp.float32)
     dx = dhistory[NEAR : NEAR + t.rows]
-    dx_ref[...] = jnp.where(inside, dx, others).astype(dx_ref.dtype)
+    dx_ref[...] = replace_inside(dx_ref[...], dx, inside)
 
     # the rows before a sequence have the gradient of its state
     @pl.when(at.begins(t) & (at.sequence < p.states))

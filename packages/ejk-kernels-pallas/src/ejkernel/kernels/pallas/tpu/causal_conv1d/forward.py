@@ -24,7 +24,12 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import NEAR, Tiles
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block, rows_inside
+from ejkernel.kernels.pallas.tpu.common.segments import (
+    Visits,
+    replace_inside,
+    row_block,
+    rows_inside,
+)
 from ejkernel.types.problems.convolution import ConvolutionProblem
 
 
@@ -102,9 +107,8 @@ def _kernel(p: ConvolutionProblem, t: Tiles, *refs: Any) -> None:
     if p.silu:
         y = y * lax.logistic(y)
     inside = at.mask(0, t.rows, t.channels)
-    others = y_ref[...].astype(jnp.float32)
     y = jnp.where(at.sequence < p.states, y, 0.0)
-    y_ref[...] = jnp.where(inside, y, others).astype(y_ref.dtype)
+    y_ref[...] = replace_inside(y_ref[...], y, inside)
 
 
 class Specs(NamedTuple):
@@ -144,9 +148,10 @@ def specs_of(p: ConvolutionProblem, t: Tiles) -> Specs:
 
 
 def compiler_params(chip: Chip, t: Tiles) -> Any:
-    limit = min(chip.vmem, max(2 * t.vmem(), 16 * 2**20))
+    """Returns the parameters of both passes; blocks of channels may be on different cores."""
     return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(limit)
+        dimension_semantics=("parallel", "arbitrary"),
+        vmem_limit_bytes=chip.vmem_limit(2 * t.vmem()),
     )
 
 

@@ -47,6 +47,13 @@ class Chip:
         """Bytes that tiles may take; the rest is left to what the compiler moves ahead."""
         return self.vmem // 4 * 3
 
+    def vmem_limit(self, needed: int) -> int:
+        """Returns the limit of vector memory of a kernel that needs so many bytes of it.
+
+        Never less than the 16 MiB that a kernel without a limit gets: estimates may be too low.
+        """
+        return min(self.vmem, max(needed, 16 * 2**20))
+
 
 @functools.cache
 def get_chip(kind: str, cores: int | None = 1) -> Chip:

@@ -65,7 +65,33 @@ def row_block(visit: Any, segment: Any, shift: Any) -> Any:
     return shift[segment[visit]] + visit
 
 
+def is_first_visit(segment: Any, visit: Any, current: Any) -> Any:
+    """Returns whether a visit is the first of its segment ``current``; ``segment``: the table."""
+    return (visit == 0) | (segment[jnp.maximum(visit - 1, 0)] != current)
+
+
+def is_last_visit(segment: Any, visit: Any, current: Any, last: Any) -> Any:
+    """Returns whether a visit is the last of its segment; ``last``: the last visit of all."""
+    return (visit == last) | (segment[jnp.minimum(visit + 1, last)] != current)
+
+
 def rows_inside(first: Any, shape: tuple[int, ...], start: Any, end: Any) -> jax.Array:
     """Returns a mask of ``shape`` whose rows, the first of them ``first``, lie in the segment."""
     row = first + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= start) & (row < end)
+
+
+def zero_outside(x: jax.Array, inside: jax.Array) -> jax.Array:
+    """Returns ``x`` with zeros where it is not ``inside``: memory there may hold NaN.
+
+    Selected in float32: a mask of 32-bit comparisons does not have the layout of bfloat16.
+    """
+    return jnp.where(inside, x.astype(jnp.float32), 0.0).astype(x.dtype)
+
+
+def replace_inside(stored: jax.Array, x: jax.Array, inside: jax.Array) -> jax.Array:
+    """Returns ``x`` where it is ``inside`` and ``stored`` elsewhere, in the dtype of ``stored``.
+
+    A block on a border is visited once for each of its segments, of which each writes its rows.
+    """
+    return jnp.where(inside, x, stored.astype(jnp.float32)).astype(stored.dtype)

@@ -133,10 +133,9 @@ class Layout:
     def compiler_params(
         self, semantics: Sequence[Any], vmem: int, collective_id: int | None = None
     ) -> Any:
-        limit = min(self.chip.vmem, max(vmem, 16 * 2**20))
         return pltpu.CompilerParams(
             dimension_semantics=tuple(semantics),
-            vmem_limit_bytes=int(limit),
+            vmem_limit_bytes=self.chip.vmem_limit(vmem),
             collective_id=collective_id,
             has_side_effects=collective_id is not None,
         )

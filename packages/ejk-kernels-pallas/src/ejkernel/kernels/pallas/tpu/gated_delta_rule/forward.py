@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.segments import Visits
+from ejkernel.kernels.pallas.tpu.common.segments import Visits, zero_outside
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.channel_gates import channel_gates
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import (
     Gates,
@@ -40,7 +40,6 @@ from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem
 from ejkernel.kernels.pallas.tpu.linear_attention.chunk import (
     Order,
     dot,
-    masked_rows,
     order_of_rows,
     rows_of_chunk,
 )
@@ -86,10 +85,10 @@ def _load_chunk(
     rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
     inside = rows_of_chunk(first, 0, at.start, at.stop)
     within = rows_of_chunk(first, 1, at.start, at.stop)
-    q, k, *others = (masked_rows(ref[0, rows], inside) for ref in refs)
+    q, k, *others = (zero_outside(ref[0, rows], inside) for ref in refs)
     gates: Gates
     if p.channels:
-        gates = channel_gates(p, order, masked_rows(gate_ref[0, rows], inside), q, k)
+        gates = channel_gates(p, order, zero_outside(gate_ref[0, rows], inside), q, k)
     else:
         gate = None if gate_ref is None else jnp.where(within, gate_ref[0, :, rows], 0.0)
         gates = head_gates(p, order, gate, q, k)

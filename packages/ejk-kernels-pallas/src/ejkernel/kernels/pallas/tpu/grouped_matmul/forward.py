@@ -29,7 +29,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block, rows_inside, visits
+from ejkernel.kernels.pallas.tpu.common.segments import (
+    replace_inside,
+    row_block,
+    rows_inside,
+    visits,
+    zero_outside,
+)
 from ejkernel.kernels.pallas.tpu.grouped_matmul.groups import segment_bounds
 from ejkernel.kernels.pallas.tpu.grouped_matmul.tiles import Tiles
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
@@ -50,9 +56,8 @@ def dot(p: GroupedProblem, a: jax.Array, b: jax.Array, axes: tuple[int, int]) ->
 
 
 def _zero_past(x: jax.Array, axis: int, length: Any) -> jax.Array:
-    """Returns ``x`` with zeros past ``length``: memory past the end of an array may hold NaN."""
-    index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    return jnp.where(index < length, x.astype(jnp.float32), 0.0).astype(x.dtype)
+    """Returns ``x`` with zeros past ``length`` of an axis: the array may end there."""
+    return zero_outside(x, lax.broadcasted_iota(jnp.int32, x.shape, axis) < length)
 
 
 def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
@@ -88,8 +93,7 @@ def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
         @pl.when(~full)
         def _rows_of_group() -> None:
             inside = rows_inside(first, x.shape, start, end)
-            others = out_ref[...].astype(jnp.float32)
-            out_ref[...] = jnp.where(inside, x, others).astype(out_ref.dtype)
+            out_ref[...] = replace_inside(out_ref[...], x, inside)
 
     if not scratch:  # clearing and reading an accumulator would take a fifth of the bundles
 
@@ -144,7 +148,7 @@ def forward(
     scale: jax.Array | None = None,
 ) -> jax.Array:
     """Returns ``[rows, columns]``; ``scale`` is float32 ``[held, 1, columns]`` of 8-bit ``rhs``."""
-    schedule: Visits = visits(segment_bounds(group_sizes, offset, p.held, p.rows), p.rows, t.rows)
+    schedule = visits(segment_bounds(group_sizes, offset, p.held, p.rows), p.rows, t.rows)
     steps = -(-p.inner // t.inner)
 
     def matrix(v: Any, segment: Any) -> Any:

@@ -23,7 +23,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.segments import row_block, rows_inside, visits
+from ejkernel.kernels.pallas.tpu.common.segments import (
+    is_first_visit,
+    is_last_visit,
+    row_block,
+    rows_inside,
+    visits,
+    zero_outside,
+)
 from ejkernel.kernels.pallas.tpu.grouped_matmul.forward import compiler_params, dot
 from ejkernel.kernels.pallas.tpu.grouped_matmul.groups import segment_bounds
 from ejkernel.kernels.pallas.tpu.grouped_matmul.tiles import Tiles
@@ -37,7 +44,7 @@ def _kernel(p: GroupedProblem, t: Tiles, segment: Any, shift: Any, bounds: Any, 
     start, end = bounds[group], bounds[group + 1]
     first = row_block(visit, segment, shift) * t.rows
 
-    @pl.when((visit == 0) | (segment[jnp.maximum(visit - 1, 0)] != group))
+    @pl.when(is_first_visit(segment, visit, group))
     def _begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
@@ -54,12 +61,11 @@ def _kernel(p: GroupedProblem, t: Tiles, segment: Any, shift: Any, bounds: Any, 
     @pl.when(~full & (start < end))
     def _rows_of_group() -> None:
         def masked(ref: Any) -> jax.Array:
-            inside = rows_inside(first, ref.shape, start, end)
-            return jnp.where(inside, ref[...].astype(jnp.float32), 0.0).astype(ref.dtype)
+            return zero_outside(ref[...], rows_inside(first, ref.shape, start, end))
 
         add(masked(lhs_ref), masked(dout_ref))
 
-    @pl.when((visit == last) | (segment[jnp.minimum(visit + 1, last)] != group))
+    @pl.when(is_last_visit(segment, visit, group, last))
     def _end() -> None:
         out_ref[0] = acc_ref[...].astype(out_ref.dtype)
 

@@ -35,12 +35,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.segments import Visits
+from ejkernel.kernels.pallas.tpu.common.segments import Visits, zero_outside
 from ejkernel.kernels.pallas.tpu.linear_attention.chunk import (
     Order,
     decay_of,
     dot,
-    masked_rows,
     order_of_rows,
     rows_of_chunk,
     times,
@@ -90,7 +89,7 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
         if gate_ref is not None:
             within = rows_of_chunk(first, 1, at.start, at.stop)
             gate = jnp.where(within, gate_ref[0, :, rows], 0.0)
-        return gate, [masked_rows(ref[0, rows], inside) for ref in arrays]
+        return gate, [zero_outside(ref[0, rows], inside) for ref in arrays]
 
     state = before_ref[0, 0]
     for chunk in chunk_order(t, p.reverse):

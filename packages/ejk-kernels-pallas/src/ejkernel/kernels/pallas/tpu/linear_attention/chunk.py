@@ -103,11 +103,6 @@ def times(x: jax.Array, factor: jax.Array | None) -> jax.Array:
     return factor * (x.astype(factor.dtype) if isinstance(x, jax.Array) else x)
 
 
-def masked_rows(x: jax.Array, inside: jax.Array) -> jax.Array:
-    """Returns ``x`` with zeros in the rows that are not ``inside`` ``[rows, 1]``."""
-    return jnp.where(inside, x.astype(jnp.float32), 0.0).astype(x.dtype)
-
-
 def rows_of_chunk(first: Any, axis: int, start: Any, end: Any) -> jax.Array:
     """Returns which of the rows starting at ``first`` lie in a sequence, along an axis of two."""
     shape = (CHUNK, 1) if axis == 0 else (1, CHUNK)

@@ -30,11 +30,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
-from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block
+from ejkernel.kernels.pallas.tpu.common.segments import (
+    Visits,
+    is_first_visit,
+    is_last_visit,
+    replace_inside,
+    row_block,
+    zero_outside,
+)
 from ejkernel.kernels.pallas.tpu.linear_attention.chunk import (
     decay_of,
     dot,
-    masked_rows,
     order_of_rows,
     rows_of_chunk,
     times,
@@ -71,8 +77,8 @@ def position_of(p: Problem, t: Tiles, tables: Any, backwards: bool) -> Position:
     segment, shift, bounds, count = tables
     visit, last = entry(pl.program_id(1), count, backwards), count[0] - 1
     sequence = segment[visit]
-    begins = (visit == 0) | (segment[jnp.maximum(visit - 1, 0)] != sequence)
-    ends = (visit == last) | (segment[jnp.minimum(visit + 1, last)] != sequence)
+    begins = is_first_visit(segment, visit, sequence)
+    ends = is_last_visit(segment, visit, sequence, last)
     opens, closes = (ends, begins) if backwards else (begins, ends)
     first = row_block(visit, segment, shift) * t.rows
     start, end = bounds[sequence], bounds[sequence + 1]
@@ -87,8 +93,7 @@ def chunk_order(t: Tiles, backwards: bool) -> list[int]:
 
 def store_rows(ref: Any, rows: Any, x: jax.Array, inside: jax.Array) -> None:
     """Stores the rows of a block that are ``inside``; the others keep what they have."""
-    others = ref[0, rows].astype(jnp.float32)
-    ref[0, rows] = jnp.where(inside, x, others).astype(ref.dtype)
+    ref[0, rows] = replace_inside(ref[0, rows], x, inside)
 
 
 def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
@@ -112,7 +117,7 @@ def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
         rows = pl.ds(chunk * CHUNK, CHUNK)
         first = at.first + chunk * CHUNK
         inside = rows_of_chunk(first, 0, at.start, at.stop)
-        q, k, v = (masked_rows(ref[0, rows], inside) for ref in (q_ref, k_ref, v_ref))
+        q, k, v = (zero_outside(ref[0, rows], inside) for ref in (q_ref, k_ref, v_ref))
         gate = None
         if gate_ref is not None:
             within = rows_of_chunk(first, 1, at.start, at.stop)
@@ -178,11 +183,11 @@ def specs_of(p: Problem, t: Tiles, backwards: bool) -> Specs:
 
 
 def compiler_params(chip: Chip, vmem: int, axes: int = 2) -> Any:
-    """``axes``: of the grid; heads may be on different cores."""
-    limit = min(chip.vmem, max(vmem * 3 // 2, 16 * 2**20))
+    """Returns the parameters of a kernel with ``axes`` axes of its grid; heads, the first of them,
+    may be on different cores."""
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", *("arbitrary",) * (axes - 1)),
-        vmem_limit_bytes=int(limit),
+        vmem_limit_bytes=chip.vmem_limit(vmem * 3 // 2),
     )
 
 

@@ -89,8 +89,9 @@ def mask_blocks(t: Tiles, row_mask: jax.Array) -> jax.Array:
 
 def parameters(chip: Chip, p: PoolingProblem, t: Tiles) -> Any:
     """Returns the compiler's parameters for a grid whose steps are independent."""
-    limit = min(chip.vmem, max(2 * t.vmem(p), 16 * 2**20))
-    return pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=int(limit))
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel",) * 3, vmem_limit_bytes=chip.vmem_limit(2 * t.vmem(p))
+    )
 
 
 def pool_chunks(

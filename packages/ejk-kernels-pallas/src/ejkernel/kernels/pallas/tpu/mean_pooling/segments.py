@@ -22,7 +22,13 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import SUBLANES, Chip
 from ejkernel.kernels.pallas.tpu.common.masks import column
-from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block, rows_inside
+from ejkernel.kernels.pallas.tpu.common.segments import (
+    Visits,
+    is_first_visit,
+    is_last_visit,
+    row_block,
+    rows_inside,
+)
 from ejkernel.kernels.pallas.tpu.mean_pooling.chunks import spread_lanes
 from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Tiles
 from ejkernel.types.problems.mean_pooling import PoolingProblem
@@ -45,7 +51,7 @@ def _kernel(t: Tiles, *refs: Any) -> None:
     visit, last = pl.program_id(1), pl.num_programs(1) - 1
     current = segment[visit]
 
-    @pl.when((visit == 0) | (segment[jnp.maximum(visit - 1, 0)] != current))
+    @pl.when(is_first_visit(segment, visit, current))
     def _begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
@@ -53,7 +59,7 @@ def _kernel(t: Tiles, *refs: Any) -> None:
     x = jnp.where(inside, x_ref[...].astype(jnp.float32), 0.0)
     acc_ref[...] += jnp.sum(x.reshape(t.rows // SUBLANES, SUBLANES, t.channels), axis=0)
 
-    @pl.when((visit == last) | (segment[jnp.minimum(visit + 1, last)] != current))
+    @pl.when(is_last_visit(segment, visit, current, last))
     def _end() -> None:
         total = jnp.sum(acc_ref[...], axis=0, keepdims=True)
         number = jnp.maximum(counts[current], 1).astype(jnp.float32)
@@ -62,9 +68,9 @@ def _kernel(t: Tiles, *refs: Any) -> None:
 
 def parameters(chip: Chip, p: PoolingProblem, t: Tiles) -> Any:
     """Returns the compiler's parameters for a grid of blocks of channels and visits."""
-    limit = min(chip.vmem, max(2 * t.vmem(p), 16 * 2**20))
     return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(limit)
+        dimension_semantics=("parallel", "arbitrary"),
+        vmem_limit_bytes=chip.vmem_limit(2 * t.vmem(p)),
     )
 
 

@@ -20,7 +20,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block, rows_inside
+from ejkernel.kernels.pallas.tpu.common.segments import (
+    Visits,
+    replace_inside,
+    row_block,
+    rows_inside,
+)
 from ejkernel.kernels.pallas.tpu.mean_pooling.segments import (
     inside_segment,
     of_mask,
@@ -42,8 +47,7 @@ def _kernel(t: Tiles, segments: int, *refs: Any) -> None:
     number = jnp.maximum(counts[jnp.minimum(current, segments - 1)], 1).astype(jnp.float32)
     scaled = dout_ref[0].astype(jnp.float32) / number
     rows = jnp.where(seen & (current < segments), jnp.broadcast_to(scaled, of_segment.shape), 0.0)
-    others = dx_ref[...].astype(jnp.float32)
-    dx_ref[...] = jnp.where(of_segment, rows, others).astype(dx_ref.dtype)
+    dx_ref[...] = replace_inside(dx_ref[...], rows, of_segment)
 
 
 def segments_gradient(

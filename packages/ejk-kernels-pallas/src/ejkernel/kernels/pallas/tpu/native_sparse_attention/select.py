@@ -128,7 +128,7 @@ def select(
         scratch_shapes=[pltpu.VMEM((count, LANES), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3,
-            vmem_limit_bytes=int(min(chip.vmem, max(select_bytes(p) * 3 // 2, 16 * 2**20))),
+            vmem_limit_bytes=chip.vmem_limit(select_bytes(p) * 3 // 2),
         ),
         cost_estimate=pl.CostEstimate(
             flops=12 * pairs * p.dim, transcendentals=pairs, bytes_accessed=bytes_of(q, means)

@@ -160,9 +160,9 @@ def specs_of(p: Problem, t: Tiles, lists: jax.Array, rows: jax.Array) -> Specs:
 
 def compiler_params(chip: Chip, resident: int) -> Any:
     """``resident``: bytes of keys and values; the tiles of a head follow one another."""
-    limit = min(chip.vmem, max(resident + TILE_BYTES, 16 * 2**20))
     return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=limit
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
+        vmem_limit_bytes=chip.vmem_limit(resident + TILE_BYTES),
     )
 
 

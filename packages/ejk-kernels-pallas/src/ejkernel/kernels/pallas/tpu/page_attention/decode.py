@@ -276,7 +276,7 @@ def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:
         out_shape=list(outputs.values()),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
-            vmem_limit_bytes=int(min(chip.vmem, max(t.vmem(p) * 3 // 2, 16 * 2**20))),
+            vmem_limit_bytes=chip.vmem_limit(t.vmem(p) * 3 // 2),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * p.batch * p.capacity * rows * (p.dim + p.value_dim),

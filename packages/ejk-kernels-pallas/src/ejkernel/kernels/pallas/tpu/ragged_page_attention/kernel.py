@@ -571,7 +571,7 @@ def attend(
             input_output_aliases={pool_at: len(outputs) - 1} if layout.writes else {},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("arbitrary",),
-                vmem_limit_bytes=int(min(chip.vmem, max(layout.vmem() * 3 // 2, 16 * 2**20))),
+                vmem_limit_bytes=chip.vmem_limit(layout.vmem() * 3 // 2),
             ),
             cost_estimate=pl.CostEstimate(
                 flops=4 * rows * p.capacity * p.heads * p.dim,
