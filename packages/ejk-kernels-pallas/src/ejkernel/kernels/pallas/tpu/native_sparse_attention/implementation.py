@@ -61,8 +61,8 @@ class NativeSparseAttention(PallasKernel):
                 return f"{argument}: head dim {dim} is larger than {MAX_DIM}"
         ranks = problem.block_indices is None and must_rank(p, sorts_blocks(problem))
         if ranks and select_bytes(p) > target.tile_memory:
-            blocks, heads = f"the means of {p.blocks} blocks", f"queries of {p.group} heads"
-            return f"block_size: {blocks} and the {heads} do not fit into vector memory"
+            means, queries = f"the means of {p.blocks} blocks", f"queries of {p.group} heads"
+            return f"block_size: {means} do not fit into vector memory next to {queries}"
         return None
 
     def choose(self, problem: Any, target: Chip) -> Tiles:
