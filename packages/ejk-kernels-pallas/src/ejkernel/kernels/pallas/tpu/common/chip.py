@@ -48,7 +48,7 @@ class Chip:
         return self.vmem // 4 * 3
 
     def vmem_limit(self, needed: int) -> int:
-        """Returns the limit of vector memory of a kernel that needs so many bytes of it.
+        """Returns the limit of vector memory of a kernel that needs ``needed`` bytes of it.
 
         Never less than the 16 MiB that a kernel without a limit gets: estimates may be too low.
         """

@@ -8,6 +8,7 @@ that a comparison is one operation a register.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,10 @@ class TileRules:
     kv_len: int
 
 
-def _chunk_indices(arrays: dict[str, Any], chunk: tuple[int, int], q_len: int, kv_len: int) -> Any:
+def _chunk_indices(
+    arrays: dict[str, Any], chunk: tuple[int, int], q_len: int, kv_len: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the chunks of queries and keys, of which a query sees its own, int32 from 0 on."""
     size, offset = chunk
     q = arrays.get("q_positions", jnp.arange(q_len, dtype=jnp.int32)[None])
     kv = arrays.get("kv_positions", jnp.arange(kv_len, dtype=jnp.int32)[None])
@@ -198,6 +202,12 @@ def column(row: jax.Array) -> jax.Array:
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
+def spread_columns(rows: Sequence[Any], columns: Sequence[Any]) -> None:
+    """Stores rows ``[1, 1, n]`` as columns ``[n, 128]``: once for a block, not for each tile."""
+    for row, spread in zip(rows, columns, strict=True):
+        spread[...] = column(row[0])
+
+
 def fit(x: jax.Array, width: int) -> jax.Array:
     """``[n, 128]`` of equal lanes as ``[n, width]``: registers are reused, nothing moves."""
     if width < LANES:
@@ -211,7 +221,10 @@ def finite(x: jax.Array) -> jax.Array:
 
 
 def touches(rules: TileRules, first_q: Any, first_kv: Any, q: int, kv: int) -> Any:
-    """Returns whether a tile of ``q`` queries and ``kv`` keys meets band and lengths; scalar."""
+    """Returns whether a tile meets the band and the lengths; scalar.
+
+    The tile has ``q`` queries from ``first_q`` on and ``kv`` keys from ``first_kv`` on.
+    """
     meets = (first_q < rules.q_len) & (first_kv < rules.kv_len)
     distance = first_kv - first_q
     if rules.band.lo is not None:
@@ -252,12 +265,14 @@ def visible(
         seen.append(i < rules.q_len - first_q)
     if check_keys:
         seen.append(j < rules.kv_len - first_kv)
-    for name, down, across in zip(rules.pairs, columns, rows, strict=True):
-        down = fit(down, shape[1])
+    for name, along_sublanes, along_lanes in zip(rules.pairs, columns, rows, strict=True):
+        along_sublanes = fit(along_sublanes, shape[1])
         if name != "positions":
-            seen.append(down == across)
+            seen.append(along_sublanes == along_lanes)
             continue
-        distance = down - across if queries_on_lanes else across - down
+        distance = along_lanes - along_sublanes  # key - query
+        if queries_on_lanes:
+            distance = along_sublanes - along_lanes
         if rules.position_band.lo is not None:
             seen.append(distance >= rules.position_band.lo)
         if rules.position_band.hi is not None:

@@ -28,64 +28,66 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import LANES
-from ejkernel.kernels.pallas.tpu.common.masks import column, fit
+from ejkernel.kernels.pallas.tpu.common.masks import column, fit, spread_columns
 from ejkernel.kernels.pallas.tpu.flash_attention import gradients
-from ejkernel.kernels.pallas.tpu.flash_attention.gradients import Pair, Pairs
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import ScorePair, ValuePairs
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 
 
 def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
-    wide = layout.tiles.transposed
-    x, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=not wide)
+    transposed = layout.tiles.transposed
+    operands, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=not transposed)
     dk_ref, dv_ref, dk_acc, dv_acc, *columns = refs
-    b, ki, g, t = (pl.program_id(axis) for axis in (0, 2, 3, 4))
-    head = pl.program_id(1) * layout.problem.group + g
+    b, ki, group_head, step_index = (pl.program_id(axis) for axis in (0, 2, 3, 4))
+    head = pl.program_id(1) * layout.problem.group + group_head
     first = table_entry(layout, layout.kv_blocks, b, head, ki)
-    step = step_of(layout, table, first, ki, t, keys_outer=True, queries_on_lanes=not wide)
+    step = step_of(
+        layout, table, first, ki, step_index, keys_outer=True, queries_on_lanes=not transposed
+    )
 
-    @pl.when((t == 0) & (g == 0))
+    @pl.when((step_index == 0) & (group_head == 0))
     def _begin() -> None:
         dk_acc[...] = jnp.zeros_like(dk_acc)
         dv_acc[...] = jnp.zeros_like(dv_acc)
-        if not wide:
-            for row, spread in zip(x.kv_rows, columns, strict=True):
-                spread[...] = column(row[0])
+        if not transposed:
+            spread_columns(operands.kv_rows, columns)
 
-    def add(position: TilePosition, pair: Pair, mask: Any = None) -> None:
+    def add(position: TilePosition, scores: ScorePair, mask: Any = None) -> None:
         queries, keys = position
-        q, do = x.rows_to_add(queries, mask)
-        statistics = x.statistics(queries)
-        if wide:
-            statistics = tuple(fit(column(s), pair[0].shape[1]) for s in statistics)
-        p, ds = gradients.tile_gradients(layout, pair, mask, statistics, q.dtype)
+        q, do = operands.rows_to_add(queries, mask)
+        statistics = operands.statistics(queries)
+        if transposed:
+            statistics = tuple(fit(column(row), scores[0].shape[1]) for row in statistics)
+        p, ds = gradients.tile_gradients(layout, scores, mask, statistics, q.dtype)
         q, do = q.astype(ds.dtype), do.astype(p.dtype)
-        if wide:
+        if transposed:
             dv_acc[:, keys] += layout.dot(do.T, p, (1, 0))
             dk_acc[:, keys] += layout.dot(q.T, ds, (1, 0))
         else:
             dv_acc[keys] += layout.dot(p, do, (1, 0))
             dk_acc[keys] += layout.dot(ds, q, (1, 0))
 
-    def masked(position: TilePosition, pair: Pair) -> None:
+    def add_masked(position: TilePosition, scores: ScorePair) -> None:
         queries, keys = position
-        if wide:
-            down = [column(r[0, :, queries]) for r in x.q_rows]
-            across = [r[0, :, keys] for r in x.kv_rows]
+        if transposed:
+            mask_columns = [column(row[0, :, queries]) for row in operands.q_rows]
+            mask_rows = [row[0, :, keys] for row in operands.kv_rows]
         else:
-            down, across = [c[keys] for c in columns], [r[0, :, queries] for r in x.q_rows]
-        add(position, pair, step.mask(position, down, across))
+            mask_columns = [spread[keys] for spread in columns]
+            mask_rows = [row[0, :, queries] for row in operands.q_rows]
+        add(position, scores, step.mask(position, mask_columns, mask_rows))
 
-    step.run(x.scores, add, masked)
+    step.run(operands.scores, add, add_masked)
 
-    @pl.when((t == layout.steps - 1) & (g == layout.problem.group - 1))
+    @pl.when((step_index == layout.steps - 1) & (group_head == layout.problem.group - 1))
     def _end() -> None:
         gradients.store_key_gradients(layout, dk_ref, dv_ref, dk_acc, dv_acc)
 
 
 def key_gradients(
-    layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: Pairs
+    layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: ValuePairs
 ) -> list[jax.Array]:
     """Returns dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]``; operands as in ``query_gradient``."""
     scratch = gradients.key_accumulators(layout)

@@ -26,69 +26,70 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import LANES
-from ejkernel.kernels.pallas.tpu.common.masks import column, fit
+from ejkernel.kernels.pallas.tpu.common.masks import column, fit, spread_columns
 from ejkernel.kernels.pallas.tpu.flash_attention import gradients
-from ejkernel.kernels.pallas.tpu.flash_attention.gradients import Pair, Pairs
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import ScorePair, ValuePairs
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 
 
 def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
-    wide = layout.tiles.transposed
-    x, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=wide)
+    transposed = layout.tiles.transposed
+    operands, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=transposed)
     dq_ref, acc_ref, *columns = refs
-    # unless transposed: columns of the row values, then of the pairs
-    count = len(x.row_values)
-    statistics, columns = columns[:count], columns[count:]
-    b, qi, t = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    first = table_entry(layout, layout.q_blocks, b, pl.program_id(1), qi)
-    step = step_of(layout, table, first, qi, t, queries_on_lanes=wide)
+    # of the row values, then of the values that masks compare; none where transposed
+    row_count = len(operands.row_values)
+    row_columns, mask_value_columns = columns[:row_count], columns[row_count:]
+    b, head, qi, step_index = (pl.program_id(axis) for axis in range(4))
+    first = table_entry(layout, layout.q_blocks, b, head, qi)
+    step = step_of(layout, table, first, qi, step_index, queries_on_lanes=transposed)
 
-    @pl.when(t == 0)
+    @pl.when(step_index == 0)
     def _begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
-        if not wide:
-            for row, spread in zip(x.row_values, statistics, strict=True):
-                spread[...] = column(row[0, 0])
-            for row, spread in zip(x.q_rows, columns, strict=True):
-                spread[...] = column(row[0])
+        if not transposed:
+            spread_columns([row.at[0] for row in operands.row_values], row_columns)
+            spread_columns(operands.q_rows, mask_value_columns)
 
-    def add(position: TilePosition, pair: Pair, mask: Any = None) -> None:
+    def add(position: TilePosition, scores: ScorePair, mask: Any = None) -> None:
         queries, keys = position
-        k = x.k[0, 0, keys]
-        if wide:
-            of_rows = x.statistics(queries)
+        k = operands.k[0, 0, keys]
+        if transposed:
+            statistics = operands.statistics(queries)
         else:
-            of_rows = tuple(fit(c[queries], pair[0].shape[1]) for c in statistics)
-        _, ds = gradients.tile_gradients(layout, pair, mask, of_rows, k.dtype)
+            keys_size = scores[0].shape[1]
+            statistics = tuple(fit(spread[queries], keys_size) for spread in row_columns)
+        _, ds = gradients.tile_gradients(layout, scores, mask, statistics, k.dtype)
         k = k.astype(ds.dtype)
-        if wide:
+        if transposed:
             acc_ref[:, queries] += layout.dot(k.T, ds, (1, 0))
         else:
             acc_ref[queries] += layout.dot(ds, k, (1, 0))
 
-    def masked(position: TilePosition, pair: Pair) -> None:
+    def add_masked(position: TilePosition, scores: ScorePair) -> None:
         queries, keys = position
-        if wide:
-            down = [column(r[0, :, keys]) for r in x.kv_rows]
-            across = [r[0, :, queries] for r in x.q_rows]
+        if transposed:
+            mask_columns = [column(row[0, :, keys]) for row in operands.kv_rows]
+            mask_rows = [row[0, :, queries] for row in operands.q_rows]
         else:
-            down, across = [c[queries] for c in columns], [r[0, :, keys] for r in x.kv_rows]
-        add(position, pair, step.mask(position, down, across))
+            mask_columns = [spread[queries] for spread in mask_value_columns]
+            mask_rows = [row[0, :, keys] for row in operands.kv_rows]
+        add(position, scores, step.mask(position, mask_columns, mask_rows))
 
-    step.run(x.scores, add, masked)
+    step.run(operands.scores, add, add_masked)
 
-    @pl.when(t == layout.steps - 1)
+    @pl.when(step_index == layout.steps - 1)
     def _end() -> None:
         dq = acc_ref[...] * layout.problem.scale
-        dq_ref[0, 0] = (dq.T if wide else dq).astype(dq_ref.dtype)
+        dq_ref[0, 0] = (dq.T if transposed else dq).astype(dq_ref.dtype)
 
 
 def query_gradient(
-    layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: Pairs
+    layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: ValuePairs
 ) -> jax.Array:
-    """dq ``[b, h, q, d]`` of padded, head-major q, k, v, do, lse, delta, and gate if ``gated``.
+    """Returns dq ``[b, h, q, d]`` of q, k, v and do in ``Layout.shape``, lse, delta, and a gate if
+    the layout is ``gated``.
 
     lse (as ``Layout.raw_logits``, large where a row sees no key), delta and gate are float32
     ``[b, h, 1, q]``.

@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.tpu.common.chip import LANES
-from ejkernel.kernels.pallas.tpu.common.masks import column, fit
+from ejkernel.kernels.pallas.tpu.common.masks import fit, spread_columns
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
@@ -50,23 +50,23 @@ def add_strip(
     Maximum and sum are ``[rows, 128]``: the maximum is equal in all lanes; the sum is of the
     keys congruent to the lane, so that lanes are summed once per row, at the end.
     """
-    x, factor = layout.raw_logits(scores), layout.log2_unit
+    x, log2_unit = layout.raw_logits(scores), layout.log2_unit
     if mask is not None:
         x = jnp.where(mask, x, layout.hidden)
     m_old = m_ref[strip]
     m = jnp.maximum(m_old, jnp.max(x, axis=1, keepdims=True))
-    alpha = jnp.exp2((m_old - m) * factor)
-    parts, total = [], None
+    alpha = jnp.exp2((m_old - m) * log2_unit)
+    parts, lane_sums = [], None
     for n in range(x.shape[1] // LANES):
         chunk = x[:, n * LANES : (n + 1) * LANES]
-        part = jnp.exp2((chunk - m) * factor)
-        total = part if total is None else total + part
+        part = jnp.exp2((chunk - m) * log2_unit)
+        lane_sums = part if lane_sums is None else lane_sums + part
         parts.append(part if layout.tiles.unpacked else part.astype(v.dtype))
     if layout.tiles.unpacked:
         v = v.astype(jnp.float32)
     p = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-    assert total is not None
-    l_ref[strip] = l_ref[strip] * alpha + total
+    assert lane_sums is not None
+    l_ref[strip] = l_ref[strip] * alpha + lane_sums
     m_ref[strip] = m
     acc_ref[strip] = acc_ref[strip] * fit(alpha, acc_ref.shape[1]) + layout.dot(p, v, (1, 0))
 
@@ -81,44 +81,48 @@ def begin_rows(layout: Layout, m_ref: Any, l_ref: Any, acc_ref: Any) -> None:
 def finish_rows(
     layout: Layout, sink: Any, rows: Sequence[Any], outputs: tuple[Any, Any, Any]
 ) -> None:
-    """Stores output, lse and lse as ``Layout.raw_logits`` from maximum, sum and output of rows."""
+    """Stores output, lse and lse as ``Layout.raw_logits`` of a block of queries.
+
+    ``rows``: refs of the maximum, sum and output of its rows; ``sink``: a logit added to the sum.
+    """
     (m_ref, l_ref, acc_ref), (o_ref, lse_ref, base_ref) = rows, outputs
     m = m_ref[:, :1]
     total = jnp.sum(l_ref[...], axis=1, keepdims=True)
     seen = total != 0.0  # NaN has seen something
-    worth = unit(layout.problem)
-    top, shrink, above = jnp.where(seen, m, 0.0) * worth, 1.0, 0.0
+    raw_unit = unit(layout.problem)  # the logit of a raw logit of 1
+    top, rescale, rise = jnp.where(seen, m, 0.0) * raw_unit, 1.0, 0.0
     if sink is not None:
-        both = jnp.maximum(top, sink)
-        above = both - top
-        shrink = jnp.exp2(-above * LOG2E)
-        total = total * shrink + jnp.exp2((sink - both) * LOG2E)
-        top = both
+        top_with_sink = jnp.maximum(top, sink)
+        rise = top_with_sink - top
+        rescale = jnp.exp2(-rise * LOG2E)
+        total = total * rescale + jnp.exp2((sink - top_with_sink) * LOG2E)
+        top = top_with_sink
     total = jnp.where(seen, total, 1.0)
-    o_ref[0, 0] = (acc_ref[...] * (shrink / total)).astype(o_ref.dtype)
+    o_ref[0, 0] = (acc_ref[...] * (rescale / total)).astype(o_ref.dtype)
     log = jnp.log2(total) * (1.0 / LOG2E)
     lse = jnp.where(seen, top + log, -jnp.inf)
-    base = jnp.where(seen, m + (log + above) * (1.0 / worth), -layout.floor)
+    base = jnp.where(seen, m + (log + rise) * (1.0 / raw_unit), -layout.floor)
     for ref, row in ((lse_ref, lse), (base_ref, base)):
         ref[0, 0] = jnp.broadcast_to(row, (layout.tiles.block_q, LANES)).T[:1]
 
 
 def flash_kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) -> None:
+    """Runs a grid step; ``all_refs`` are the operands, outputs and scratch of ``operands_of``."""
     sink = all_refs[0] if with_sink else None
     refs = list(all_refs[1:] if with_sink else all_refs)
     q_ref, k_ref, v_ref, *refs = refs
-    n = len(layout.pair_names)
-    q_rows, kv_rows, refs = refs[:n], refs[n : 2 * n], refs[2 * n :]
+    pair_count = len(layout.pair_names)
+    q_rows, kv_rows = refs[:pair_count], refs[pair_count : 2 * pair_count]
+    refs = refs[2 * pair_count :]
     o_ref, lse_ref, base_ref, m_ref, l_ref, acc_ref, *columns = refs
-    b, h, qi, t = (pl.program_id(axis) for axis in range(4))
+    b, h, qi, step_index = (pl.program_id(axis) for axis in range(4))
     first = table_entry(layout, layout.q_blocks, b, h, qi)
-    step = step_of(layout, table, first, qi, t)
+    step = step_of(layout, table, first, qi, step_index)
 
-    @pl.when(t == 0)
+    @pl.when(step_index == 0)
     def _begin() -> None:
         begin_rows(layout, m_ref, l_ref, acc_ref)
-        for row, spread in zip(q_rows, columns, strict=True):
-            spread[...] = column(row[0])
+        spread_columns(q_rows, columns)
 
     def scores(position: TilePosition) -> jax.Array:
         queries, keys = position
@@ -128,17 +132,17 @@ def flash_kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) ->
         queries, keys = position
         add_strip(layout, tile_scores, mask, v_ref[0, 0, keys], queries, m_ref, l_ref, acc_ref)
 
-    def masked(position: TilePosition, tile_scores: jax.Array) -> None:
+    def add_masked(position: TilePosition, tile_scores: jax.Array) -> None:
         queries, keys = position
-        down, across = [c[queries] for c in columns], [r[0, :, keys] for r in kv_rows]
-        add(position, tile_scores, step.mask(position, down, across))
+        q_columns, k_rows = [c[queries] for c in columns], [r[0, :, keys] for r in kv_rows]
+        add(position, tile_scores, step.mask(position, q_columns, k_rows))
 
-    step.run(scores, add, masked)
+    step.run(scores, add, add_masked)
 
-    @pl.when(t == layout.steps - 1)
+    @pl.when(step_index == layout.steps - 1)
     def _end() -> None:
-        added = None if sink is None else sink[0, h]
-        finish_rows(layout, added, [m_ref, l_ref, acc_ref], (o_ref, lse_ref, base_ref))
+        head_sink = None if sink is None else sink[0, h]
+        finish_rows(layout, head_sink, [m_ref, l_ref, acc_ref], (o_ref, lse_ref, base_ref))
 
 
 def operands_of(
@@ -152,17 +156,17 @@ def operands_of(
     p, rows = layout.problem, layout.tiles.block_q
     d, dv = layout.dim, layout.value_dim
     scalars = [] if sink is None else [sink]
-    of_queries, of_keys = ([pair[side] for pair in pairs] for side in (0, 1))
-    row = (specs.statistic(), (p.batch, p.heads, 1, layout.q_padded), "float32")
+    query_values, key_values = ([pair[side] for pair in pairs] for side in (0, 1))
+    lse = base = specs.statistic_output()
     return (
-        [*scalars, *arrays, *of_queries, *of_keys],
+        [*scalars, *arrays, *query_values, *key_values],
         [
             *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in scalars),
             *(specs.query(d), specs.key(d), specs.key(dv)),
-            *map(specs.query_values, of_queries),
-            *map(specs.key_values, of_keys),
+            *map(specs.query_values, query_values),
+            *map(specs.key_values, key_values),
         ],
-        [(specs.query(dv), layout.shape(p.heads, layout.q_padded, dv), p.dtype), row, row],
+        [(specs.query(dv), layout.shape(p.heads, layout.q_padded, dv), p.dtype), lse, base],
         [
             *(pltpu.VMEM((rows, width), jnp.float32) for width in (LANES, LANES, dv)),
             *(pltpu.VMEM((rows, LANES), jnp.int32) for _ in pairs),
@@ -177,9 +181,10 @@ def forward(
     sink: jax.Array | None,
     pairs: Sequence[tuple[jax.Array, jax.Array]],
 ) -> list[jax.Array]:
-    """o ``[b, h, q, dv]`` and lse float32 ``[b, h, 1, q]`` of padded, head-major q, k, v.
+    """Returns o ``[b, h, q, dv]``, lse and base, float32 ``[b, h, 1, q]``.
 
-    Third is lse as ``Layout.raw_logits``, large where a row sees no key, for the gradients.
+    ``arrays``: q, k and v in ``Layout.shape``. Base, which gradients read, is the lse as
+    ``Layout.raw_logits``, large where a row sees no key.
     """
     specs = Specs(layout)
     operands, in_specs, outputs, scratch = operands_of(specs, arrays, sink, pairs)

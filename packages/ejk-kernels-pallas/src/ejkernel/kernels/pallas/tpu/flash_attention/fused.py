@@ -28,9 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import LANES
-from ejkernel.kernels.pallas.tpu.common.masks import column
+from ejkernel.kernels.pallas.tpu.common.masks import spread_columns
 from ejkernel.kernels.pallas.tpu.flash_attention import gradients
-from ejkernel.kernels.pallas.tpu.flash_attention.gradients import Pair, Pairs
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import ScorePair, ValuePairs
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
@@ -38,36 +38,38 @@ from ejkernel.kernels.pallas.tpu.flash_attention.tiles import query_bytes, strip
 
 
 def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
-    p, wide = layout.problem, layout.tiles.transposed
-    x, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=True)
+    """Runs a grid step; dq_acc is ``[heads of the group * query blocks, d, block_q]``."""
+    p, transposed = layout.problem, layout.tiles.transposed
+    operands, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=True)
     dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *columns = refs
-    b, ki, g, t = (pl.program_id(axis) for axis in (0, 2, 3, 4))
-    head = pl.program_id(1) * p.group + g
+    b, ki, group_head, step_index = (pl.program_id(axis) for axis in (0, 2, 3, 4))
+    head = pl.program_id(1) * p.group + group_head
     first = table_entry(layout, layout.kv_blocks, b, head, ki)
-    step = step_of(layout, table, first, ki, t, keys_outer=True, queries_on_lanes=True)
-    q_block = g * layout.q_blocks + step.qi
-    begins, ends = (t == 0) & (g == 0), (t == layout.steps - 1) & (g == p.group - 1)
+    step = step_of(layout, table, first, ki, step_index, keys_outer=True, queries_on_lanes=True)
+    q_block = group_head * layout.q_blocks + step.qi
+    begins_keys = (step_index == 0) & (group_head == 0)
+    ends_keys = (step_index == layout.steps - 1) & (group_head == p.group - 1)
 
-    @pl.when(begins & (ki == 0))
+    @pl.when(begins_keys & (ki == 0))
     def _begin_queries() -> None:
-        def clear(n: Any, carry: None) -> None:
-            dq_acc[n] = jnp.zeros(dq_acc.shape[1:], jnp.float32)
+        def clear(block: Any, carry: None) -> None:
+            dq_acc[block] = jnp.zeros(dq_acc.shape[1:], jnp.float32)
 
         lax.fori_loop(0, dq_acc.shape[0], clear, None)
 
-    @pl.when(begins)
+    @pl.when(begins_keys)
     def _begin_keys() -> None:
         dk_acc[...] = jnp.zeros_like(dk_acc)
         dv_acc[...] = jnp.zeros_like(dv_acc)
-        for row, spread in zip(x.kv_rows, columns, strict=True):
-            spread[...] = column(row[0])
+        spread_columns(operands.kv_rows, columns)
 
-    def add(position: TilePosition, pair: Pair, mask: Any = None) -> None:
+    def add(position: TilePosition, scores: ScorePair, mask: Any = None) -> None:
         queries, keys = position
-        k, (q, do) = x.k[0, 0, keys], x.rows_to_add(queries, mask)
-        weights, ds = gradients.tile_gradients(layout, pair, mask, x.statistics(queries), q.dtype)
+        k, (q, do) = operands.k[0, 0, keys], operands.rows_to_add(queries, mask)
+        statistics = operands.statistics(queries)
+        weights, ds = gradients.tile_gradients(layout, scores, mask, statistics, q.dtype)
         q, k, do = q.astype(ds.dtype), k.astype(ds.dtype), do.astype(weights.dtype)
-        if wide:
+        if transposed:
             dv_acc[:, keys] += layout.dot(do.T, weights, (1, 1))
             dk_acc[:, keys] += layout.dot(q.T, ds, (1, 1))
         else:
@@ -75,34 +77,35 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
             dk_acc[keys] += layout.dot(ds, q, (1, 0))
         dq_acc[q_block, :, queries] += layout.dot(k.T, ds, (1, 0))
 
-    def masked(position: TilePosition, pair: Pair) -> None:
+    def add_masked(position: TilePosition, scores: ScorePair) -> None:
         queries, keys = position
-        down, across = [c[keys] for c in columns], [r[0, :, queries] for r in x.q_rows]
-        add(position, pair, step.mask(position, down, across))
+        mask_columns = [spread[keys] for spread in columns]
+        mask_rows = [row[0, :, queries] for row in operands.q_rows]
+        add(position, scores, step.mask(position, mask_columns, mask_rows))
 
-    step.run(x.scores, add, masked)
+    step.run(operands.scores, add, add_masked)
 
-    @pl.when(ends)
+    @pl.when(ends_keys)
     def _end_keys() -> None:
         gradients.store_key_gradients(layout, dk_ref, dv_ref, dk_acc, dv_acc)
 
-    @pl.when(ends & (ki == layout.kv_blocks - 1))
+    @pl.when(ends_keys & (ki == layout.kv_blocks - 1))
     def _end_queries() -> None:
         def store(n: Any, carry: None) -> None:
-            group_head, block = n // layout.q_blocks, lax.rem(n, layout.q_blocks)
+            head_of_group, block = n // layout.q_blocks, lax.rem(n, layout.q_blocks)
             rows = pl.ds(pl.multiple_of(block * layout.tiles.block_q, LANES), layout.tiles.block_q)
             dq = (dq_acc[n] * p.scale).T.astype(dq_ref.dtype)
             if layout.tiles.joins_heads:
-                of_head = pl.ds(pl.multiple_of(group_head * layout.dim, LANES), layout.dim)
-                dq_ref[0, 0, rows, of_head] = dq
+                head_lanes = pl.ds(pl.multiple_of(head_of_group * layout.dim, LANES), layout.dim)
+                dq_ref[0, 0, rows, head_lanes] = dq
             else:
-                dq_ref[0, group_head, rows] = dq
+                dq_ref[0, head_of_group, rows] = dq
 
         lax.fori_loop(0, dq_acc.shape[0], store, None)
 
 
 def all_gradients(
-    layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: Pairs
+    layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: ValuePairs
 ) -> list[jax.Array]:
     """Returns dq ``[b, h, q, d]``, dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]``; operands as in
     ``query_gradient``."""

@@ -16,16 +16,22 @@ from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition
 
-Pair = tuple[jax.Array, jax.Array]
-Pairs = list[tuple[jax.Array, jax.Array]]
+ScorePair = tuple[jax.Array, jax.Array]
+"""q k^T and do v^T of a tile, or p and ds, or both transposed."""
+ValuePairs = list[tuple[jax.Array, jax.Array]]
+"""Values of queries and of keys by token that element masks compare."""
 
 
 @dataclass(frozen=True)
 class Operands:
-    """A backward kernel's operands in vector memory: a block of each array, rows of the pairs.
+    """A backward kernel's operands in vector memory.
 
-    ``queries_on_lanes``: whether tiles are ``[keys, queries]``. ``row_values``: lse and delta of
-    every row, then its gate if the layout is ``gated``.
+    Attributes:
+        queries_on_lanes: whether tiles are ``[keys, queries]``.
+        q, k, v, do: blocks ``[1, 1, rows, d]``.
+        row_values: lse and delta of every query row, then its gate if the layout is ``gated``;
+            ``[1, 1, 1, queries]`` each.
+        q_rows, kv_rows: values that element masks compare, ``[1, 1, tokens]`` each.
     """
 
     layout: Layout
@@ -38,7 +44,7 @@ class Operands:
     q_rows: Sequence[Any]
     kv_rows: Sequence[Any]
 
-    def scores(self, position: TilePosition) -> Pair:
+    def scores(self, position: TilePosition) -> ScorePair:
         """q k^T and do v^T of a position, or both transposed."""
         queries, keys = position
         q, k, v, do = (
@@ -56,7 +62,7 @@ class Operands:
         """Returns the row values of some queries ``[1, queries]``."""
         return tuple(ref[0, 0, :, queries] for ref in self.row_values)
 
-    def rows_to_add(self, queries: Any, mask: jax.Array | None) -> Pair:
+    def rows_to_add(self, queries: Any, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns q and do of some queries as operands of the matmuls of dk and dv.
 
         Under a mask, weights and ds of a gated row have its NaN where the row sees a key, and are 0
@@ -73,23 +79,24 @@ def split_refs(
     layout: Layout, refs: Sequence[Any], *, queries_on_lanes: bool
 ) -> tuple[Operands, list[Any]]:
     """Splits a kernel's refs into operands, and outputs and scratch."""
-    n, of_rows = len(layout.pair_names), 3 if layout.gated else 2
-    arrays, row_values, others = refs[:4], refs[4 : 4 + of_rows], refs[4 + of_rows :]
-    made = Operands(layout, queries_on_lanes, *arrays, row_values, others[:n], others[n : 2 * n])
-    return made, list(others[2 * n :])
+    pair_count, row_count = len(layout.pair_names), 3 if layout.gated else 2
+    arrays, row_values, refs = refs[:4], refs[4 : 4 + row_count], refs[4 + row_count :]
+    q_rows, kv_rows = refs[:pair_count], refs[pair_count : 2 * pair_count]
+    operands = Operands(layout, queries_on_lanes, *arrays, row_values, q_rows, kv_rows)
+    return operands, list(refs[2 * pair_count :])
 
 
 def kernel_inputs(
-    specs: Specs, arrays: tuple[jax.Array, ...], pairs: Pairs
+    specs: Specs, arrays: tuple[jax.Array, ...], pairs: ValuePairs
 ) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
     """Returns the inputs of a kernel, in the order of ``split_refs``, and their block specs."""
     d, dv = specs.layout.dim, specs.layout.value_dim
-    of_queries, of_keys = ([pair[side] for pair in pairs] for side in (0, 1))
-    return [*arrays, *of_queries, *of_keys], [
+    query_values, key_values = ([pair[side] for pair in pairs] for side in (0, 1))
+    return [*arrays, *query_values, *key_values], [
         *(specs.query(d), specs.key(d), specs.key(dv), specs.query(dv)),
         *[specs.statistic()] * len(arrays[4:]),
-        *map(specs.query_values, of_queries),
-        *map(specs.key_values, of_keys),
+        *map(specs.query_values, query_values),
+        *map(specs.key_values, key_values),
     ]
 
 
@@ -111,18 +118,18 @@ def key_outputs(specs: Specs) -> list[tuple[pl.BlockSpec, tuple[int, ...], str]]
 
 def store_key_gradients(layout: Layout, dk_ref: Any, dv_ref: Any, dk_acc: Any, dv_acc: Any) -> None:
     """Stores dk and dv of a block of keys."""
-    wide, dk, dv = layout.tiles.transposed, dk_acc[...] * layout.problem.scale, dv_acc[...]
-    dk_ref[0, 0] = (dk.T if wide else dk).astype(dk_ref.dtype)
-    dv_ref[0, 0] = (dv.T if wide else dv).astype(dv_ref.dtype)
+    dk, dv = dk_acc[...] * layout.problem.scale, dv_acc[...]
+    for ref, gradient in ((dk_ref, dk), (dv_ref, dv)):
+        ref[0, 0] = (gradient.T if layout.tiles.transposed else gradient).astype(ref.dtype)
 
 
 def tile_gradients(
     layout: Layout,
-    scores: Pair,
+    scores: ScorePair,
     mask: jax.Array | None,
     statistics: tuple[jax.Array, ...],
     dtype: Any,
-) -> Pair:
+) -> ScorePair:
     """Returns p and ds of a tile, as operands of the next matmuls.
 
         p = exp2(x - lse);  ds = p * (dp - delta) * (1 - tanh^2)

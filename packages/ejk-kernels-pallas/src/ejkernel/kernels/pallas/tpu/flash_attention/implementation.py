@@ -137,8 +137,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         ``axis_name``: along which the kernel sends the keys to the next device; None: it does not.
         """
         p = work.problem
-        layout, *rules = _prepare(work, "fwd", arrays)
-        table, pairs = vary_like(rules, arrays["q"])  # positions differ along the ring alone
+        layout, *mask_operands = _prepare(work, "fwd", arrays)
+        # positions differ along the ring alone
+        table, pairs = vary_like(mask_operands, arrays["q"])
         operands = (_operands(layout, arrays)[0], *visitors)
         if axis_name is None:
             results = forward(layout, table, operands, None, pairs)
@@ -157,28 +158,20 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         ``arrays`` may have a ``gate`` ``[b, h, q]`` by which the output was multiplied: do is then
         the gradient of the gated output, delta is do . o, and rows need not be cleared.
         """
-        p = work.problem
+        p, t = work.problem, work.tiles
         arrays = _clear_hidden(p, arrays)
         if "delta" not in arrays:
             arrays |= {"delta": _delta_of_joined(arrays["o"], arrays["do"]) - arrays["dlse"]}
 
-        def gradient(run: Any, kernel: str) -> Any:
-            layout, table, pairs = _prepare(work, kernel, arrays)
-            layout = replace(layout, gated="gate" in arrays)
-            names = ("base", "delta", "gate") if layout.gated else ("base", "delta")
-            rows = (padded(arrays[n][:, :, None], layout.q_padded) for n in names)
-            do = _as_read(layout, arrays["do"], layout.q_padded, layout.value_dim)
-            return run(layout, table, (*_operands(layout, arrays), do, *rows), pairs)
-
-        if work.tiles.fused is not None:
-            dq, dk, dv = gradient(all_gradients, "fused")
+        if t.fused is not None:
+            dq, dk, dv = all_gradients(*_gradient_operands(work, "fused", arrays))
         else:
-            dq = gradient(query_gradient, "dq")
-            dk, dv = gradient(key_gradients, "dkv")
+            dq = query_gradient(*_gradient_operands(work, "dq", arrays))
+            dk, dv = key_gradients(*_gradient_operands(work, "dkv", arrays))
         return {
-            "q": _natural(dq, p.q_len, p.heads, p.dim),
-            "k": _natural(dk, p.kv_len, p.kv_heads, p.dim),
-            "v": _natural(dv, p.kv_len, p.kv_heads, p.value_dim),
+            "q": _from_layout(dq, p.q_len, p.heads, p.dim),
+            "k": _from_layout(dk, p.kv_len, p.kv_heads, p.dim),
+            "v": _from_layout(dv, p.kv_len, p.kv_heads, p.value_dim),
         }
 
 
@@ -187,7 +180,7 @@ def _forward_results(
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """Returns outputs and saved rows of the forward kernel as users see them."""
     lse, base = (x[:, :, 0, : p.q_len] for x in (lse, base))
-    return (_natural(o, p.q_len, p.heads, p.value_dim), lse), base
+    return (_from_layout(o, p.q_len, p.heads, p.value_dim), lse), base
 
 
 def kernel_lists(work: Work, arrays: Arrays, kernel: str) -> Any:
@@ -214,7 +207,10 @@ def _masks_padded_keys(p: Problem, t: tiles.Tiles, kernel: str) -> bool:
 def _prepare(
     work: Work, kernel: str, arrays: Arrays
 ) -> tuple[Layout, Any, list[tuple[jax.Array, jax.Array]]]:
-    """Layout, table of visited blocks and padded value pairs ``[#b, 1, tokens]`` of a kernel."""
+    """Returns layout, table of visited blocks and padded value pairs of a kernel.
+
+    A pair is ``[#b, 1, q]`` and ``[#b, 1, k]``: what masks compare, padded to whole blocks.
+    """
     p, t, mask = work.problem, getattr(work.tiles, kernel), arrays["mask"]
     rules, pairs = tile_rules(mask, p.q_len, p.kv_len)
     masks_padded_keys = _masks_padded_keys(p, t, kernel)
@@ -229,28 +225,44 @@ def _prepare(
     layout = Layout(
         p, t, rules, work.target, *visited.static_flags, masks_padded_keys=masks_padded_keys
     )
-    rows = [
+    padded_pairs = [
         (padded(q[:, None], layout.q_padded), padded(kv[:, None], layout.kv_padded))
         for q, kv in pairs.values()
     ]
-    return layout, visited.table, rows
+    return layout, visited.table, padded_pairs
+
+
+def _gradient_operands(
+    work: Work, kernel: str, arrays: Arrays
+) -> tuple[Layout, Any, tuple[jax.Array, ...], list[tuple[jax.Array, jax.Array]]]:
+    """Returns the arguments of a gradient kernel: layout, table, arrays and value pairs."""
+    layout, table, pairs = _prepare(work, kernel, arrays)
+    layout = replace(layout, gated="gate" in arrays)
+    row_names = ("base", "delta", "gate") if layout.gated else ("base", "delta")
+    row_values = (padded(arrays[name][:, :, None], layout.q_padded) for name in row_names)
+    do = _to_layout(layout, arrays["do"], layout.q_padded, layout.value_dim)
+    return layout, table, (*_operands(layout, arrays), do, *row_values), pairs
 
 
 def _clear_hidden(p: Problem, arrays: Arrays) -> Arrays:
-    """Clears keys that no row sees, which may be NaN; XLA fuses this into the transposes below."""
+    """Returns the arrays with zeros for keys that no row sees, which may be NaN.
+
+    XLA fuses this into the transposes of ``_to_layout``.
+    """
     seen = seen_keys(arrays["mask"].terms, p.q_len, p.kv_len)
     return arrays | dict(zip("kv", cleared(seen, arrays["k"], arrays["v"]), strict=True))
 
 
 def _operands(layout: Layout, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """Returns q, k and v as the kernels read them."""
     return (
-        _as_read(layout, arrays["q"], layout.q_padded, layout.dim),
-        _as_read(layout, arrays["k"], layout.kv_padded, layout.dim),
-        _as_read(layout, arrays["v"], layout.kv_padded, layout.value_dim),
+        _to_layout(layout, arrays["q"], layout.q_padded, layout.dim),
+        _to_layout(layout, arrays["k"], layout.kv_padded, layout.dim),
+        _to_layout(layout, arrays["v"], layout.kv_padded, layout.value_dim),
     )
 
 
-def _as_read(layout: Layout, x: jax.Array, length: int, dim: int) -> jax.Array:
+def _to_layout(layout: Layout, x: jax.Array, length: int, dim: int) -> jax.Array:
     """Returns ``[b, s, h, d]`` in ``Layout.shape``, padded with zeros."""
     if layout.tiles.joins_heads:
         b, rows, heads, _ = x.shape
@@ -266,8 +278,8 @@ def _delta_of_joined(o: jax.Array, do: jax.Array) -> jax.Array:
     return jnp.einsum("bqx,xh->bhq", o * do, head_of_lane, precision="highest")
 
 
-def _natural(x: jax.Array, length: int, heads: int, dim: int) -> jax.Array:
-    """Returns ``[b, s, h, d]`` without padding, of rows in ``Layout.shape``."""
+def _from_layout(x: jax.Array, length: int, heads: int, dim: int) -> jax.Array:
+    """Returns ``[b, s, h, d]`` without padding from rows in ``Layout.shape``."""
     if x.shape[1] != heads:  # joined; a single head lies the same either way
         return x[:, 0, :length].reshape(x.shape[0], length, heads, dim)
     return x[:, :, :length, :dim].swapaxes(1, 2)
@@ -318,11 +330,14 @@ class RingAttention(ContextParallel, PallasKernel):
         applied = super().apply_config(chosen, cfg, problem, target)
         if applied.strategy != ring.STRATEGY:
             return applied
+        # a step of this strategy is one kernel over the chunks of a whole shard
         (piece, p), chunks = problem.calls[0], problem.ring.chunks
-        lengths = p.q_len // piece.q.count * chunks, p.kv_len // piece.kv.count * chunks
-        shards = replace(p, q_len=lengths[0], kv_len=lengths[1])
-        tiles = self.flash.apply_config(self.flash.choose(shards, target), cfg, shards, target)
-        return replace(applied, full_shards=tiles)
+        q_len, kv_len = p.q_len // piece.q.count * chunks, p.kv_len // piece.kv.count * chunks
+        shard = replace(p, q_len=q_len, kv_len=kv_len)
+        chosen_tiles = self.flash.choose(shard, target)
+        return replace(
+            applied, full_shards=self.flash.apply_config(chosen_tiles, cfg, shard, target)
+        )
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if work.tiles.strategy == ring.STRATEGY and work.problem.ring.size > 1:

@@ -1,4 +1,4 @@
-"""Static properties shared by the kernels: padded sizes, options, names of operands."""
+"""Static properties of a launch: padded sizes, options, units of logits, compiler parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ejkernel.types.attention.problem import LOG2E, Problem
 
 @dataclass(frozen=True)
 class Layout:
-    """One kernel of one call.
+    """One launch of one kernel of a call.
 
     Attributes:
         problem: sizes of the call. tiles, rules, chip: its tiles, its mask and its TPU.
@@ -77,11 +77,11 @@ class Layout:
         return (b, 1, length, heads * width) if joined else (b, heads, length, width)
 
     def block_index(self, b: Any, head: Any, block: Any) -> tuple[Any, Any, Any, Any]:
-        """Returns where a block of rows of a head stands in an array of this shape."""
+        """Returns the index of a block of rows of a head in an array of this shape."""
         return (b, 0, block, head) if self.tiles.joins_heads else (b, head, block, 0)
 
     def head_of(self, ref: Any, b: Any, head: Any, width: int) -> Any:
-        """Returns the rows of a head in an array of this shape."""
+        """Returns the rows ``[length, width]`` of a head in an array of this shape."""
         if not self.tiles.joins_heads:
             return ref.at[b, head]
         return ref.at[b, 0, :, pl.ds(pl.multiple_of(head * width, LANES), width)]
@@ -94,12 +94,15 @@ class Layout:
     @property
     def floor(self) -> float:
         """Below every raw logit, above ``hidden``: a row that has seen no key keeps it, and
-        exp2(hidden - floor) is 0 where exp2(-inf + inf) would be NaN."""
+        exp2(hidden - floor) is 0 where exp2(-inf + inf) would be NaN.
+
+        A small unit makes raw logits large; twice the floor is still a finite float32.
+        """
         return -max(1e30, min(1e30 / self.log2_unit, 1.5e38))
 
     @property
     def hidden(self) -> float:
-        """The raw logit of a masked key."""
+        """The raw logit of a masked key; finite."""
         return 2.0 * self.floor
 
     @property
@@ -110,6 +113,7 @@ class Layout:
 
     @property
     def pair_names(self) -> tuple[str, ...]:
+        """Returns the names of the values by token that element masks compare."""
         return self.rules.pairs
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
@@ -133,6 +137,10 @@ class Layout:
     def compiler_params(
         self, semantics: Sequence[Any], vmem: int, collective_id: int | None = None
     ) -> Any:
+        """Returns the parameters of a kernel that needs ``vmem`` bytes of vector memory.
+
+        ``collective_id``: of the barrier semaphore of a kernel that talks to other devices.
+        """
         return pltpu.CompilerParams(
             dimension_semantics=tuple(semantics),
             vmem_limit_bytes=self.chip.vmem_limit(vmem),

@@ -39,6 +39,8 @@ class Specs:
     """Blocks of the grid (batch, head, query block, step) over key blocks, or with ``keys_outer``
     (batch, kv head, key block, head of the group, step) over query blocks.
 
+    Index maps get the grid's indices and the table as ``at``.
+
     ``keeps_queries``: whether a kernel adds to the same queries in every key block.
     """
 
@@ -77,6 +79,7 @@ class Specs:
         return at[1] if self.keys_outer else at[1] // self.layout.problem.group
 
     def query(self, width: int) -> pl.BlockSpec:
+        """Returns the block spec of query rows of ``width`` columns, in ``Layout.shape``."""
         block = (1, 1, self.layout.tiles.block_q, width)
         index = self.layout.block_index
         return pl.BlockSpec(block, lambda *at: index(at[0], self._head(at), self._q_block(at)))
@@ -89,6 +92,7 @@ class Specs:
         return pl.BlockSpec(block, lambda *at: index(at[0], at[1], 0))
 
     def key(self, width: int) -> pl.BlockSpec:
+        """Returns the block spec of key rows of ``width`` columns, in ``Layout.shape``."""
         block = (1, 1, self.layout.tiles.block_kv, width)
         index = self.layout.block_index
         return pl.BlockSpec(block, lambda *at: index(at[0], self._kv_head(at), self._kv_block(at)))
@@ -98,14 +102,20 @@ class Specs:
         block = (1, 1, 1, self.layout.tiles.block_q)
         return pl.BlockSpec(block, lambda *at: (at[0], self._head(at), 0, self._q_block(at)))
 
+    def statistic_output(self) -> tuple[pl.BlockSpec, tuple[int, ...], str]:
+        """Returns block spec, shape and dtype of a float32 for each query row."""
+        p = self.layout.problem
+        return self.statistic(), (p.batch, p.heads, 1, self.layout.q_padded), "float32"
+
     def query_values(self, x: jax.Array) -> pl.BlockSpec:
         """Returns the block spec of ``[#b, 1, q]``."""
-        block, many = (1, 1, self.layout.tiles.block_q), x.shape[0] > 1
-        return pl.BlockSpec(block, lambda *at: (at[0] if many else 0, 0, self._q_block(at)))
+        block, by_batch = (1, 1, self.layout.tiles.block_q), x.shape[0] > 1
+        return pl.BlockSpec(block, lambda *at: (at[0] if by_batch else 0, 0, self._q_block(at)))
 
     def key_values(self, x: jax.Array) -> pl.BlockSpec:
-        block, many = (1, 1, self.layout.tiles.block_kv), x.shape[0] > 1
-        return pl.BlockSpec(block, lambda *at: (at[0] if many else 0, 0, self._kv_block(at)))
+        """Returns the block spec of ``[#b, 1, k]``."""
+        block, by_batch = (1, 1, self.layout.tiles.block_kv), x.shape[0] > 1
+        return pl.BlockSpec(block, lambda *at: (at[0] if by_batch else 0, 0, self._kv_block(at)))
 
 
 def launch_kernel(
@@ -136,7 +146,7 @@ def launch_kernel(
     outer, inner = (t.block_kv, t.block_q) if specs.keys_outer else (t.block_q, t.block_kv)
     length = layout.kv_padded if specs.keys_outer else layout.q_padded
     visited = p.batch * p.heads * length * layout.steps * inner
-    blocks = visited // outer * (layout.dim + layout.value_dim) * p.itemsize
+    inner_bytes = visited // outer * (layout.dim + layout.value_dim) * p.itemsize
     return pl.pallas_call(
         functools.partial(body, layout),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -154,7 +164,7 @@ def launch_kernel(
             specs.semantics, outside_blocks + t.vmem(p, outer, accumulators), collective_id
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * visited * columns, transcendentals=visited, bytes_accessed=moved + blocks
+            flops=2 * visited * columns, transcendentals=visited, bytes_accessed=moved + inner_bytes
         ),
         interpret=layout.chip.interpret,
         name=name,

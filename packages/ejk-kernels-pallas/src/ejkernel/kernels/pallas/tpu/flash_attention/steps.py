@@ -27,7 +27,7 @@ def strips(first: Any, length: int, size: int) -> list[Any]:
     return [pl.ds(pl.multiple_of(first + i, size), size) for i in starts]
 
 
-def overlapped(
+def overlap_scores(
     positions: Sequence[Any], scores: Callable[[Any], Any], add: Callable[..., None]
 ) -> None:
     """Runs ``add(position, scores(position))`` for every position, scores one position ahead.
@@ -62,23 +62,25 @@ class Step:
     queries_on_lanes: bool
 
     def positions(self, i: Any, j: Any, size_q: int, size_kv: int) -> list[TilePosition]:
-        """Returns the part of the block at (i, j), cut into tiles of ``rows`` by ``columns``."""
+        """Returns the tiles of the part of the block that starts at (i, j) and has ``size_q``
+        queries and ``size_kv`` keys; tiles have ``Tiles.rows`` by ``Tiles.columns`` pairs."""
         tiles = self.layout.tiles
-        q, kv = tiles.rows, tiles.columns
+        tile_q, tile_kv = tiles.rows, tiles.columns
         if self.queries_on_lanes:
-            q, kv = kv, q
-        queries, keys = strips(i, size_q, q), strips(j, size_kv, kv)
+            tile_q, tile_kv = tile_kv, tile_q
+        query_strips, key_strips = strips(i, size_q, tile_q), strips(j, size_kv, tile_kv)
         if self.keys_outer:
-            return [(x, y) for y in keys for x in queries]
-        return [(x, y) for x in queries for y in keys]
+            return [(queries, keys) for keys in key_strips for queries in query_strips]
+        return [(queries, keys) for queries in query_strips for keys in key_strips]
 
     def run(
         self,
         scores: Callable[[TilePosition], Any],
         add: Callable[[TilePosition, Any], None],
-        masked: Callable[[TilePosition, Any], None],
+        add_masked: Callable[[TilePosition, Any], None],
     ) -> None:
-        """Adds ``scores`` of every visible position, by ``masked`` where elements are hidden."""
+        """Runs ``add(position, scores(position))`` on every tile that has a visible pair, and
+        ``add_masked`` in its place where the block has hidden pairs."""
         layout, tiles = self.layout, self.layout.tiles
         inner = self.qi if self.keys_outer else self.ki
         full = (inner >= self.full_start) & (inner < self.full_stop)
@@ -87,15 +89,15 @@ class Step:
 
             @pl.when(full)
             def _full_tile() -> None:
-                overlapped(self.positions(0, 0, tiles.block_q, tiles.block_kv), scores, add)
+                overlap_scores(self.positions(0, 0, tiles.block_q, tiles.block_kv), scores, add)
 
         if layout.has_partial:
 
             @pl.when((inner < self.stop) & ~full)
             def _masked_tile() -> None:
                 self.visit_parts(
-                    lambda i, j: overlapped(
-                        self.positions(i, j, tiles.edge_q, tiles.edge_kv), scores, masked
+                    lambda i, j: overlap_scores(
+                        self.positions(i, j, tiles.edge_q, tiles.edge_kv), scores, add_masked
                     )
                 )
 
@@ -104,16 +106,16 @@ class Step:
         each has ``edge_q`` by ``edge_kv`` pairs and starts at (i, j) in the block."""
         layout, tiles = self.layout, self.layout.tiles
         edge_q, edge_kv = tiles.edge_q, tiles.edge_kv
-        across = tiles.block_kv // edge_kv
+        parts_across = tiles.block_kv // edge_kv
 
         def visit_part(index: Any, carry: None) -> None:
-            i = pl.multiple_of(index // across * edge_q, edge_q)
-            j = pl.multiple_of(index % across * edge_kv, edge_kv)
+            i = pl.multiple_of(index // parts_across * edge_q, edge_q)
+            j = pl.multiple_of(index % parts_across * edge_kv, edge_kv)
             first_q, first_kv = self.qi * tiles.block_q + i, self.ki * tiles.block_kv + j
-            seen = touches(layout.rules, first_q, first_kv, edge_q, edge_kv)
-            pl.when(seen)(lambda: do_part(i, j))
+            has_pairs = touches(layout.rules, first_q, first_kv, edge_q, edge_kv)
+            pl.when(has_pairs)(lambda: do_part(i, j))
 
-        lax.fori_loop(0, tiles.block_q // edge_q * across, visit_part, None)
+        lax.fori_loop(0, tiles.block_q // edge_q * parts_across, visit_part, None)
 
     def mask(
         self, position: TilePosition, columns: Sequence[jax.Array], rows: Sequence[jax.Array]
@@ -144,7 +146,10 @@ def step_of(
     keys_outer: bool = False,
     queries_on_lanes: bool = False,
 ) -> Step:
-    """Returns step ``step`` of block ``outer``, whose entry in the table starts at ``first``."""
+    """Returns step ``step`` of block ``outer``, whose entry in the table starts at ``first``.
+
+    ``table`` is in scalar memory, as ``masks.Visits`` has it.
+    """
     if layout.listed:
         inner = visited_block(layout, table, first, step)
         item = table[first + 1 + jnp.minimum(step, layout.steps - 1)]

@@ -55,10 +55,11 @@ class Tiles:
 
     @property
     def edge_kv(self) -> int:
+        """Keys of these parts."""
         return min(self.block_kv, EDGE)
 
     def vmem(self, problem: Problem, outer: int, accumulators: int) -> int:
-        """Bytes of vector memory of a kernel, about.
+        """Bytes of vector memory of a kernel, about; ``outer``: tokens of an outer block.
 
         Two buffers of every block fetched or stored (queries, keys, values, output or gradients),
         float32 accumulators and at most five columns of ``outer`` rows, and spills: up to 12
@@ -89,10 +90,10 @@ class FlashTiles:
     @property
     def fields(self) -> dict[str, Any]:
         """Fields of a config."""
-        fwd = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
+        fwd = {field: getattr(self.fwd, name) for name, field in FIELDS.items()}
         keys = self.fused or self.dkv
-        dkv = {theirs: getattr(keys, mine) for mine, theirs in FIELDS.items()}
-        dq = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
+        dkv = {field: getattr(keys, name) for name, field in FIELDS.items()}
+        dq = {field: getattr(self.dq, name) for name, field in DQ_FIELDS.items()}
         joined = {"joins_heads": True} if self.fwd.joins_heads else {}
         return {"fwd_params": fwd, "bwd_params": dkv | dq} | joined
 
@@ -115,8 +116,12 @@ class FlashTiles:
 
 def choose(problem: Problem, target: Chip) -> FlashTiles:
     """The tiles of a call by the arithmetic below."""
-    every = (tiles(problem, target) for tiles in (forward_tiles, dq_tiles, dkv_tiles))
-    return FlashTiles(*every, fused_tiles(problem, target))
+    return FlashTiles(
+        forward_tiles(problem, target),
+        dq_tiles(problem, target),
+        dkv_tiles(problem, target),
+        fused_tiles(problem, target),
+    )
 
 
 def _block(length: int, largest: int) -> int:
@@ -129,6 +134,7 @@ def _block(length: int, largest: int) -> int:
 
 
 def _dim(problem: Problem) -> int:
+    """The larger head dim, in full registers of 128 lanes."""
     return max(-(-d // LANES) * LANES for d in (problem.dim, problem.value_dim))
 
 
@@ -149,7 +155,10 @@ def forward_tiles(problem: Problem, chip: Chip) -> Tiles:
 
 
 def _fitting(tiles: Tiles, problem: Problem, chip: Chip, accumulators: int) -> Tiles:
-    """``tiles`` with strips halved until vector memory suffices, then blocks."""
+    """``tiles`` with strips halved until vector memory suffices, then blocks.
+
+    ``accumulators``: of the outer side; kernels with two have keys there.
+    """
     outer = tiles.block_kv if accumulators == 2 else tiles.block_q
     if tiles.vmem(problem, outer, accumulators) <= chip.vmem or outer <= LANES:
         return tiles
@@ -162,6 +171,7 @@ def _fitting(tiles: Tiles, problem: Problem, chip: Chip, accumulators: int) -> T
 
 
 def _gradient_blocks(problem: Problem) -> tuple[int, int]:
+    """Queries and keys of a grid step of the gradient kernels."""
     # two more operands than forward, all of them used twice: large tiles load weights less often
     block_q, block_kv = _block(problem.q_len, LARGEST), _block(problem.kv_len, LARGEST)
     return (min(block_q, 512), min(block_kv, 512)) if problem.itemsize == 4 else (block_q, block_kv)
@@ -235,8 +245,8 @@ def fused_tiles(problem: Problem, chip: Chip) -> Tiles | None:
 
 def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:
     """Returns ``tiles`` overridden by a config, in full registers of 128 lanes."""
-    values = {mine: config_field(params, theirs) for mine, theirs in fields.items()}
-    sizes = {k: max(LANES, int(v)) for k, v in values.items() if v is not None}
+    values = {name: config_field(params, field) for name, field in fields.items()}
+    sizes = {name: max(LANES, int(size)) for name, size in values.items() if size is not None}
     return replace(tiles, **sizes)
 
 

@@ -69,12 +69,12 @@ def unshifted_layout(layout: Layout) -> Layout | None:
 
 def _kernel(layout: Layout, table: Any, *refs: Any) -> None:
     q_ref, k_ref, v_ref, k_all, v_all, o_ref, lse_ref, base_ref, *scratch = refs
-    l_ref, acc_ref, *again = scratch
-    b, h, qi, t = (pl.program_id(axis) for axis in range(4))
+    l_ref, acc_ref, *recompute_scratch = scratch
+    b, h, qi, step_index = (pl.program_id(axis) for axis in range(4))
     first = table_entry(layout, layout.q_blocks, b, h, qi)
-    step = step_of(layout, table, first, qi, t, queries_on_lanes=True)
+    step = step_of(layout, table, first, qi, step_index, queries_on_lanes=True)
 
-    @pl.when(t == 0)
+    @pl.when(step_index == 0)
     def _begin() -> None:
         l_ref[...] = jnp.zeros_like(l_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
@@ -93,65 +93,68 @@ def _kernel(layout: Layout, table: Any, *refs: Any) -> None:
         v = v_ref[0, 0, keys]
         acc_ref[:, queries] += layout.dot(v.T, p.astype(v.dtype), (1, 0))
 
-    def masked(position: TilePosition, tile_scores: jax.Array) -> None:
+    def add_masked(position: TilePosition, tile_scores: jax.Array) -> None:
         add(position, tile_scores, step.mask(position, (), ()))
 
-    step.run(scores, add, masked)
+    step.run(scores, add, add_masked)
 
-    @pl.when(t == layout.steps - 1)
+    @pl.when(step_index == layout.steps - 1)
     def _end() -> None:
         total = jnp.sum(l_ref[...], axis=0, keepdims=True)
         acc = acc_ref[...]
         is_exact = (total >= MIN_SUM) & (total <= MAX_SUM)
         is_exact &= jnp.max(jnp.abs(acc), axis=0, keepdims=True) < jnp.inf
-        exact_rows = jnp.min(jnp.where(is_exact, 1.0, 0.0))
+        all_exact = jnp.min(jnp.where(is_exact, 1.0, 0.0))  # 1 or 0: no minimum of booleans
         o_ref[0, 0] = (acc / total).T.astype(o_ref.dtype)
         lse = jnp.log2(total) * (1.0 / LOG2E)
         lse_ref[0, 0], base_ref[0, 0] = lse, lse * (1.0 / unit(layout.problem))
 
-        @pl.when(exact_rows == 0.0)
-        def _again() -> None:
+        @pl.when(all_exact == 0.0)
+        def _recompute() -> None:
             outputs = o_ref, lse_ref, base_ref
-            head = b, h // layout.problem.group
-            everything = (
-                layout.head_of(k_all, *head, layout.dim),
-                layout.head_of(v_all, *head, layout.value_dim),
+            kv_head = b, h // layout.problem.group
+            head_kv = (
+                layout.head_of(k_all, *kv_head, layout.dim),
+                layout.head_of(v_all, *kv_head, layout.value_dim),
             )
-            _compute_again(layout, table, first, step, q_ref, everything, outputs, again)
+            _recompute_with_maxima(
+                layout, table, first, step, q_ref, head_kv, outputs, recompute_scratch
+            )
 
 
-def _compute_again(
+def _recompute_with_maxima(
     layout: Layout,
     table: Any,
     first: Any,
     step: Step,
     q_ref: Any,
-    everything: tuple[Any, Any],
+    head_kv: tuple[Any, Any],
     outputs: tuple[Any, Any, Any],
     scratch: list[Any],
 ) -> None:
     """Computes a block of queries with maxima, part after part of its key blocks.
 
-    ``everything``: all keys and values of the head, in device memory.
+    ``head_kv``: all keys and values of the head, in device memory. ``scratch``: a block of keys and
+    one of values; maximum, sum and output of rows.
     """
     k_ref, v_ref, *rows = scratch
     begin_rows(layout, *rows)
 
-    def visit_block(t: Any, carry: None) -> None:
-        ki = visited_block(layout, table, first, t)
+    def visit_block(step_index: Any, carry: None) -> None:
+        ki = visited_block(layout, table, first, step_index)
         keys = pl.ds(pl.multiple_of(ki * layout.tiles.block_kv, LANES), layout.tiles.block_kv)
-        for source, target in zip(everything, (k_ref, v_ref), strict=True):
+        for source, target in zip(head_kv, (k_ref, v_ref), strict=True):
             pltpu.sync_copy(source.at[keys], target)
-        at = replace(step, ki=ki, queries_on_lanes=False)
+        block_step = replace(step, ki=ki, queries_on_lanes=False)
 
         def visit_part(i: Any, j: Any) -> None:
             edge_q, edge_kv = layout.tiles.edge_q, layout.tiles.edge_kv
             queries, part = pl.ds(i, edge_q), pl.ds(j, edge_kv)
             x = layout.dot(q_ref[0, 0, queries], k_ref[part], (1, 1))
-            mask = at.mask((queries, part), (), ())
+            mask = block_step.mask((queries, part), (), ())
             add_strip(layout, x, mask, v_ref[part], queries, *rows)
 
-        at.visit_parts(visit_part)
+        block_step.visit_parts(visit_part)
 
     lax.fori_loop(0, step.stop - table[first], visit_block, None)
     finish_rows(layout, None, rows, outputs)
@@ -162,7 +165,7 @@ def forward_unshifted(layout: Layout, table: Any, arrays: tuple[jax.Array, ...])
     p, t = layout.problem, layout.tiles
     d, dv = layout.dim, layout.value_dim
     specs = Specs(layout)
-    row = (specs.statistic(), (p.batch, p.heads, 1, layout.q_padded), "float32")
+    lse = base = specs.statistic_output()
     dtype = arrays[0].dtype
     return launch_kernel(
         _kernel,
@@ -174,7 +177,7 @@ def forward_unshifted(layout: Layout, table: Any, arrays: tuple[jax.Array, ...])
             *(specs.query(d), specs.key(d), specs.key(dv)),
             *(pl.BlockSpec(memory_space=pl.ANY) for _ in arrays[1:]),
         ],
-        [(specs.query(dv), layout.shape(p.heads, layout.q_padded, dv), p.dtype), row, row],
+        [(specs.query(dv), layout.shape(p.heads, layout.q_padded, dv), p.dtype), lse, base],
         [
             *(pltpu.VMEM((n, t.block_q), jnp.float32) for n in (SUBLANES, dv)),
             *(pltpu.VMEM((t.block_kv, width), dtype) for width in (d, dv)),

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.flash_attention.steps import overlapped
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import overlap_scores
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import (
     TILE_BYTES,
     Problem,
@@ -93,7 +93,7 @@ def for_steps(
             first = step * t.chunk + n
             entries = tuple(list_ref[0, 0, 0, 0, 1 + first + i] for i in range(size))
             parts.append(Part(entries, first))
-        overlapped(parts, scores, add)
+        overlap_scores(parts, scores, add)
 
     lax.fori_loop(0, pl.cdiv(list_ref[0, 0, 0, 0, 0], t.chunk), run_step, None)
 

@@ -40,7 +40,7 @@ from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import LANES, SUBLANES
 from ejkernel.kernels.pallas.tpu.common.masks import fit
 from ejkernel.kernels.pallas.tpu.common.trees import encode_nodes, sees_all, visible_keys
-from ejkernel.kernels.pallas.tpu.flash_attention.steps import overlapped
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import overlap_scores
 from ejkernel.kernels.pallas.tpu.page_attention.decode import (
     FLOOR,
     HIDDEN,
@@ -253,7 +253,7 @@ class Steps(NamedTuple):
             x = jnp.where(seen, _logits(layout, ready[0], factor), HIDDEN)
             _add_tile(layout, x, ready[1], s, (head, pl.ds(0, rows)))
 
-        overlapped(range(layout.paged.kv_heads), scores, add)
+        overlap_scores(range(layout.paged.kv_heads), scores, add)
 
     def _add_to_rows(self, visible: jax.Array | None) -> None:
         """Adds a block to all rows of a block of queries, its ``visible`` tokens or all."""
@@ -274,7 +274,7 @@ class Steps(NamedTuple):
                 x = x if seen is None else jnp.where(seen, x, HIDDEN)
                 _add_tile(layout, x, v, s, (head, pl.ds(first, strip)))
 
-            overlapped(range(0, layout.rows, strip), scores, add)
+            overlap_scores(range(0, layout.rows, strip), scores, add)
 
         lax.fori_loop(0, p.kv_heads, add_head, None)
 
