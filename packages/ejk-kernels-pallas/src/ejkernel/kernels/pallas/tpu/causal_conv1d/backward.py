@@ -25,13 +25,13 @@ from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.causal_conv1d.forward import (
     compiler_params,
     convolve,
+    insert_state,
     load_rows,
     position_of,
-    put_state,
     shifted,
     specs_of,
 )
-from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import NEAR, Tiles
+from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import HALO, Tiles
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.segments import Visits, replace_inside
 from ejkernel.types.problems.convolution import ConvolutionProblem
@@ -40,20 +40,21 @@ from ejkernel.types.problems.convolution import ConvolutionProblem
 def _kernel(p: ConvolutionProblem, t: Tiles, *refs: Any) -> None:
     tables, refs = refs[:3], refs[3:]
     before_ref, x_ref, after_ref, dy_ref, dy_after_ref, taps_ref, state_ref = refs[:7]
-    dx_ref, dtaps_ref, dstate_ref, history_ref, dhistory_ref = refs[7:]
+    dx_ref, dtaps_ref, dstate_ref, history_ref, gradient_ref = refs[7:]
     at = position_of(t, tables)
     inside = at.mask(0, t.rows, t.channels)
-    # rows of no sequence may hold anything
+    # the rows of no sequence may hold NaN: they are loaded as 0 from a segment that is empty
     at = at._replace(end=jnp.where(at.sequence < p.states, at.end, at.start))
-    history_ref[:NEAR] = load_rows(at, -NEAR, before_ref)
-    history_ref[NEAR : NEAR + t.rows] = load_rows(at, 0, x_ref)
-    history_ref[NEAR + t.rows :] = load_rows(at, t.rows, after_ref)
-    put_state(p, t, at, history_ref, state_ref)
+    history_ref[:HALO] = load_rows(at, -HALO, before_ref)
+    history_ref[HALO : HALO + t.rows] = load_rows(at, 0, x_ref)
+    history_ref[HALO + t.rows :] = load_rows(at, t.rows, after_ref)
+    insert_state(p, t, at, history_ref, state_ref)
     history, taps = history_ref[...], taps_ref[...]
-    dhistory_ref[:NEAR] = jnp.zeros((NEAR, t.channels), jnp.float32)
-    dhistory_ref[NEAR : NEAR + t.rows] = load_rows(at, 0, dy_ref)
-    dhistory_ref[NEAR + t.rows :] = load_rows(at, t.rows, dy_after_ref)
-    dz = dhistory_ref[...]
+    # dy at first, later the gradient of history; the rows before the block have visits of their own
+    gradient_ref[:HALO] = jnp.zeros((HALO, t.channels), jnp.float32)
+    gradient_ref[HALO : HALO + t.rows] = load_rows(at, 0, dy_ref)
+    gradient_ref[HALO + t.rows :] = load_rows(at, t.rows, dy_after_ref)
+    dz = gradient_ref[...]
     if p.silu:
         z = convolve(p, history, taps)
         gate = lax.logistic(z)
@@ -63,27 +64,28 @@ def _kernel(p: ConvolutionProblem, t: Tiles, *refs: Any) -> None:
     def _begin() -> None:
         dtaps_ref[...] = jnp.zeros_like(dtaps_ref)
 
-    of_block = dz[: NEAR + t.rows]
+    # the taps get the gradient of every row in one visit: not of the rows after the block
+    block_dz = dz[: HALO + t.rows]
     dhistory = dz * taps[p.width - 1 : p.width]
     for back in range(p.width):
         tap = p.width - 1 - back
-        read = shifted(history, back)[: NEAR + t.rows]
-        dtaps_ref[tap : tap + 1] += jnp.sum(of_block * read, axis=0, keepdims=True)
+        tap_rows = shifted(history, back)[: HALO + t.rows]
+        dtaps_ref[tap : tap + 1] += jnp.sum(block_dz * tap_rows, axis=0, keepdims=True)
         if back:
             # rows that leave at the start come back at the end, where none is used
             dhistory += shifted(dz, -back) * taps[tap : tap + 1]
-    dtaps_ref[p.width : p.width + 1] += jnp.sum(of_block, axis=0, keepdims=True)
-    dhistory_ref[...] = dhistory
+    dtaps_ref[p.width : p.width + 1] += jnp.sum(block_dz, axis=0, keepdims=True)
+    gradient_ref[...] = dhistory
 
-    dx = dhistory[NEAR : NEAR + t.rows]
+    dx = dhistory[HALO : HALO + t.rows]
     dx_ref[...] = replace_inside(dx_ref[...], dx, inside)
 
     # the rows before a sequence have the gradient of its state
     @pl.when(at.begins(t) & (at.sequence < p.states))
     def _store_state() -> None:
         for i in range(p.width - 1):
-            row = at.start - at.first + (NEAR - p.width + 1 + i)
-            dstate_ref[0, i : i + 1] = dhistory_ref[pl.ds(row, 1), :]
+            row = at.start - at.first + (HALO - p.width + 1 + i)
+            dstate_ref[0, i : i + 1] = gradient_ref[pl.ds(row, 1), :]
 
 
 def backward(
@@ -100,10 +102,10 @@ def backward(
     ``[w + 1, channels]`` and of the states ``[states + 1, w - 1, channels]``; the last one and the
     gradients of empty sequences mean nothing."""
     specs = specs_of(p, t)
-    extended = t.rows + 2 * NEAR
+    extended_rows = t.rows + 2 * HALO
 
-    def of_state(c: Any, v: Any, segment: Any, shift: Any, bounds: Any) -> Any:
-        return segment[v], 0, c
+    def of_state(channels: Any, visit: Any, segment: Any, shift: Any, bounds: Any) -> Any:
+        return segment[visit], 0, channels
 
     return pl.pallas_call(
         functools.partial(_kernel, p, t),
@@ -124,7 +126,7 @@ def backward(
                 specs.taps,
                 pl.BlockSpec((1, p.width - 1, t.channels), of_state),
             ],
-            scratch_shapes=[pltpu.VMEM((extended, t.channels), jnp.float32)] * 2,
+            scratch_shapes=[pltpu.VMEM((extended_rows, t.channels), jnp.float32)] * 2,
         ),
         out_shape=[
             result((p.total, p.channels), p.dtype, x),

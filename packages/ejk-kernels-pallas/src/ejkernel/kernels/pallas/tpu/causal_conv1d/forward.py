@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
-from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import NEAR, Tiles
+from ejkernel.kernels.pallas.tpu.causal_conv1d.tiles import HALO, Tiles
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.segments import (
     Visits,
@@ -34,7 +34,12 @@ from ejkernel.types.problems.convolution import ConvolutionProblem
 
 
 class Position(NamedTuple):
-    """Position of a visit: its sequence, first row and end of that, first row of the block."""
+    """Position of a visit.
+
+    Attributes:
+        sequence: index of the sequence; ``ConvolutionProblem.states`` for the rows of none.
+        start, end: rows of the sequence. first: first row of the block.
+    """
 
     sequence: Any
     start: Any
@@ -46,7 +51,8 @@ class Position(NamedTuple):
         return (self.start >= self.first) & (self.start < self.first + t.rows)
 
     def mask(self, offset: int, rows: int, channels: int) -> jax.Array:
-        """Returns which of ``rows`` rows, from ``offset`` in the block on, are the sequence's."""
+        """Returns which of ``rows`` rows, from ``offset`` in the block on, are the sequence's,
+        ``[rows, channels]``."""
         return rows_inside(self.first + offset, (rows, channels), self.start, self.end)
 
 
@@ -60,35 +66,38 @@ def position_of(t: Tiles, tables: Any) -> Position:
 
 
 def load_rows(at: Position, offset: int, ref: Any) -> jax.Array:
-    """Returns rows in float32, 0 where they are another sequence's."""
+    """Returns the rows ``[rows, channels]`` of ``ref`` in float32, 0 where they are not the
+    sequence's; the first is ``offset`` rows behind the first row of the block."""
     inside = at.mask(offset, *ref.shape)
     return jnp.where(inside, ref[...].astype(jnp.float32), 0.0)
 
 
-def put_state(
+def insert_state(
     p: ConvolutionProblem, t: Tiles, at: Position, history_ref: Any, state_ref: Any
 ) -> None:
-    """Puts the state of a sequence before its first row, where taps of the block may reach it.
+    """Stores the state of a sequence before its first row, where taps of the block may reach it.
 
-    Row 0 of ``history_ref`` is the row that is ``NEAR`` rows before the block.
+    ``state_ref``: ``[1, w - 1, channels]``, the tokens before the sequence, the latest last. Row 0
+    of ``history_ref`` is the row that is ``HALO`` rows before the block.
     """
 
     @pl.when((at.start > at.first - p.width) & (at.sequence < p.states))
     def _put() -> None:
         for i in range(p.width - 1):
-            row = at.start - at.first + (NEAR - p.width + 1 + i)
+            row = at.start - at.first + (HALO - p.width + 1 + i)
             history_ref[pl.ds(row, 1), :] = state_ref[0, i : i + 1]
 
 
 def shifted(x: jax.Array, rows: int) -> jax.Array:
-    """Returns x with every row ``rows`` further down; rows leave at the end and enter at 0."""
+    """Returns x with every row ``rows`` further down; rows that leave at the end enter at 0."""
     return pltpu.roll(x, rows % x.shape[0], 0) if rows else x
 
 
 def convolve(p: ConvolutionProblem, history: jax.Array, taps: jax.Array) -> jax.Array:
-    """Returns the sums of the rows of ``history``, of which the first w - 1 mean nothing.
+    """Returns z for the rows of ``history`` ``[rows, channels]``.
 
-    ``taps`` are the weights of the taps and the bias, float32 ``[w + 1, channels]``.
+    The first w - 1 rows are meaningless: their taps reach rows that entered from the end. ``taps``
+    are the weights of the taps and the bias, float32 ``[w + 1, channels]``.
     """
     z = taps[p.width : p.width + 1] + history * taps[p.width - 1 : p.width]
     for back in range(1, p.width):
@@ -100,10 +109,10 @@ def convolve(p: ConvolutionProblem, history: jax.Array, taps: jax.Array) -> jax.
 def _kernel(p: ConvolutionProblem, t: Tiles, *refs: Any) -> None:
     tables, (before_ref, x_ref, taps_ref, state_ref, y_ref, history_ref) = refs[:3], refs[3:]
     at = position_of(t, tables)
-    history_ref[:NEAR] = load_rows(at, -NEAR, before_ref)
-    history_ref[NEAR:] = load_rows(at, 0, x_ref)
-    put_state(p, t, at, history_ref, state_ref)
-    y = convolve(p, history_ref[...], taps_ref[...])[NEAR:]
+    history_ref[:HALO] = load_rows(at, -HALO, before_ref)
+    history_ref[HALO:] = load_rows(at, 0, x_ref)
+    insert_state(p, t, at, history_ref, state_ref)
+    y = convolve(p, history_ref[...], taps_ref[...])[HALO:]
     if p.silu:
         y = y * lax.logistic(y)
     inside = at.mask(0, t.rows, t.channels)
@@ -112,7 +121,7 @@ def _kernel(p: ConvolutionProblem, t: Tiles, *refs: Any) -> None:
 
 
 class Specs(NamedTuple):
-    """Blocks of rows, of the ``NEAR`` rows before and after, of the taps, and of the states."""
+    """Block specs of rows, of the ``HALO`` rows before and after, of the taps and the states."""
 
     rows: pl.BlockSpec
     before: pl.BlockSpec
@@ -122,28 +131,32 @@ class Specs(NamedTuple):
 
 
 def specs_of(p: ConvolutionProblem, t: Tiles) -> Specs:
-    """Returns the blocks of the operands of both passes, for a grid (channels, visits)."""
-    per_block, last = t.rows // NEAR, (p.total - 1) // NEAR
+    """Returns the block specs of the operands of both passes.
 
-    def near(distance: int) -> Any:
-        def index(c: Any, v: Any, segment: Any, shift: Any, bounds: Any) -> Any:
-            block = row_block(v, segment, shift) * per_block + distance
-            return jnp.clip(block, 0, last), c
+    Index maps get the block of channels, the visit, and the tables of ``segments.Visits``.
+    """
+    halos_per_block, last_halo = t.rows // HALO, (p.total - 1) // HALO
 
-        return pl.BlockSpec((NEAR, t.channels), index)
+    def halo(distance: int) -> Any:
+        def index(channels: Any, visit: Any, segment: Any, shift: Any, bounds: Any) -> Any:
+            block = row_block(visit, segment, shift) * halos_per_block + distance
+            # rows that a clipped block has instead are masked: their place is outside the sequence
+            return jnp.clip(block, 0, last_halo), channels
 
-    def of_rows(c: Any, v: Any, segment: Any, shift: Any, bounds: Any) -> Any:
-        return row_block(v, segment, shift), c
+        return pl.BlockSpec((HALO, t.channels), index)
 
-    def of_state(c: Any, v: Any, segment: Any, shift: Any, bounds: Any) -> Any:
-        return jnp.minimum(segment[v], p.states - 1), 0, c
+    def of_rows(channels: Any, visit: Any, segment: Any, shift: Any, bounds: Any) -> Any:
+        return row_block(visit, segment, shift), channels
+
+    def of_state(channels: Any, visit: Any, segment: Any, shift: Any, bounds: Any) -> Any:
+        return jnp.minimum(segment[visit], p.states - 1), 0, channels
 
     return Specs(
-        pl.BlockSpec((t.rows, t.channels), of_rows),
-        near(-1),
-        near(per_block),
-        pl.BlockSpec((p.width + 1, t.channels), lambda c, v, *tables: (0, c)),
-        pl.BlockSpec((1, p.width - 1, t.channels), of_state),
+        rows=pl.BlockSpec((t.rows, t.channels), of_rows),
+        before=halo(-1),
+        after=halo(halos_per_block),
+        taps=pl.BlockSpec((p.width + 1, t.channels), lambda channels, *_: (0, channels)),
+        states=pl.BlockSpec((1, p.width - 1, t.channels), of_state),
     )
 
 
@@ -177,7 +190,7 @@ def forward(
             grid=(-(-p.channels // t.channels), schedule.count),
             in_specs=[specs.before, specs.rows, specs.taps, specs.states],
             out_specs=specs.rows,
-            scratch_shapes=[pltpu.VMEM((t.rows + NEAR, t.channels), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((t.rows + HALO, t.channels), jnp.float32)],
         ),
         out_shape=result((p.total, p.channels), p.dtype, x),
         compiler_params=compiler_params(chip, t),

@@ -54,17 +54,17 @@ class CausalConv1D(PallasKernel):
         if not p.returns_state:
             return (y, jnp.zeros((p.states, p.channels, p.width - 1), p.dtype)), ()
         flat, _, states = operands
-        row, of_state = _last_tokens(p, bounds)
+        row, is_state_token = _last_tokens(p, bounds)
         from_rows = jnp.take(flat, row, axis=0, mode="clip").astype(jnp.float32)
         # the tokens before a short sequence are the end of its state
-        from_state = jnp.sum(jnp.where(of_state[..., None], states[:, None], 0.0), axis=2)
+        from_state = jnp.sum(jnp.where(is_state_token[..., None], states[:, None], 0.0), axis=2)
         final = jnp.where((row < p.total)[..., None], from_rows, from_state)
         return (y, jnp.swapaxes(final, 1, 2).astype(p.dtype)), ()
 
     def backward(
         self, work: Work, arrays: Arrays, outputs: Any, saved: Any, cotangents: Any
     ) -> Mapping[str, Any]:
-        p, (dy, dfinal), w = work.problem, cotangents, work.problem.width
+        p, (dy, dfinal) = work.problem, cotangents
         bounds, operands = _operands(p, arrays)
         schedule = visits(bounds, p.total, work.tiles.rows)
         dy = dy.reshape(p.total, p.channels)
@@ -73,14 +73,15 @@ class CausalConv1D(PallasKernel):
         dstates = jnp.where(is_empty[:, None, None], 0.0, dstates[:-1])
         # the gradient of a state that nobody gets is 0
         if p.returns_state:
-            row, of_state = _last_tokens(p, bounds)
+            row, is_state_token = _last_tokens(p, bounds)
             dlast = jnp.swapaxes(dfinal.astype(jnp.float32), 1, 2)
             dx = dx.at[row].add(dlast.astype(dx.dtype), mode="drop")
-            dstates += jnp.sum(jnp.where(of_state[..., None], dlast[:, :, None], 0.0), axis=1)
+            from_last = jnp.where(is_state_token[..., None], dlast[:, :, None], 0.0)
+            dstates += jnp.sum(from_last, axis=1)
         gradients = {
             "x": dx.reshape(arrays["x"].shape),
-            "weight": dtaps[:w].T,
-            "bias": dtaps[w],
+            "weight": dtaps[: p.width].T,
+            "bias": dtaps[p.width],
             "initial_state": jnp.swapaxes(dstates, 1, 2),
         }
         return {name: dx for name, dx in gradients.items() if name in arrays}
@@ -97,8 +98,12 @@ def _unsupported(a: Mapping[str, Any]) -> str:
 
 
 def _operands(p: ConvolutionProblem, arrays: Arrays) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Returns the bounds of the sequences, with the rows of none as one more, and the operands of
-    both passes: flat rows, taps with the bias, states."""
+    """Returns the bounds of the sequences and the operands of both passes.
+
+    Bounds are ``[states + 2]``: the last segment has the rows of no sequence. Operands are rows
+    ``[total, channels]`` and, in float32, taps with the bias ``[w + 1, channels]`` and states
+    ``[states, w - 1, channels]``.
+    """
     if p.sequences:
         bounds = packed_bounds(arrays["cu_seqlens"], p.total)
     else:
@@ -116,14 +121,16 @@ def _operands(p: ConvolutionProblem, arrays: Arrays) -> tuple[jax.Array, tuple[j
 
 
 def _last_tokens(p: ConvolutionProblem, bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the rows ``[states, w - 1]`` of the last tokens of every sequence, past the rows
-    where a token is older than the sequence, and there ``[states, w - 1, w - 1]`` which token of
-    its state it is."""
+    """Returns where the last w - 1 tokens of every sequence are, for its final state.
+
+    First their rows ``[states, w - 1]``; ``p.total``, which no row has, for a token that is older
+    than the sequence. Then ``[states, w - 1, w - 1]``: which token of the initial state that is.
+    """
     start, end = bounds[:-2, None], bounds[1:-1, None]
     row = end - (p.width - 1) + jnp.arange(p.width - 1)
     age = row - start + p.width - 1
-    of_state = age[..., None] == jnp.arange(p.width - 1)
-    return jnp.where(row >= start, row, p.total), of_state
+    is_state_token = age[..., None] == jnp.arange(p.width - 1)
+    return jnp.where(row >= start, row, p.total), is_state_token
 
 
 causal_conv1d = CausalConv1D()

@@ -49,8 +49,8 @@ def compiler_params(chip: Chip, semantics: tuple[Any, ...], vmem: int) -> Any:
 
 def dot(p: GroupedProblem, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
     """Returns the matmul of two blocks over one axis each, in float32."""
-    full = p.dtype == "float32" and p.precision in ("high", "highest")
-    precision = lax.Precision.HIGHEST if full else lax.Precision.DEFAULT
+    is_full = p.dtype == "float32" and p.precision in ("high", "highest")
+    precision = lax.Precision.HIGHEST if is_full else lax.Precision.DEFAULT
     numbers = (((axes[0],), (axes[1],)), ((), ()))
     return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 
@@ -61,6 +61,7 @@ def _zero_past(x: jax.Array, axis: int, length: Any) -> jax.Array:
 
 
 def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
+    """Runs a grid step; scratch is an accumulator where ``Tiles.accumulates``."""
     segment, shift, bounds, lhs_ref, rhs_ref, *refs = all_refs
     scale_ref = refs.pop(0) if p.stored else None
     existing_ref = refs.pop(0) if p.added else None
@@ -71,26 +72,28 @@ def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
     has_matrix = (group > 0) & (group <= p.held)
     first = row_block(visit, segment, shift) * t.rows
 
-    def multiply(part: Any, left: Any = None) -> jax.Array:
+    def multiply(part: Any, length: Any = None) -> jax.Array:
+        """Multiplies a slice of the inner axis, of which ``length`` elements exist; None: all."""
         a = lhs_ref[:, part]
         b = (rhs_ref[0, :, part] if p.transposed else rhs_ref[0, part, :]).astype(p.dtype)
         inner_axis = 1 if p.transposed else 0
-        if left is not None:
-            a, b = _zero_past(a, 1, left), _zero_past(b, inner_axis, left)
+        if length is not None:
+            a, b = _zero_past(a, 1, length), _zero_past(b, inner_axis, length)
         return dot(p, a, b, (1, inner_axis))
 
     def store(x: jax.Array) -> None:
+        """Stores the rows of ``x`` ``[rows, columns]`` that are of the group."""
         if scale_ref is not None:
             x = x * scale_ref[0]
         if existing_ref is not None:
             x = x + existing_ref[...].astype(jnp.float32)
-        full = (start <= first) & (end >= first + t.rows)
+        covers_block = (start <= first) & (end >= first + t.rows)
 
-        @pl.when(full)
+        @pl.when(covers_block)
         def _all_rows() -> None:
             out_ref[...] = x.astype(out_ref.dtype)
 
-        @pl.when(~full)
+        @pl.when(~covers_block)
         def _rows_of_group() -> None:
             inside = rows_inside(first, x.shape, start, end)
             out_ref[...] = replace_inside(out_ref[...], x, inside)
@@ -112,24 +115,24 @@ def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
     def _begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def add(part: Any, left: Any) -> None:
-        product = multiply(part, left)
+    def add(part: Any, length: Any) -> None:
+        product = multiply(part, length)
         acc_ref[...] += product
 
     @pl.when(has_matrix)
     def _multiply() -> None:
-        chunk, divided = t.chunk, p.inner % t.inner != 0
-        left = p.inner - step * t.inner
+        chunk, last_is_cut = t.chunk, p.inner % t.inner != 0
+        remaining = p.inner - step * t.inner
 
         def multiply_chunk(i: Any, carry: None) -> None:
-            at = pl.multiple_of(i * chunk, chunk)
-            add(pl.ds(at, chunk), left - at if divided else None)
+            begin = pl.multiple_of(i * chunk, chunk)
+            add(pl.ds(begin, chunk), remaining - begin if last_is_cut else None)
 
         if chunk <= t.inner:
             lax.fori_loop(0, t.inner // chunk, multiply_chunk, None)
         tail = t.inner // chunk * chunk
         if tail < t.inner:
-            add(pl.ds(tail, t.inner - tail), left - tail if divided else None)
+            add(pl.ds(tail, t.inner - tail), remaining - tail if last_is_cut else None)
 
     @pl.when(step == steps - 1)
     def _end() -> None:
@@ -147,7 +150,11 @@ def forward(
     existing: jax.Array | None = None,
     scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns ``[rows, columns]``; ``scale`` is float32 ``[held, 1, columns]`` of 8-bit ``rhs``."""
+    """Returns ``[rows, columns]``; ``scale`` is float32 ``[held, 1, columns]`` of 8-bit ``rhs``.
+
+    Index maps get the block of columns n, the visit v, the block of inner k, and the tables of
+    ``segments.Visits``, whose segment g + 1 has the rows of matrix g.
+    """
     schedule = visits(segment_bounds(group_sizes, offset, p.held, p.rows), p.rows, t.rows)
     steps = -(-p.inner // t.inner)
 
@@ -171,9 +178,9 @@ def forward(
     def of_out(n: Any, v: Any, k: Any, segment: Any, shift: Any, bounds: Any) -> Any:
         return row_block(v, segment, shift), n
 
-    stored = (t.columns, t.inner) if p.transposed else (t.inner, t.columns)
+    rhs_block = (t.columns, t.inner) if p.transposed else (t.inner, t.columns)
     out_spec = pl.BlockSpec((t.rows, t.columns), of_out)
-    specs = [pl.BlockSpec((t.rows, t.inner), of_lhs), pl.BlockSpec((1, *stored), of_rhs)]
+    specs = [pl.BlockSpec((t.rows, t.inner), of_lhs), pl.BlockSpec((1, *rhs_block), of_rhs)]
     operands = [lhs, rhs]
     if scale is not None:
         specs.append(pl.BlockSpec((1, 1, t.columns), of_scale))
@@ -182,13 +189,13 @@ def forward(
         specs.append(out_spec)
         operands.append(existing)
     accumulator = pltpu.VMEM((t.rows, t.columns), jnp.float32)
-    across = -(-p.columns // t.columns)
-    moved = lhs.nbytes * across + rhs.nbytes + p.rows * p.columns * jnp.dtype(p.out).itemsize
+    column_blocks = -(-p.columns // t.columns)
+    moved = lhs.nbytes * column_blocks + rhs.nbytes + p.rows * p.columns * jnp.dtype(p.out).itemsize
     return pl.pallas_call(
         functools.partial(_kernel, p, t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(across, schedule.count, steps),
+            grid=(column_blocks, schedule.count, steps),
             in_specs=specs,
             out_specs=out_spec,
             scratch_shapes=[accumulator] if t.accumulates(p) else [],

@@ -14,7 +14,7 @@ from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.tpu.grouped_matmul import tiles
 from ejkernel.kernels.pallas.tpu.grouped_matmul.forward import forward
 from ejkernel.kernels.pallas.tpu.grouped_matmul.tiles import GroupedTiles
-from ejkernel.kernels.pallas.tpu.grouped_matmul.weights import weights
+from ejkernel.kernels.pallas.tpu.grouped_matmul.weights import rhs_gradient
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level, result_dtype
@@ -73,8 +73,10 @@ class GroupedMatmul(PallasKernel):
         rhs = arrays["rhs"]
         scale = _scale(arrays.get("rhs_scale"), p)
         rhs = rhs if p.stored else rhs.astype(p.dtype)
-        where = work.tiles.fwd, work.target
-        out = forward(p, *where, lhs.astype(p.dtype), rhs, *_groups(arrays), existing, scale)
+        out = forward(
+            *(p, work.tiles.fwd, work.target),
+            *(lhs.astype(p.dtype), rhs, *_groups(arrays), existing, scale),
+        )
         return (out[: work.problem.rows],), ()
 
     def backward(
@@ -89,7 +91,7 @@ class GroupedMatmul(PallasKernel):
         gradients = {"existing_out": cotangent} if p.added else {}
         gradients["lhs"] = dlhs[: work.problem.rows]
         if not p.stored:
-            gradients["rhs"] = weights(p, t.drhs, chip, lhs.astype(p.dtype), dout, *groups)
+            gradients["rhs"] = rhs_gradient(p, t.drhs, chip, lhs.astype(p.dtype), dout, *groups)
         return gradients
 
 
@@ -108,13 +110,16 @@ def _with_whole_block(
 
 
 def _groups(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
-    """The sizes and the offset ``[]``."""
+    """Returns the sizes and the offset ``[]``."""
     offset = arrays.get("group_offset")
     return arrays["group_sizes"], None if offset is None else offset.reshape(())
 
 
 def _scale(scale: jax.Array | None, p: GroupedProblem) -> jax.Array | None:
-    """Scales of 8-bit matrices, float32 ``[held, 1, columns]``; the kernel always reads one."""
+    """Returns the scales of 8-bit matrices, float32 ``[held, 1, columns]``, or None.
+
+    The kernel reads scales of all 8-bit matrices: ones, where the call has none.
+    """
     if not p.stored:
         return None
     return column_scale(jnp.ones(()) if scale is None else scale, p)[:, None]

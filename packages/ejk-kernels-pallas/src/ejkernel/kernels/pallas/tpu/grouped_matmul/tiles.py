@@ -10,9 +10,10 @@ from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
 from ejkernel.ops.params import config_field
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
 
-# A grid step costs some 200 bundles besides its matmul; in that time about as many bytes arrive.
-STEP = 2**18
+# A grid step costs some 200 bundles besides its matmul; about that many bytes arrive in that time.
+STEP_BYTES = 2**18
 MAX_ROWS, MAX_COLUMNS = 512, 2048
+# fields of a config by fields of tiles
 CONFIG = {"rows": "block_m", "columns": "block_n", "inner": "block_k"}
 
 
@@ -70,13 +71,13 @@ class GroupedTiles:
 
         Other sizes follow from the shapes again, like the chunk.
         """
-        sizes = {theirs: getattr(self.fwd, mine) for mine, theirs in CONFIG.items()}
+        sizes = {field: getattr(self.fwd, name) for name, field in CONFIG.items()}
         return {name: n for name, n in sizes.items() if 16 <= n <= 1024 and n.bit_count() == 1}
 
     def apply_config(self, cfg: Any, problem: GroupedProblem, target: Chip) -> GroupedTiles:
-        """These tiles with what a config says of the forward kernel, in whole registers."""
-        fields = {mine: config_field(cfg, theirs) for mine, theirs in CONFIG.items()}
-        sizes = {name: int(size) for name, size in fields.items() if size is not None}
+        """Returns these tiles with a config's sizes in the forward kernel, in whole registers."""
+        values = {name: config_field(cfg, field) for name, field in CONFIG.items()}
+        sizes = {name: int(size) for name, size in values.items() if size is not None}
         return replace(self, fwd=legal(replace(self.fwd, **sizes), problem))
 
 
@@ -105,7 +106,7 @@ def legal(t: Tiles, p: GroupedProblem) -> Tiles:
 
 
 def block_rows(p: GroupedProblem) -> int:
-    """Rows of a block: a power of two near the mean of a group.
+    """Returns the rows of a block: a power of two near the mean of a group.
 
     What lies past the end of a group is computed for nothing. Below 64 rows that no longer costs:
     the matrix units load a matrix no faster than memory delivers it.
@@ -117,18 +118,18 @@ def block_rows(p: GroupedProblem) -> int:
     return min(block, _padded(p.rows, row_unit(p)))
 
 
-def parts(length: int, unit: int, most: int) -> Iterator[int]:
-    """Blocks of at most ``most`` that divide an axis evenly, up to rounding to ``unit``."""
-    seen = None
+def even_blocks(length: int, unit: int, most: int) -> Iterator[int]:
+    """Yields blocks of at most ``most`` that divide an axis evenly, up to rounding to ``unit``."""
+    last = None
     for count in range(1, -(-length // unit) + 1):
         block = _padded(-(-length // count), unit)
-        if block <= max(most, unit) and block != seen:
-            seen = block
+        if block <= max(most, unit) and block != last:
+            last = block
             yield block
 
 
-def straight_work(p: GroupedProblem, chip: Chip) -> int:
-    """Multiply-adds of one matmul of straight code.
+def max_multiply_adds(p: GroupedProblem, chip: Chip) -> int:
+    """Returns the most multiply-adds of one matmul of straight code.
 
     More take longer to compile; fewer wait more often for the first rows to come out of a matrix
     unit, which a wide one makes up for only with more of them. Float32 may be six passes.
@@ -138,24 +139,29 @@ def straight_work(p: GroupedProblem, chip: Chip) -> int:
 
 
 def forward_tiles(p: GroupedProblem, chip: Chip) -> Tiles:
-    """Tiles of the result: ``lhs`` is read once for each block of columns, a matrix once, or where
-    ``inner`` is divided once for each block of rows."""
+    """Returns tiles of the result.
+
+    ``lhs`` is read once for each block of columns; a matrix once, or where ``inner`` is divided
+    once for each block of rows.
+    """
     rows = block_rows(p)
-    visited = -(-p.rows // rows) + p.held
+    visits = -(-p.rows // rows) + p.held
 
     def cost(t: Tiles) -> int:
-        across, steps = -(-p.columns // t.columns), -(-p.inner // t.inner)
-        lhs = p.rows * across * p.itemsize
-        rhs = (p.held if steps == 1 else visited) * p.columns * (1 if p.stored else p.itemsize)
-        return p.inner * (lhs + rhs) + STEP * visited * across * steps
+        """Bytes that are moved, and the time of grid steps in bytes."""
+        column_blocks, inner_blocks = -(-p.columns // t.columns), -(-p.inner // t.inner)
+        lhs = p.rows * column_blocks * p.itemsize
+        matrices_read = p.held if inner_blocks == 1 else visits
+        rhs = matrices_read * p.columns * (1 if p.stored else p.itemsize)
+        return p.inner * (lhs + rhs) + STEP_BYTES * visits * column_blocks * inner_blocks
 
-    inner = [p.inner, *(k for k in parts(p.inner, LANES, 4096) if p.inner % k == 0)]
+    inner = [p.inner, *(k for k in even_blocks(p.inner, LANES, 4096) if p.inner % k == 0)]
     if len(inner) == 1:  # nothing divides it: its last block is masked
-        inner += list(parts(p.inner, LANES, 4096))
-    columns = list(parts(p.columns, chip.mxu, MAX_COLUMNS))
+        inner += list(even_blocks(p.inner, LANES, 4096))
+    columns = list(even_blocks(p.columns, chip.mxu, MAX_COLUMNS))
 
     def chunk(n: int) -> int:
-        return max(LANES, min(straight_work(p, chip) // (rows * n) // LANES * LANES, 1024))
+        return max(LANES, min(max_multiply_adds(p, chip) // (rows * n) // LANES * LANES, 1024))
 
     candidates = [legal(Tiles(rows, n, k, chunk(n)), p) for k in inner for n in columns]
     fitting = [t for t in candidates if t.vmem(p) <= chip.tile_memory]
@@ -163,35 +169,36 @@ def forward_tiles(p: GroupedProblem, chip: Chip) -> Tiles:
 
 
 def gradient_tiles(p: GroupedProblem, chip: Chip) -> Tiles:
-    """Tiles of the gradient of ``rhs``: ``lhs`` is read once for each block of columns, the
+    """Returns tiles of the gradient of ``rhs``: ``lhs`` is read once for each block of columns, the
     cotangent once for each block of ``inner``."""
     rows = block_rows(p)
-    visited = -(-p.rows // rows) + p.held
+    visits = -(-p.rows // rows) + p.held
 
     def cost(t: Tiles) -> int:
-        across, down = -(-p.columns // t.columns), -(-p.inner // t.inner)
-        moved = p.rows * (p.inner * across + p.columns * down) * p.itemsize
-        return moved + STEP * visited * across * down
+        """Bytes that are moved, and the time of grid steps in bytes."""
+        column_blocks, inner_blocks = -(-p.columns // t.columns), -(-p.inner // t.inner)
+        moved = p.rows * (p.inner * column_blocks + p.columns * inner_blocks) * p.itemsize
+        return moved + STEP_BYTES * visits * column_blocks * inner_blocks
 
-    inner = list(parts(p.inner, chip.mxu, 1024))
-    columns = list(parts(p.columns, chip.mxu, 1024))
-    straight = max(straight_work(p, chip), 512**2 * rows)
+    inner = list(even_blocks(p.inner, chip.mxu, 1024))
+    columns = list(even_blocks(p.columns, chip.mxu, 1024))
+    most = max(max_multiply_adds(p, chip), 512**2 * rows)
     candidates = [
-        legal(Tiles(rows, n, k), p) for k in inner for n in columns if rows * n * k <= straight
+        legal(Tiles(rows, n, k), p) for k in inner for n in columns if rows * n * k <= most
     ]
     fitting = [t for t in candidates if t.gradient_vmem(p) <= chip.tile_memory]
     return min(fitting, key=cost) if fitting else min(candidates, key=lambda t: t.gradient_vmem(p))
 
 
 def choose(p: GroupedProblem, chip: Chip) -> GroupedTiles:
-    """The tiles of a call."""
+    """Returns the tiles of a call."""
     return GroupedTiles(
         forward_tiles(p, chip), forward_tiles(p.flipped(), chip), gradient_tiles(p, chip)
     )
 
 
 def neighbours(t: Tiles, p: GroupedProblem) -> Iterator[Tiles]:
-    """Tiles with half or twice the rows or columns."""
+    """Yields tiles with half or twice the rows or columns."""
     for name in ("rows", "columns"):
         for size in (getattr(t, name) // 2, getattr(t, name) * 2):
             near = legal(replace(t, **{name: max(size, 16)}), p)

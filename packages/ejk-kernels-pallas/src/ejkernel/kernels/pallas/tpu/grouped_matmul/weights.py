@@ -52,13 +52,13 @@ def _kernel(p: GroupedProblem, t: Tiles, segment: Any, shift: Any, bounds: Any, 
         a, b = (b, a) if p.transposed else (a, b)
         acc_ref[...] += dot(p, a, b, (0, 0))
 
-    full = (start <= first) & (end >= first + t.rows)
+    covers_block = (start <= first) & (end >= first + t.rows)
 
-    @pl.when(full)
+    @pl.when(covers_block)
     def _all_rows() -> None:
         add(lhs_ref[...], dout_ref[...])
 
-    @pl.when(~full & (start < end))
+    @pl.when(~covers_block & (start < end))
     def _rows_of_group() -> None:
         def masked(ref: Any) -> jax.Array:
             return zero_outside(ref[...], rows_inside(first, ref.shape, start, end))
@@ -70,7 +70,7 @@ def _kernel(p: GroupedProblem, t: Tiles, segment: Any, shift: Any, bounds: Any, 
         out_ref[0] = acc_ref[...].astype(out_ref.dtype)
 
 
-def weights(
+def rhs_gradient(
     p: GroupedProblem,
     t: Tiles,
     chip: Chip,
@@ -79,7 +79,12 @@ def weights(
     group_sizes: jax.Array,
     offset: jax.Array | None,
 ) -> jax.Array:
-    """Returns the gradient of ``rhs``, in its layout and in the dtype of the operands."""
+    """Returns the gradient of ``rhs``, in its layout and in the dtype of the operands.
+
+    ``lhs``: ``[rows, inner]``; ``dout``: ``[rows, columns]``. Index maps get the block of inner k,
+    the block of columns n, the visit v, and the tables of ``segments.Visits``.
+    """
+    # matrices without rows have a visit that stores zeros; rows without a matrix have none
     bounds = segment_bounds(group_sizes, offset, p.held, p.rows)[1:-1]
     schedule = visits(bounds, p.rows, t.rows, empty_segments=True)
     block, shape = (t.inner, t.columns), (p.inner, p.columns)
@@ -95,13 +100,13 @@ def weights(
     def of_out(k: Any, n: Any, v: Any, segment: Any, shift: Any, bounds: Any) -> Any:
         return segment[v], *((n, k) if p.transposed else (k, n))
 
-    down, across = -(-p.inner // t.inner), -(-p.columns // t.columns)
-    moved = lhs.nbytes * across + dout.nbytes * down
+    inner_blocks, column_blocks = -(-p.inner // t.inner), -(-p.columns // t.columns)
+    moved = lhs.nbytes * column_blocks + dout.nbytes * inner_blocks
     return pl.pallas_call(
         functools.partial(_kernel, p, t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(down, across, schedule.count),
+            grid=(inner_blocks, column_blocks, schedule.count),
             in_specs=[
                 pl.BlockSpec((t.rows, t.inner), of_lhs),
                 pl.BlockSpec((t.rows, t.columns), of_dout),
