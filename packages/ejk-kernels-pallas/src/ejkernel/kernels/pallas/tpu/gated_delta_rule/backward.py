@@ -34,9 +34,9 @@ from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
 from ejkernel.kernels.pallas.tpu.common.segments import Visits
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import (
-    along,
     as_row,
-    shorten,
+    pull_back_normalization,
+    row_dots,
     updates_of,
 )
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.forward import (
@@ -70,86 +70,89 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
     before_ref, dfinal_ref = refs.pop(0), refs.pop(0)
     dq_ref, dk_ref, dv_ref, dbeta_ref = (refs.pop(0) for _ in range(4))
     dgate_ref = refs.pop(0) if p.gated else None
-    dinitial_ref, states_ref, *sums = refs
+    dinitial_ref, dstates_ref, *key_sums = refs  # sums of dq and dk over the heads of a group
     head, against = pl.program_id(2), not p.reverse
-    dv_ref = _rows_of(dv_ref, head, p.value_dim)
+    dv_ref = _head_rows(dv_ref, head, p.value_dim)
     if p.channels:
-        dgate_ref = _rows_of(dgate_ref, head, p.dim)
+        dgate_ref = _head_rows(dgate_ref, head, p.dim)
     at, order = position_of(p, t, tables, against), order_of_rows(p.reverse)
 
     @pl.when(at.opens)
     def _open() -> None:
-        states_ref[head] = jnp.where(at.sequence < p.total_states, dfinal_ref[0, head], 0.0)
+        dstates_ref[head] = jnp.where(at.sequence < p.total_states, dfinal_ref[0, head], 0.0)
 
-    dstate = states_ref[head]
-    refs = (beta_ref, gate_ref, q_ref, k_ref, v_ref, do_ref)
-    for chunk, gates, system, (v, do) in load_chunks(p, at, order, chunk_order(t, against), *refs):
+    dstate = dstates_ref[head]
+    inputs = (beta_ref, gate_ref, q_ref, k_ref, v_ref, do_ref)
+    chunks = load_chunks(p, at, order, chunk_order(t, against), *inputs)
+    for chunk, gates, system, (v, do) in chunks:
         rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
         state = before_ref[0, chunk]
         update, error = updates_of(p, gates, system, v, state)
         du = dot(p, gates.scores, do, (0, 0)) + gates.update_gradient(dstate)
         w = dot(p, system.inverse, du, (0, 0))
         dv = system.beta * w
-        dbeta = along(w, error - dot(p, gates.gram, update))
-        of_pairs = gates.gradients(do, dv, update, state, dstate)
-        dq, dk = shorten(p, gates.rows, of_pairs.dq, of_pairs.dk)
+        dbeta = row_dots(w, error - dot(p, gates.gram, update))
+        pair_gradients = gates.gradients(do, dv, update, state, dstate)
+        dq, dk = pull_back_normalization(p, gates.rows, pair_gradients.dq, pair_gradients.dk)
         inside = rows_of_chunk(first, 0, at.start, at.end)
         store_rows(dv_ref, rows, dv, inside)
-        if sums:
-            for ref, x in zip(sums, (dq, dk), strict=True):
+        if key_sums:
+            for ref, x in zip(key_sums, (dq, dk), strict=True):
                 ref[rows] = jnp.where(head == 0, 0.0, ref[rows]) + x
         else:
             store_rows(dq_ref, rows, dq, inside)
             store_rows(dk_ref, rows, dk, inside)
-        within = rows_of_chunk(first, 1, at.start, at.end)
-        dbeta_ref[head, :, rows] = jnp.where(within, as_row(dbeta), dbeta_ref[head, :, rows])
+        lanes_inside = rows_of_chunk(first, 1, at.start, at.end)
+        dbeta_ref[head, :, rows] = jnp.where(lanes_inside, as_row(dbeta), dbeta_ref[head, :, rows])
         if p.channels:
-            store_rows(dgate_ref, rows, of_pairs.dgate, inside)
+            store_rows(dgate_ref, rows, pair_gradients.dgate, inside)
         elif dgate_ref is not None:
-            dgate_ref[head, :, rows] = jnp.where(within, of_pairs.dgate, dgate_ref[head, :, rows])
+            dgate = jnp.where(lanes_inside, pair_gradients.dgate, dgate_ref[head, :, rows])
+            dgate_ref[head, :, rows] = dgate
         dstate = gates.state_gradient(do, dv, dstate)
-    states_ref[head] = dstate
+    dstates_ref[head] = dstate
 
-    if sums:
+    if key_sums:
 
         @pl.when(head == p.group - 1)
         def _store_sums() -> None:
             for chunk in range(t.chunks):
                 rows = pl.ds(chunk * CHUNK, CHUNK)
                 inside = rows_of_chunk(at.first + chunk * CHUNK, 0, at.start, at.end)
-                for ref, of_heads in zip((dq_ref, dk_ref), sums, strict=True):
-                    store_rows(ref, rows, of_heads[rows], inside)
+                for ref, sums in zip((dq_ref, dk_ref), key_sums, strict=True):
+                    store_rows(ref, rows, sums[rows], inside)
 
     @pl.when(at.closes & (at.sequence < p.total_states))
     def _close() -> None:
-        dinitial_ref[0, head] = states_ref[head]
+        dinitial_ref[0, head] = dstates_ref[head]
 
 
-def _rows_of(ref: Any, head: Any, width: int) -> Any:
+def _head_rows(ref: Any, head: Any, width: int) -> Any:
     """Returns the rows ``[1, rows, width]`` of a value head in a block of its group."""
     if in_lanes(width):
         return ref.at[:, :, pl.ds(pl.multiple_of(head * width, LANES), width)]
     return ref.at[pl.ds(head, 1)]
 
 
-def _by_head(p: Problem, spec: pl.BlockSpec) -> pl.BlockSpec:
-    """Returns a spec by (value head, visit) for the grid of this kernel."""
+def _by_value_head(p: Problem, spec: pl.BlockSpec) -> pl.BlockSpec:
+    """Returns a spec of (value head, step) for the grid (key head, step, head of the group)."""
     index, group = spec.index_map, p.group
     assert index is not None
     return pl.BlockSpec(spec.block_shape, lambda m, i, g, *tables: index(m * group + g, i, *tables))
 
 
-def _together(spec: pl.BlockSpec, axis: int, heads: int) -> pl.BlockSpec:
-    """Returns a spec by (head, visit) for blocks of as many ``heads``, next to each other."""
+def _by_key_head(spec: pl.BlockSpec, axis: int, heads: int) -> pl.BlockSpec:
+    """Returns a spec of (head, step) for the same grid, with blocks of ``heads`` heads along an
+    axis: all of a group, or the key head alone."""
     index, shape = spec.index_map, spec.block_shape
     assert index is not None and shape is not None
-    wide = tuple(heads * int(n) if at == axis else n for at, n in enumerate(shape))  # ty: ignore[invalid-argument-type]
-    return pl.BlockSpec(wide, lambda m, i, g, *tables: index(m, i, *tables))
+    block = tuple(heads * int(n) if i == axis else n for i, n in enumerate(shape))  # ty: ignore[invalid-argument-type]
+    return pl.BlockSpec(block, lambda m, i, g, *tables: index(m, i, *tables))
 
 
-def _of_group(p: Problem, specs: Specs, width: int) -> pl.BlockSpec:
-    """Returns the blocks of rows of the value heads that share a key."""
-    return _together(specs.rows(width), 2 if in_lanes(width) else 0, p.group)
+def _group_rows(p: Problem, specs: Specs, width: int) -> pl.BlockSpec:
+    """Returns the block spec of rows of the value heads that share a key."""
+    return _by_key_head(specs.rows(width), 2 if in_lanes(width) else 0, p.group)
 
 
 def backward(
@@ -169,31 +172,30 @@ def backward(
     specs = specs_of(p, t, not p.reverse)
     tables = (*schedule.tables, schedule.count[None])
     state = (p.dim, p.value_dim)
-    keys = (_together(specs.rows(p.dim), 0, 1), row_shape(p, p.dim, p.kv_heads), p.dtype)
-    values, of_values = _of_group(p, specs, p.value_dim), row_shape(p, p.value_dim, p.heads)
-    factors = (_together(specs.gates, 0, p.group), (p.heads, 1, p.total), "float32")
-    outputs: list[Any] = [keys, keys, (values, of_values, p.dtype), factors]
+    # block spec, shape and dtype of each
+    dq = dk = (_by_key_head(specs.rows(p.dim), 0, 1), row_shape(p, p.dim, p.kv_heads), p.dtype)
+    dv = (_group_rows(p, specs, p.value_dim), row_shape(p, p.value_dim, p.heads), p.dtype)
+    dbeta = dgate = (_by_key_head(specs.gates, 0, p.group), (p.heads, 1, p.total), "float32")
     if p.channels:
-        gates = _of_group(p, specs, p.dim), row_shape(p, p.dim, p.heads), "float32"
-        outputs.append(gates)
-    elif p.gated:
-        outputs.append(factors)
-    states = _together(specs.states, 1, p.group)
-    outputs.append((states, (p.total_states, p.heads, *state), "float32"))
+        dgate = _group_rows(p, specs, p.dim), row_shape(p, p.dim, p.heads), "float32"
+    states = _by_key_head(specs.states, 1, p.group)
+    dinitial = (states, (p.total_states, p.heads, *state), "float32")
+    outputs = [dq, dk, dv, dbeta, *([dgate] if p.gated else []), dinitial]
     inputs = [
-        *[specs.rows(p.dim, True)] * 2,
+        *[specs.rows(p.dim, shared=True)] * 2,
         *[specs.rows(p.value_dim)] * 2,
         specs.gates,
         *gate_spec(p, specs),
         states_spec(p, t, not p.reverse),
     ]
-    inside = 8 * CHUNK * (p.dim + p.value_dim) + 28 * CHUNK * CHUNK
+    # multiply-adds a row: matrices of the chunk times rows, and times each other
+    inside_chunk = 8 * CHUNK * (p.dim + p.value_dim) + 28 * CHUNK * CHUNK
     return pl.pallas_call(
         functools.partial(_kernel, p, t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(p.kv_heads, schedule.count, p.group),
-            in_specs=[*(_by_head(p, spec) for spec in inputs), states],
+            in_specs=[*(_by_value_head(p, spec) for spec in inputs), states],
             out_specs=[spec for spec, _, _ in outputs],
             scratch_shapes=[
                 pltpu.VMEM((p.group, *state), jnp.float32),
@@ -203,7 +205,7 @@ def backward(
         out_shape=[result(shape, dtype, *arrays) for _, shape, dtype in outputs],
         compiler_params=compiler_params(chip, t.vmem(p, backward=True), axes=3),
         cost_estimate=pl.CostEstimate(
-            flops=2 * p.heads * p.total * (inside + 10 * p.dim * p.value_dim),
+            flops=2 * p.heads * p.total * (inside_chunk + 10 * p.dim * p.value_dim),
             transcendentals=0,
             bytes_accessed=3 * sum(x.nbytes for x in arrays),
         ),

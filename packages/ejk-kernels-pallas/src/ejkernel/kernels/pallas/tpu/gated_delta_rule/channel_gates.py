@@ -23,32 +23,34 @@ from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import (
     LEVELS,
     Gates,
     PairGradients,
-    along,
     as_column,
     as_row,
+    chunk_rows,
     is_pair,
+    row_dots,
     rows_and_columns,
-    rows_of,
 )
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem
 from ejkernel.kernels.pallas.tpu.linear_attention.chunk import (
-    NOTHING_LEFT,
+    MIN_LOG_DECAY,
     Order,
     dot,
-    in_parts,
+    split_bfloat16,
 )
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK
 
 
 def _selection(order: Order, level: int, reverse: bool) -> jax.Array:
-    """Returns which rows decay a row at a level, zeros and ones ``[row, r]``.
+    """Returns which log decays r are summed in the factor E of a row, zeros and ones ``[row, r]``.
 
-    In a later half the first row of the half to the row itself, in an earlier half those after it.
+    For a row of a later half those from the start of the half up to the row; for a row of an
+    earlier half those after the row up to the end of the half.
     """
     row, column = rows_and_columns()
-    later = ((row >> level) & 1) == (0 if reverse else 1)
-    inside = (row >> level) == (column >> level)
-    return _as_ones(inside & ((later & order.upto) | ~(later | order.upto)))
+    is_later_half = ((row >> level) & 1) == (0 if reverse else 1)
+    same_half = (row >> level) == (column >> level)
+    is_upto, is_after = is_later_half & order.upto, ~(is_later_half | order.upto)
+    return _as_ones(same_half & (is_upto | is_after))
 
 
 def _as_ones(mask: jax.Array) -> jax.Array:
@@ -56,12 +58,14 @@ def _as_ones(mask: jax.Array) -> jax.Array:
 
 
 def _decayed(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Returns rows ``[CHUNK, dk]`` times decays of the same shape, float32."""
     return x.astype(jnp.float32) * factor
 
 
 def _sum_selected(selection: jax.Array, gate: jax.Array) -> jax.Array:
+    """Returns the sums ``[CHUNK, dk]`` of the selected log decays, with all digits of float32."""
     total = jnp.zeros(gate.shape, jnp.float32)
-    for part in in_parts(gate):
+    for part in split_bfloat16(gate):
         total += jnp.dot(selection, part, preferred_element_type=jnp.float32)
     return total
 
@@ -117,21 +121,21 @@ class ChannelGates(Gates):
         dq_state = dot(p, do, state, (1, 1)) * self.since * p.scale
         dk_state = -dot(p, dv, state, (1, 1)) * self.since
         dk_entering = dot(p, update, dstate, (1, 1)) * self.until
-        of_same_row = along(do, update) * p.scale
-        dq = dq_state + of_same_row * unit_k
-        dk = dk_state + dk_entering + of_same_row * unit_q
+        dscores_diagonal = row_dots(do, update) * p.scale  # a row reads itself without decay
+        dq = dq_state + dscores_diagonal * unit_k
+        dk = dk_state + dk_entering + dscores_diagonal * unit_q
 
-        dgate = as_row(along(dstate, state)) * self.total
+        dgate = as_row(row_dots(dstate, state)) * self.total
         upto, after = _as_ones(order.upto), _as_ones(~order.upto)
         dgate += dot(p, upto, unit_q * dq_state + unit_k * dk_state, (0, 0))
         dgate += dot(p, after, unit_k * dk_entering, (0, 0))
         for level, factor in zip(LEVELS, self.factors, strict=True):
             pairs = is_pair(level, p.reverse)
-            reading, erasing = (jnp.where(pairs, x, 0.0) for x in (dscores, dgram))
+            dscores_level, dgram_level = (jnp.where(pairs, x, 0.0) for x in (dscores, dgram))
             q, k = unit_q * factor, unit_k * factor
-            dq_level = dot(p, reading, k)
-            dk_level = dot(p, erasing, k)
-            dk_level += dot(p, reading, q, (0, 0)) + dot(p, erasing, k, (0, 0))
+            dq_level = dot(p, dscores_level, k)
+            dk_level = dot(p, dgram_level, k)
+            dk_level += dot(p, dscores_level, q, (0, 0)) + dot(p, dgram_level, k, (0, 0))
             dq += dq_level * factor
             dk += dk_level * factor
             selection = _selection(order, level, p.reverse)
@@ -142,10 +146,10 @@ class ChannelGates(Gates):
 def channel_gates(
     p: Problem, order: Order, gate: jax.Array, q: jax.Array, k: jax.Array
 ) -> ChannelGates:
-    """Returns a chunk by its rows and its log decays ``[CHUNK, dk]``."""
-    gate, rows = jnp.maximum(gate, NOTHING_LEFT), rows_of(p, q, k)
+    """Returns a chunk from its log decays, queries and keys, ``[CHUNK, dk]`` each."""
+    gate, rows = jnp.maximum(gate, MIN_LOG_DECAY), chunk_rows(p, q, k)
     row, column = rows_and_columns()
-    qk = jnp.where(row == column, along(q.astype(jnp.float32), k.astype(jnp.float32)), 0.0)
+    qk = jnp.where(row == column, row_dots(q.astype(jnp.float32), k.astype(jnp.float32)), 0.0)
     kk = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     factors = []
     for level in LEVELS:
@@ -154,7 +158,7 @@ def channel_gates(
         decayed_k, pairs = _decayed(k, factor), is_pair(level, p.reverse)
         qk = jnp.where(pairs, dot(p, _decayed(q, factor), decayed_k, (1, 1)), qk)
         kk = jnp.where(pairs, dot(p, decayed_k, decayed_k, (1, 1)), kk)
-    qk, kk = rows.lengthen(p, qk, kk)
+    qk, kk = rows.normalize_dots(p, qk, kk)
     since, until = (
         jnp.exp(_sum_selected(_as_ones(mask), gate)) for mask in (order.upto, ~order.upto)
     )

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem
-from ejkernel.kernels.pallas.tpu.linear_attention.chunk import Order, dot, in_parts
+from ejkernel.kernels.pallas.tpu.linear_attention.chunk import Order, dot, split_bfloat16
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK
 
 NORM_EPSILON = 1e-6
@@ -53,26 +53,29 @@ def as_column(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(row == column, x, 0.0), axis=1, keepdims=True)
 
 
-def along(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the dots of the rows ``[CHUNK, 1]``."""
+def row_dots(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the dots ``[CHUNK, 1]`` of rows of x and of y, float32."""
     return jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1, keepdims=True)
 
 
 def is_pair(level: int, reverse: bool) -> jax.Array:
-    """Returns which row is in the later and which column in the earlier half of a block.
+    """Returns which pairs have the row in the later and the column in the earlier half of a block.
 
-    Halves have ``2 ** level`` rows. Every pair of different rows belongs to one level.
+    A bool ``[CHUNK, CHUNK]``. Halves have ``2 ** level`` rows. Every pair of a row and an earlier
+    one belongs to exactly one level.
     """
     row, column = (x >> level for x in rows_and_columns())
     later, earlier = (column, row) if reverse else (row, column)
     return (earlier % 2 == 0) & (later == earlier + 1)
 
 
-LEVELS = range(CHUNK.bit_length() - 1)
+LEVELS = range(CHUNK.bit_length() - 1)  # of ``is_pair``
 
 
 def invert(p: Problem, systems: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the inverses of ``I + system``; only pairs of a row and an earlier one are read.
+    """Returns the inverses ``[CHUNK, CHUNK]`` of ``I + system``.
+
+    Only pairs of a row and an earlier one are read.
 
     A matmul waits for the one before it. Matmuls of other chunks run meanwhile, since they are next
     to it in the code.
@@ -101,7 +104,7 @@ def _dot_float32(p: Problem, a: jax.Array, b: jax.Array) -> jax.Array:
 
     if p.dtype != "bfloat16":
         return dot_of(a, b, precision=lax.Precision.HIGHEST)
-    (a, a_tail), (b, b_tail) = in_parts(a, 2), in_parts(b, 2)
+    (a, a_tail), (b, b_tail) = split_bfloat16(a, 2), split_bfloat16(b, 2)
     return dot_of(a, b) + (dot_of(a, b_tail) + dot_of(a_tail, b))
 
 
@@ -114,7 +117,7 @@ def reciprocal_length(p: Problem, x: jax.Array) -> Any:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ChunkRows:
     """Queries and keys of a chunk.
 
     Attributes:
@@ -137,22 +140,29 @@ class Rows:
         """Returns keys of unit length in float32."""
         return self.k.astype(jnp.float32) * self.k_factor
 
-    def lengthen(self, p: Problem, qk: jax.Array, kk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns dots of unit rows from the dots of the rows."""
+    def normalize_dots(
+        self, p: Problem, qk: jax.Array, kk: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the dots ``[t, s]`` of unit rows from the dots of the rows."""
         if not p.normalize:
             return qk, kk
-        of_columns = as_row(self.k_factor)
-        return qk * self.q_factor * of_columns, kk * self.k_factor * of_columns
+        column_factor = as_row(self.k_factor)
+        return qk * self.q_factor * column_factor, kk * self.k_factor * column_factor
 
 
-def rows_of(p: Problem, q: jax.Array, k: jax.Array) -> Rows:
+def chunk_rows(p: Problem, q: jax.Array, k: jax.Array) -> ChunkRows:
     """Returns queries and keys with their lengths."""
-    return Rows(q, k, reciprocal_length(p, q), reciprocal_length(p, k))
+    return ChunkRows(q, k, reciprocal_length(p, q), reciprocal_length(p, k))
 
 
 @dataclass(frozen=True)
 class PairGradients:
-    """Gradients of a chunk that its form of gates returns: unit queries and keys, log decays."""
+    """Gradients of a chunk that depend on the form of its gates.
+
+    Attributes:
+        dq, dk: of unit queries and keys ``[CHUNK, dk]``.
+        dgate: of log decays, ``[1, CHUNK]`` of heads or ``[CHUNK, dk]`` of channels, or None.
+    """
 
     dq: jax.Array
     dk: jax.Array
@@ -161,7 +171,7 @@ class PairGradients:
 
 @dataclass(frozen=True)
 class Gates(ABC):
-    """Everything in a chunk that decays.
+    """Everything in a chunk that decays; the module's docstring has the names.
 
     Attributes:
         p, order: of the call. rows: queries and keys.
@@ -170,7 +180,7 @@ class Gates(ABC):
 
     p: Problem
     order: Order
-    rows: Rows
+    rows: ChunkRows
     scores: jax.Array
     gram: jax.Array
 
@@ -203,7 +213,11 @@ class Gates(ABC):
         state: jax.Array,
         dstate: jax.Array,
     ) -> PairGradients:
-        """Returns the gradients of queries, keys and log decays."""
+        """Returns the gradients of queries, keys and log decays.
+
+        ``do``, ``dv``, ``update`` ``[CHUNK, dv]``: dv is the gradient of the values. ``state``,
+        ``dstate`` ``[dk, dv]``: the state before the chunk, the gradient of that after it.
+        """
 
 
 @dataclass(frozen=True)
@@ -229,18 +243,20 @@ def systems_of(p: Problem, gates: Sequence[Gates], betas: Sequence[jax.Array]) -
 def updates_of(
     p: Problem, gates: Gates, system: System, v: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the updates, and the values less what the state before the chunk returns."""
+    """Returns the updates u and the errors v - (D k) S, ``[CHUNK, dv]`` each."""
     error = v.astype(jnp.float32) - gates.read_keys(state)
     return dot(p, system.inverse, system.beta * error), error
 
 
-def shorten(p: Problem, rows: Rows, dq: jax.Array, dk: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns gradients of queries and keys from the gradients of unit rows.
+def pull_back_normalization(
+    p: Problem, rows: ChunkRows, dq: jax.Array, dk: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of queries and keys from the gradients of unit rows.
 
-    What lies along them is lost where they are normalized.
+    The length of a row has no influence: a gradient has no component along its row.
     """
     if not p.normalize:
         return dq, dk
     unit_q, unit_k = rows.unit_q, rows.unit_k
-    dq = (dq - unit_q * along(dq, unit_q)) * rows.q_factor
-    return dq, (dk - unit_k * along(dk, unit_k)) * rows.k_factor
+    dq = (dq - unit_q * row_dots(dq, unit_q)) * rows.q_factor
+    return dq, (dk - unit_k * row_dots(dk, unit_k)) * rows.k_factor

@@ -48,17 +48,22 @@ from ejkernel.kernels.pallas.tpu.linear_attention.forward import (
     Specs,
     chunk_order,
     compiler_params,
-    entry,
     position_of,
     row_shape,
     specs_of,
     store_rows,
+    visit_of_step,
 )
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK, Tiles
 
 
 class Chunk(NamedTuple):
-    """A chunk of a block: its number, its gates and system, its rows of values and the like."""
+    """A chunk of a block.
+
+    Attributes:
+        number: its place in the block.
+        others: its rows of values, and of do in the backward pass, ``[CHUNK, dv]`` each.
+    """
 
     number: int
     gates: Gates
@@ -69,9 +74,10 @@ class Chunk(NamedTuple):
 def load_chunks(
     p: Problem, at: Position, order: Order, chunks: Sequence[int], beta_ref: Any, *refs: Any
 ) -> list[Chunk]:
-    """Returns chunks; rows of other sequences are 0.
+    """Returns the chunks in the order of ``chunks``; rows of other sequences are 0.
 
-    ``refs``: of gates or None, queries, keys and further arrays.
+    ``refs``: of gates or None, queries, keys, and the arrays of ``Chunk.others``. All chunks of a
+    block are loaded before the first is used, since their systems are inverted side by side.
     """
     parts = [_load_chunk(p, at, order, chunk, beta_ref, *refs) for chunk in chunks]
     gates, betas, others = zip(*parts, strict=True)
@@ -83,16 +89,15 @@ def _load_chunk(
     p: Problem, at: Position, order: Order, chunk: int, beta_ref: Any, gate_ref: Any, *refs: Any
 ) -> tuple[Gates, jax.Array, list[jax.Array]]:
     rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
-    inside = rows_of_chunk(first, 0, at.start, at.stop)
-    within = rows_of_chunk(first, 1, at.start, at.stop)
+    inside, lanes_inside = (rows_of_chunk(first, axis, at.start, at.stop) for axis in (0, 1))
     q, k, *others = (zero_outside(ref[0, rows], inside) for ref in refs)
     gates: Gates
     if p.channels:
         gates = channel_gates(p, order, zero_outside(gate_ref[0, rows], inside), q, k)
     else:
-        gate = None if gate_ref is None else jnp.where(within, gate_ref[0, :, rows], 0.0)
+        gate = None if gate_ref is None else jnp.where(lanes_inside, gate_ref[0, :, rows], 0.0)
         gates = head_gates(p, order, gate, q, k)
-    beta = jnp.where(within, beta_ref[0, :, rows], 0.0)
+    beta = jnp.where(lanes_inside, beta_ref[0, :, rows], 0.0)
     return gates, beta, others
 
 
@@ -107,12 +112,13 @@ def states_spec(p: Problem, t: Tiles, backwards: bool) -> pl.BlockSpec:
     """Returns the blocks of the states before the chunks of a visit."""
 
     def of_visit(h: Any, i: Any, *tables: Any) -> Any:
-        return h, entry(i, tables[3], backwards), 0, 0
+        return h, visit_of_step(i, tables[3], backwards), 0, 0
 
     return pl.BlockSpec((1, t.chunks, p.dim, p.value_dim), of_visit)
 
 
 def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
+    """Runs a grid step; ``keep``: whether the states before the chunks are an output."""
     tables, refs = all_refs[:4], list(all_refs[4:])
     q_ref, k_ref, v_ref, beta_ref = (refs.pop(0) for _ in range(4))
     gate_ref = refs.pop(0) if p.gated else None
@@ -126,8 +132,9 @@ def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
         state_ref[...] = initial_ref[0, 0]
 
     state = state_ref[...]
-    refs = (beta_ref, gate_ref, q_ref, k_ref, v_ref)
-    for chunk, gates, system, (v,) in load_chunks(p, at, order, chunk_order(t, p.reverse), *refs):
+    inputs = (beta_ref, gate_ref, q_ref, k_ref, v_ref)
+    chunks = load_chunks(p, at, order, chunk_order(t, p.reverse), *inputs)
+    for chunk, gates, system, (v,) in chunks:
         if before_ref is not None:
             before_ref[0, chunk] = state
         update, _ = updates_of(p, gates, system, v, state)
@@ -169,15 +176,16 @@ def forward(
     if keep:
         chunks = schedule.segment.shape[0] * t.chunks
         outputs.append((states_spec(p, t, p.reverse), (p.heads, chunks, *state), "float32"))
-    inside = 2 * CHUNK * (p.dim + p.value_dim) + 14 * CHUNK * CHUNK
+    # multiply-adds a row: of scores, gram, o and u; of the inverse
+    inside_chunk = 2 * CHUNK * (p.dim + p.value_dim) + 14 * CHUNK * CHUNK
     return pl.pallas_call(
         functools.partial(_kernel, p, t, keep),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(p.heads, schedule.count),
             in_specs=[
-                specs.rows(p.dim, True),
-                specs.rows(p.dim, True),
+                specs.rows(p.dim, shared=True),
+                specs.rows(p.dim, shared=True),
                 specs.rows(p.value_dim),
                 specs.gates,
                 *gate_spec(p, specs),
@@ -189,7 +197,7 @@ def forward(
         out_shape=[result(shape, dtype, *arrays) for _, shape, dtype in outputs],
         compiler_params=compiler_params(chip, t.vmem(p)),
         cost_estimate=pl.CostEstimate(
-            flops=2 * p.heads * p.total * (inside + 3 * p.dim * p.value_dim),
+            flops=2 * p.heads * p.total * (inside_chunk + 3 * p.dim * p.value_dim),
             transcendentals=0,
             bytes_accessed=2 * sum(x.nbytes for x in arrays),
         ),

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.chunk import (
     Gates,
     PairGradients,
-    along,
-    rows_of,
+    chunk_rows,
+    row_dots,
 )
 from ejkernel.kernels.pallas.tpu.gated_delta_rule.problem import Problem
 from ejkernel.kernels.pallas.tpu.linear_attention.backward import gate_gradient
-from ejkernel.kernels.pallas.tpu.linear_attention.chunk import Decay, Order, decay_of, dot, times
+from ejkernel.kernels.pallas.tpu.linear_attention.chunk import Decay, Order, decay_of, dot, scale_by
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ class HeadGates(Gates):
 
     def read_queries(self, state: jax.Array) -> jax.Array:
         p, rows = self.p, self.rows
-        return times(rows.q_factor * p.scale, self.decay.since) * dot(p, rows.q, state)
+        return scale_by(rows.q_factor * p.scale, self.decay.since) * dot(p, rows.q, state)
 
     def read_keys(self, state: jax.Array) -> jax.Array:
-        return times(self.rows.k_factor, self.decay.since) * dot(self.p, self.rows.k, state)
+        return scale_by(self.rows.k_factor, self.decay.since) * dot(self.p, self.rows.k, state)
 
     def next_state(self, update: jax.Array, state: jax.Array) -> jax.Array:
-        update = times(self.rows.k_factor, self.decay.until) * update
-        return times(state, self.decay.total) + dot(self.p, self.rows.k, update, (0, 0))
+        update = scale_by(self.rows.k_factor, self.decay.until) * update
+        return scale_by(state, self.decay.total) + dot(self.p, self.rows.k, update, (0, 0))
 
     def update_gradient(self, dstate: jax.Array) -> jax.Array:
-        return times(self.rows.k_factor, self.decay.until) * dot(self.p, self.rows.k, dstate)
+        return scale_by(self.rows.k_factor, self.decay.until) * dot(self.p, self.rows.k, dstate)
 
     def state_gradient(self, do: jax.Array, dv: jax.Array, dstate: jax.Array) -> jax.Array:
         p, rows, decay = self.p, self.rows, self.decay
-        do = times(rows.q_factor * p.scale, decay.since) * do.astype(jnp.float32)
-        dstate = times(dstate, decay.total) + dot(p, rows.q, do, (0, 0))
-        return dstate - dot(p, rows.k, times(rows.k_factor, decay.since) * dv, (0, 0))
+        do = scale_by(rows.q_factor * p.scale, decay.since) * do.astype(jnp.float32)
+        dstate = scale_by(dstate, decay.total) + dot(p, rows.q, do, (0, 0))
+        return dstate - dot(p, rows.k, scale_by(rows.k_factor, decay.since) * dv, (0, 0))
 
     def gradients(
         self,
@@ -68,21 +68,22 @@ class HeadGates(Gates):
     ) -> PairGradients:
         p, decay = self.p, self.decay
         unit_q, unit_k = self.rows.unit_q, self.rows.unit_k
-        reading = dot(p, do, update, (1, 1)) * decay.pairs * p.scale
-        erasing = jnp.where(self.order.before, -dot(p, dv, update, (1, 1)) * decay.pairs, 0.0)
-        dq_state = times(dot(p, do, state, (1, 1)), decay.since) * p.scale
-        dk_state = -times(dot(p, dv, state, (1, 1)), decay.since)
-        dk_entering = times(dot(p, update, dstate, (1, 1)), decay.until)
-        dq = dq_state + dot(p, reading, unit_k)
-        dk = dk_state + dk_entering + dot(p, erasing, unit_k)
-        dk += dot(p, reading, unit_q, (0, 0)) + dot(p, erasing, unit_k, (0, 0))
+        # A and B: the gradients of scores and gram with respect to what decays in them
+        dscores = dot(p, do, update, (1, 1)) * decay.pairs * p.scale
+        dgram = jnp.where(self.order.before, -dot(p, dv, update, (1, 1)) * decay.pairs, 0.0)
+        dq_state = scale_by(dot(p, do, state, (1, 1)), decay.since) * p.scale
+        dk_state = -scale_by(dot(p, dv, state, (1, 1)), decay.since)
+        dk_entering = scale_by(dot(p, update, dstate, (1, 1)), decay.until)
+        dq = dq_state + dot(p, dscores, unit_k)
+        dk = dk_state + dk_entering + dot(p, dgram, unit_k)
+        dk += dot(p, dscores, unit_q, (0, 0)) + dot(p, dgram, unit_k, (0, 0))
         if not p.gated:
             return PairGradients(dq, dk, None)
         qk, kk = self.unit_pairs
-        since = along(unit_q, dq_state) + along(unit_k, dk_state)
-        until = along(unit_k, dk_entering)
-        total = times(jnp.sum(dstate * state, keepdims=True), decay.total)
-        pairs = qk * reading + kk * erasing
+        since = row_dots(unit_q, dq_state) + row_dots(unit_k, dk_state)
+        until = row_dots(unit_k, dk_entering)
+        total = scale_by(jnp.sum(dstate * state, keepdims=True), decay.total)
+        pairs = qk * dscores + kk * dgram
         dgate = gate_gradient(p, self.order, pairs, since, until, total)
         return PairGradients(dq, dk, dgate)
 
@@ -90,8 +91,8 @@ class HeadGates(Gates):
 def head_gates(
     p: Problem, order: Order, gate: jax.Array | None, q: jax.Array, k: jax.Array
 ) -> HeadGates:
-    """Returns a chunk by its rows and its log decays ``[1, CHUNK]``."""
-    decay, rows = decay_of(order, gate), rows_of(p, q, k)
-    qk, kk = rows.lengthen(p, dot(p, q, k, (1, 1)), dot(p, k, k, (1, 1)))
+    """Returns a chunk from its log decays ``[1, CHUNK]``, or None, and its queries and keys."""
+    decay, rows = decay_of(order, gate), chunk_rows(p, q, k)
+    qk, kk = rows.normalize_dots(p, dot(p, q, k, (1, 1)), dot(p, k, k, (1, 1)))
     gram = jnp.where(order.before, kk * decay.pairs, 0.0)
     return HeadGates(p, order, rows, qk * decay.pairs * p.scale, gram, decay, (qk, kk))

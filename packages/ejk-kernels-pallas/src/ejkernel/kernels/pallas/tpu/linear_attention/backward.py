@@ -35,18 +35,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.segments import Visits, zero_outside
+from ejkernel.kernels.pallas.tpu.common.segments import Visits
 from ejkernel.kernels.pallas.tpu.linear_attention.chunk import (
     Order,
     decay_of,
     dot,
     order_of_rows,
     rows_of_chunk,
-    times,
+    scale_by,
 )
 from ejkernel.kernels.pallas.tpu.linear_attention.forward import (
     chunk_order,
     compiler_params,
+    load_chunk,
     position_of,
     row_shape,
     specs_of,
@@ -58,13 +59,18 @@ from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK, Problem,
 def gate_gradient(
     p: Problem, order: Order, pairs: jax.Array, since: jax.Array, until: jax.Array, total: jax.Array
 ) -> jax.Array:
-    """Returns ``[1, CHUNK]`` from W ``[t, s]``, a ``[t, 1]``, b ``[s, 1]`` and <G, total H>."""
+    """Returns the gradient ``[1, CHUNK]`` of the log decays of a chunk.
+
+    ``pairs``: W ``[t, s]``. ``since``, ``until``: a ``[t, 1]`` and b ``[s, 1]``. ``total``:
+    <G, total H>.
+    """
     upto = jnp.where(order.upto, 1.0, 0.0)
     # [s, r]: sum of W[t, s] over the rows t that are not before r
-    below = dot(p, pairs, upto, (0, 0))
-    earlier = ~order.upto  # [s, r]: s is before r
-    through = jnp.where(order.upto, since, 0.0) + jnp.where(earlier, below + until, 0.0)
-    return jnp.sum(through, axis=0, keepdims=True) + total
+    pairs_from_r = dot(p, pairs, upto, (0, 0))
+    is_before_r = ~order.upto  # [s, r]
+    terms = jnp.where(order.upto, since, 0.0)  # of rows t that are not before r
+    terms = terms + jnp.where(is_before_r, pairs_from_r + until, 0.0)
+    return jnp.sum(terms, axis=0, keepdims=True) + total
 
 
 def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
@@ -74,52 +80,45 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
     before_ref, dfinal_ref = refs.pop(0), refs.pop(0)
     dq_ref, dk_ref, dv_ref = (refs.pop(0) for _ in range(3))
     dgate_ref = refs.pop(0) if p.gated else None
-    dinitial_ref, dstate_ref, states_ref = refs
-    against = not p.reverse
+    dinitial_ref, dstate_ref, states_ref = refs  # states_ref: the states before the chunks
+    against = not p.reverse  # whether steps go from the last row to the first: against time
     at, order = position_of(p, t, tables, against), order_of_rows(p.reverse)
 
     @pl.when(at.opens)
     def _open() -> None:
         dstate_ref[...] = jnp.where(at.sequence < p.total_states, dfinal_ref[0, 0], 0.0)
 
-    def load(chunk: int, *arrays: Any) -> tuple[Any, list[jax.Array]]:
-        rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
-        inside = rows_of_chunk(first, 0, at.start, at.stop)
-        gate = None
-        if gate_ref is not None:
-            within = rows_of_chunk(first, 1, at.start, at.stop)
-            gate = jnp.where(within, gate_ref[0, :, rows], 0.0)
-        return gate, [zero_outside(ref[0, rows], inside) for ref in arrays]
-
     state = before_ref[0, 0]
     for chunk in chunk_order(t, p.reverse):
         states_ref[chunk] = state
-        gate, (k, v) = load(chunk, k_ref, v_ref)
+        gate, (k, v) = load_chunk(at, chunk, gate_ref, k_ref, v_ref)
         decay = decay_of(order, gate)
-        state = times(state, decay.total) + dot(p, times(k, decay.until), v, (0, 0))
+        state = scale_by(state, decay.total) + dot(p, scale_by(k, decay.until), v, (0, 0))
 
     dstate = dstate_ref[...]
     for chunk in chunk_order(t, against):
         rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
-        gate, (q, k, v, do) = load(chunk, q_ref, k_ref, v_ref, do_ref)
+        gate, (q, k, v, do) = load_chunk(at, chunk, gate_ref, q_ref, k_ref, v_ref, do_ref)
         decay, state = decay_of(order, gate), states_ref[chunk]
         scores = dot(p, q, k, (1, 1)) * p.scale
         dscores = dot(p, do, v, (1, 1)) * decay.pairs
-        dq_state = times(dot(p, do, state, (1, 1)), decay.since) * p.scale
-        dk_state = times(dot(p, v, dstate, (1, 1)), decay.until)
+        dq_state = scale_by(dot(p, do, state, (1, 1)), decay.since) * p.scale
+        dk_state = scale_by(dot(p, v, dstate, (1, 1)), decay.until)
         dq = dot(p, dscores, k) * p.scale + dq_state
         dk = dot(p, dscores, q, (0, 0)) * p.scale + dk_state
-        dv = dot(p, scores * decay.pairs, do, (0, 0)) + times(dot(p, k, dstate), decay.until)
+        dv = dot(p, scores * decay.pairs, do, (0, 0)) + scale_by(dot(p, k, dstate), decay.until)
         for ref, x in ((dq_ref, dq), (dk_ref, dk), (dv_ref, dv)):
             store_rows(ref, rows, x, rows_of_chunk(first, 0, at.start, at.end))
         if dgate_ref is not None:
             since = jnp.sum(q.astype(jnp.float32) * dq_state, axis=1, keepdims=True)
             until = jnp.sum(k.astype(jnp.float32) * dk_state, axis=1, keepdims=True)
-            total = times(jnp.sum(dstate * state, keepdims=True), decay.total)
+            total = scale_by(jnp.sum(dstate * state, keepdims=True), decay.total)
             dgate = gate_gradient(p, order, scores * dscores, since, until, total)
-            within = rows_of_chunk(first, 1, at.start, at.end)
-            dgate_ref[0, :, rows] = jnp.where(within, dgate, dgate_ref[0, :, rows])
-        dstate = times(dstate, decay.total) + p.scale * dot(p, times(q, decay.since), do, (0, 0))
+            lanes_inside = rows_of_chunk(first, 1, at.start, at.end)
+            dgate_ref[0, :, rows] = jnp.where(lanes_inside, dgate, dgate_ref[0, :, rows])
+        dstate = scale_by(dstate, decay.total) + p.scale * dot(
+            p, scale_by(q, decay.since), do, (0, 0)
+        )
     dstate_ref[...] = dstate
 
     @pl.when(at.closes & (at.sequence < p.total_states))
@@ -161,8 +160,8 @@ def backward(
             grid=(p.heads, schedule.count),
             in_specs=[
                 specs.rows(p.dim),
-                specs.rows(p.dim, True),
-                specs.rows(p.value_dim, True),
+                specs.rows(p.dim, shared=True),
+                specs.rows(p.value_dim, shared=True),
                 specs.rows(p.value_dim),
                 *([specs.gates] if p.gated else []),
                 specs.visits,

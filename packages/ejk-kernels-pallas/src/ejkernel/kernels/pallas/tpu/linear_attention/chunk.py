@@ -19,7 +19,8 @@ from jax import lax
 
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK, Problem
 
-NOTHING_LEFT = -1000.0  # its exp is 0, and CHUNK times it is finite
+# of a row: its exp is 0, and the sum of CHUNK of them is finite, where -inf + 0 * -inf is NaN
+MIN_LOG_DECAY = -1000.0
 
 
 def dot(p: Problem, a: jax.Array, b: jax.Array, axes: tuple[int, int] = (1, 0)) -> jax.Array:
@@ -30,7 +31,7 @@ def dot(p: Problem, a: jax.Array, b: jax.Array, axes: tuple[int, int] = (1, 0)) 
     return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 
 
-def in_parts(x: jax.Array, count: int = 3) -> list[jax.Array]:
+def split_bfloat16(x: jax.Array, count: int = 3) -> list[jax.Array]:
     """Returns bfloat16 values whose sum is the float32 ``x``, to 8 bits for each of them."""
     parts = []
     for _ in range(count):
@@ -78,14 +79,14 @@ class Decay:
 
 
 def decay_of(order: Order, gate: jax.Array | None) -> Decay:
-    """Returns the decays by the log decays ``[1, CHUNK]`` of the rows."""
+    """Returns the decays of a chunk from the log decays ``[1, CHUNK]`` of its rows."""
     if gate is None:
         return Decay(order.upto.astype(jnp.float32))
-    gate = jnp.maximum(gate, NOTHING_LEFT)
+    gate = jnp.maximum(gate, MIN_LOG_DECAY)
     reaching = jnp.where(order.upto, gate, 0.0)  # [t, r]: row r decays what row t reads
     after = jnp.where(order.before, 1.0, 0.0).astype(jnp.bfloat16)  # [r, s]: row r is after row s
     between = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    for part in in_parts(reaching):
+    for part in split_bfloat16(reaching):
         between += jnp.dot(part, after, preferred_element_type=jnp.float32)
     later = jnp.where(order.upto, 0.0, gate)  # [s, r]: row r is after row s
     return Decay(
@@ -96,8 +97,8 @@ def decay_of(order: Order, gate: jax.Array | None) -> Decay:
     )
 
 
-def times(x: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """Returns ``x`` times a factor, in its dtype, which None leaves out."""
+def scale_by(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """Returns ``x`` times a factor, in the dtype of the factor; None stands for 1."""
     if factor is None:
         return x
     return factor * (x.astype(factor.dtype) if isinstance(x, jax.Array) else x)

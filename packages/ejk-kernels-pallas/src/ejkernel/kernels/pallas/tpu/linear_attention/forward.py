@@ -21,6 +21,7 @@ Attention-2 (the loop that keeps the state on the chip).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +44,7 @@ from ejkernel.kernels.pallas.tpu.linear_attention.chunk import (
     dot,
     order_of_rows,
     rows_of_chunk,
-    times,
+    scale_by,
 )
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK, Problem, Tiles
 
@@ -53,8 +54,10 @@ class Position(NamedTuple):
 
     Attributes:
         sequence: index of the sequence; ``Problem.total_states`` for the rows that belong to none.
-        first: first row of the block. start, end: rows of the sequence.
-        stop: ``end``, or ``start`` where the rows belong to no sequence.
+        first: first row of the block.
+        start, end: rows that the visit stores: of the sequence, or of none.
+        stop: the end of the rows that are loaded: ``end``, or ``start`` where they belong to no
+            sequence, since such rows may hold NaN.
         opens, closes: whether the step is the first, the last one of the sequence.
     """
 
@@ -67,15 +70,15 @@ class Position(NamedTuple):
     closes: Any
 
 
-def entry(step: Any, count: Any, backwards: bool) -> Any:
-    """Returns the visit of a step of the grid."""
+def visit_of_step(step: Any, count: Any, backwards: bool) -> Any:
+    """Returns the visit of a step of the grid; ``count``: ``[1]``, the number of visits."""
     return count[0] - 1 - step if backwards else step
 
 
 def position_of(p: Problem, t: Tiles, tables: Any, backwards: bool) -> Position:
     """Returns the position of the present step; ``backwards``: from the last row to the first."""
     segment, shift, bounds, count = tables
-    visit, last = entry(pl.program_id(1), count, backwards), count[0] - 1
+    visit, last = visit_of_step(pl.program_id(1), count, backwards), count[0] - 1
     sequence = segment[visit]
     begins = is_first_visit(segment, visit, sequence)
     ends = is_last_visit(segment, visit, sequence, last)
@@ -91,12 +94,29 @@ def chunk_order(t: Tiles, backwards: bool) -> list[int]:
     return list(range(t.chunks))[:: -1 if backwards else 1]
 
 
+def load_chunk(
+    at: Position, chunk: int, gate_ref: Any | None, *refs: Any
+) -> tuple[jax.Array | None, list[jax.Array]]:
+    """Returns the log decays ``[1, CHUNK]`` of a chunk, or None, and its rows ``[CHUNK, d]``.
+
+    Rows of other sequences are 0, and do not decay.
+    """
+    rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
+    inside = rows_of_chunk(first, 0, at.start, at.stop)
+    gate = None
+    if gate_ref is not None:
+        lanes_inside = rows_of_chunk(first, 1, at.start, at.stop)
+        gate = jnp.where(lanes_inside, gate_ref[0, :, rows], 0.0)
+    return gate, [zero_outside(ref[0, rows], inside) for ref in refs]
+
+
 def store_rows(ref: Any, rows: Any, x: jax.Array, inside: jax.Array) -> None:
     """Stores the rows of a block that are ``inside``; the others keep what they have."""
     ref[0, rows] = replace_inside(ref[0, rows], x, inside)
 
 
 def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
+    """Runs a grid step; ``keep``: whether the state before the visit is an output."""
     tables, refs = all_refs[:4], list(all_refs[4:])
     q_ref, k_ref, v_ref = (refs.pop(0) for _ in range(3))
     gate_ref = refs.pop(0) if p.gated else None
@@ -114,18 +134,12 @@ def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
 
     state = state_ref[...]
     for chunk in chunk_order(t, p.reverse):
-        rows = pl.ds(chunk * CHUNK, CHUNK)
-        first = at.first + chunk * CHUNK
-        inside = rows_of_chunk(first, 0, at.start, at.stop)
-        q, k, v = (zero_outside(ref[0, rows], inside) for ref in (q_ref, k_ref, v_ref))
-        gate = None
-        if gate_ref is not None:
-            within = rows_of_chunk(first, 1, at.start, at.stop)
-            gate = jnp.where(within, gate_ref[0, :, rows], 0.0)
+        rows, first = pl.ds(chunk * CHUNK, CHUNK), at.first + chunk * CHUNK
+        gate, (q, k, v) = load_chunk(at, chunk, gate_ref, q_ref, k_ref, v_ref)
         decay = decay_of(order, gate)
-        o = dot(p, dot(p, q, k, (1, 1)) * decay.pairs, v) + times(dot(p, q, state), decay.since)
+        o = dot(p, dot(p, q, k, (1, 1)) * decay.pairs, v) + scale_by(dot(p, q, state), decay.since)
         store_rows(o_ref, rows, p.scale * o, rows_of_chunk(first, 0, at.start, at.end))
-        state = times(state, decay.total) + dot(p, times(k, decay.until), v, (0, 0))
+        state = scale_by(state, decay.total) + dot(p, scale_by(k, decay.until), v, (0, 0))
     state_ref[...] = state
 
     @pl.when(at.closes & (at.sequence < p.total_states))
@@ -144,21 +158,34 @@ def row_shape(p: Problem, width: int, heads: int) -> tuple[int, int, int]:
 
 
 class Specs(NamedTuple):
-    """Blocks of the arrays, by index maps of (head, step)."""
+    """Block specs of the arrays, by index maps of (head, step).
 
-    rows: Any
+    Attributes:
+        rows: ``rows(width, shared=False)`` returns the spec of an array in ``row_shape``; shared
+            are those with a head for each group.
+        gates: of ``[heads, 1, rows]``.
+        states: of ``[states, heads, dk, dv]``, the state of a visit's sequence.
+        visits: of ``[heads, visits, dk, dv]``, a state for each visit.
+    """
+
+    rows: Callable[..., pl.BlockSpec]
     gates: pl.BlockSpec
     states: pl.BlockSpec
     visits: pl.BlockSpec
 
 
 def specs_of(p: Problem, t: Tiles, backwards: bool) -> Specs:
-    """Returns the blocks; ``rows(width, shared)`` of arrays in ``row_shape``."""
+    """Returns the block specs; ``backwards``: the grid goes from the last visit to the first.
+
+    Index maps get the head h, the step i, and ``tables``: the tables of ``segments.Visits``, and
+    the number of visits.
+    """
 
     def block(step: Any, tables: Any) -> Any:
-        return row_block(entry(step, tables[3], backwards), *tables[:2])
+        segment, shift, _, count = tables
+        return row_block(visit_of_step(step, count, backwards), segment, shift)
 
-    def rows(width: int, shared: bool = False) -> pl.BlockSpec:
+    def rows(width: int, *, shared: bool = False) -> pl.BlockSpec:
         group = p.group if shared else 1
 
         def of_rows(h: Any, i: Any, *tables: Any) -> Any:
@@ -168,15 +195,17 @@ def specs_of(p: Problem, t: Tiles, backwards: bool) -> Specs:
         return pl.BlockSpec((1, t.rows, width), of_rows)
 
     def of_state(h: Any, i: Any, *tables: Any) -> Any:
-        sequence = tables[0][entry(i, tables[3], backwards)]
+        segment, _, _, count = tables
+        sequence = segment[visit_of_step(i, count, backwards)]
         return jnp.minimum(sequence, p.total_states - 1), h, 0, 0
 
     def of_visit(h: Any, i: Any, *tables: Any) -> Any:
-        return h, entry(i, tables[3], backwards), 0, 0
+        count = tables[3]
+        return h, visit_of_step(i, count, backwards), 0, 0
 
     return Specs(
         rows,
-        pl.BlockSpec((1, 1, t.rows), lambda h, i, *s: (h, 0, block(i, s))),
+        pl.BlockSpec((1, 1, t.rows), lambda h, i, *tables: (h, 0, block(i, tables))),
         pl.BlockSpec((1, 1, p.dim, p.value_dim), of_state),
         pl.BlockSpec((1, 1, p.dim, p.value_dim), of_visit),
     )
@@ -224,8 +253,8 @@ def forward(
             grid=(p.heads, schedule.count),
             in_specs=[
                 specs.rows(p.dim),
-                specs.rows(p.dim, True),
-                specs.rows(p.value_dim, True),
+                specs.rows(p.dim, shared=True),
+                specs.rows(p.value_dim, shared=True),
                 *([specs.gates] if p.gated else []),
                 specs.states,
             ],
