@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,48 +104,125 @@ def clear_outside(p: PagedProblem, values: Any, low: Any, high: Any) -> None:
     values[...] = v.astype(values.dtype).reshape(values.shape)
 
 
-def _kernel(
-    p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], names: Sequence[str], *refs: Any
+class Refs(NamedTuple):
+    """Operands and outputs of a step by name; None for what the call does not have.
+
+    Attributes:
+        starts, ends: tokens of each sequence, in scalar memory.
+        table, next_table: block tables ``[1, 1, pages]`` of this and of the next sequence.
+        q: ``[1, rows, dim]``. factors: of ``row_factors``, ``[1, rows, 128]``.
+        nodes: of ``encode_nodes``, ``[1, tokens, lanes]``.
+        k, v: the caches in device memory; a latent cache is k alone.
+        o: ``[1, rows, value_dim]``. lse: ``[1, rows, 1]``.
+    """
+
+    starts: Any
+    ends: Any
+    table: Any
+    next_table: Any
+    q: Any
+    factors: Any
+    k: Any
+    o: Any
+    v: Any = None
+    nodes: Any = None
+    lse: Any = None
+
+    def factor(self, lane: int) -> jax.Array:
+        """Returns a factor of each row, ``[rows, 1]``."""
+        return self.factors[0, :, lane : lane + 1]
+
+
+def masked_logits(
+    p: PagedProblem,
+    t: Tiles,
+    refs: Refs,
+    mask_ref: Any,
+    k: jax.Array,
+    end: Any,
+    base: Any,
+    first_column: Any,
+    visible_tokens: tuple[Any, Any],
+) -> jax.Array:
+    """Returns the logits of a block of keys ``[columns, dim]``, HIDDEN where a row sees no key.
+
+    ``end``: of the sequence. ``base``: first token of the block. ``first_column``: first column of
+    the sequence in the block. ``visible_tokens``: of ``visible_range``.
+    """
+    x = dot(p, refs.q[0], k, (1, 1)) * refs.factor(LOGITS)
+    if p.soft_cap is not None:
+        x = p.soft_cap * jnp.tanh(x * (1.0 / p.soft_cap))
+    low, high = ((token - base) * p.kv_heads for token in visible_tokens)
+    column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    seen = (column >= jnp.maximum(low, first_column)) & (column < high)
+    if p.kv_heads > 1:
+        seen &= mask_ref[...] > 0.0
+    elif refs.nodes is not None:
+        nodes, first_new, block_end = refs.nodes[0], end - p.tokens, base + t.block
+        is_visible = sees_all(p, nodes, first_new, end - 1, base, block_end)
+        pl.when(~is_visible)(lambda: mask_tree(p, nodes, mask_ref, base, end))
+        seen &= (mask_ref[...] > 0.0) | is_visible
+    return jnp.where(seen, x, HIDDEN)
+
+
+def store_results(
+    p: PagedProblem, refs: Refs, m: jax.Array, total: jax.Array, acc: jax.Array
 ) -> None:
-    """Decodes one sequence; ``refs`` are operands and outputs, by ``names``, and scratch."""
-    *arrays, buffers, semaphores, parity, mask_ref = refs
-    r = dict(zip(names, arrays, strict=True))
-    starts, ends, table, next_table = (r[x] for x in ("starts", "ends", "table", "next_table"))
-    q_ref, factor_ref, nodes = r["q"], r["factors"], r.get("nodes")
-    cache = cache_of(tuple(r[x] for x in ("k", "v") if x in r), buffers, semaphores)
+    """Stores output and lse from maxima and sums ``[rows, 1]`` and the output of the rows."""
+    sinks, seen = refs.factor(SINKS), total != 0.0  # NaN has seen something
+    top = jnp.maximum(m, sinks)
+    rescale = jnp.exp(m - top)
+    total = jnp.where(seen, total * rescale + jnp.exp(sinks - top), 1.0)
+    o = acc * (rescale * refs.factor(VALUES) / total)
+    refs.o[0] = jnp.where(seen, o, 0.0).astype(refs.o.dtype)
+    if refs.lse is not None:
+        refs.lse[0] = jnp.where(seen, top + jnp.log(total), -jnp.inf)
+
+
+def _kernel(
+    p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], names: Sequence[str], *all_refs: Any
+) -> None:
+    """Decodes one sequence; ``all_refs`` are operands and outputs, by ``names``, and scratch.
+
+    Scratch: two buffers of each cache, their semaphores, which of the buffers has the next block
+    (``slot_ref``), and a mask ``[rows, columns]``.
+    """
+    *arrays, buffers, semaphores, slot_ref, mask_ref = all_refs
+    refs = Refs(**dict(zip(names, arrays, strict=True)))
+    starts, ends = refs.starts, refs.ends
+    pools = (refs.k,) if refs.v is None else (refs.k, refs.v)
+    cache = cache_of(pools, buffers, semaphores)
     sequence, last = pl.program_id(0), pl.num_programs(0) - 1
     start, end = starts[sequence], ends[sequence]
     first = start // t.block
     stop = jnp.where(start < end, pl.cdiv(end, t.block), first)
-    after, before = jnp.minimum(sequence + 1, last), jnp.maximum(sequence - 1, 0)
-    continues = (sequence < last) & (starts[after] < ends[after])
+    following, previous = jnp.minimum(sequence + 1, last), jnp.maximum(sequence - 1, 0)
+    continues = (sequence < last) & (starts[following] < ends[following])
     columns, rows = t.block * p.kv_heads, query_rows(p)
-    low_token, high_token = visible_range(p, start, end)
+    visible_tokens = visible_range(p, start, end)
 
     @pl.when(sequence == 0)
     def _begin() -> None:
-        parity[0] = 0
+        slot_ref[0] = 0
         mask_ref[...] = matching_heads(p, columns).astype(jnp.float32)
 
-    @pl.when((start < end) & ((sequence == 0) | (starts[before] >= ends[before])))
+    # else the previous sequence has fetched it
+    @pl.when((start < end) & ((sequence == 0) | (starts[previous] >= ends[previous])))
     def _first_block() -> None:
-        cache.fetch(table, first, start, end, parity[0])
+        cache.fetch(refs.table, first, start, end, slot_ref[0])
 
-    def factor(lane: int) -> jax.Array:
-        return factor_ref[0, :, lane : lane + 1]
-
-    def add_block(block: Any, carry: Any) -> Any:
-        m_old, total, acc = carry
-        slot = parity[0]
+    def add_block(block: Any, state: Any) -> Any:
+        m_old, total, acc = state
+        slot = slot_ref[0]
 
         @pl.when(block + 1 < stop)
         def _next_block() -> None:
-            cache.fetch(table, block + 1, start, end, 1 - slot)
+            cache.fetch(refs.table, block + 1, start, end, 1 - slot)
 
         @pl.when((block + 1 == stop) & continues)
         def _next_sequence() -> None:
-            block = starts[after] // t.block
-            cache.fetch(next_table, block, starts[after], ends[after], 1 - slot)
+            next_start, next_end = starts[following], ends[following]
+            cache.fetch(refs.next_table, next_start // t.block, next_start, next_end, 1 - slot)
 
         cache.wait(block, start, end, slot)
         # columns with tokens of the sequence that belong to this block
@@ -153,43 +230,24 @@ def _kernel(
         first_token = jnp.maximum(start, block * t.block)
         low, high = (first_token - base) * p.kv_heads, (end - base) * p.kv_heads
         values = buffers[-1]
-        dim = values.shape[-1]
-
         has_hidden = (low > 0) | (high < columns)
         pl.when(has_hidden)(lambda: clear_outside(p, values.at[slot], low, high))
         k = buffers[0][slot].reshape(columns, p.dim)
-        x = dot(p, q_ref[0], k, (1, 1)) * factor(LOGITS)
-        if p.soft_cap is not None:
-            x = p.soft_cap * jnp.tanh(x * (1.0 / p.soft_cap))
-        column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-        first_column = jnp.maximum((low_token - base) * p.kv_heads, low)
-        seen = (column >= first_column) & (column < (high_token - base) * p.kv_heads)
-        if p.kv_heads > 1:
-            seen &= mask_ref[...] > 0.0
-        elif nodes is not None:
-            first_new, block_end = end - p.tokens, base + t.block
-            is_visible = sees_all(p, nodes[0], first_new, end - 1, base, block_end)
-            pl.when(~is_visible)(lambda: mask_tree(p, nodes[0], mask_ref, base, end))
-            seen &= (mask_ref[...] > 0.0) | is_visible
-        x = jnp.where(seen, x, HIDDEN)
+        x = masked_logits(p, t, refs, mask_ref, k, end, base, low, visible_tokens)
         m = jnp.maximum(m_old, jnp.max(x, axis=1, keepdims=True))
         alpha, probabilities = jnp.exp(m_old - m), jnp.exp(x - m)
-        v = k[:, : p.value_dim] if p.layout.is_latent else values[slot].reshape(columns, dim)
-        parity[0] = 1 - slot
+        if p.layout.is_latent:
+            v = k[:, : p.value_dim]
+        else:
+            v = values[slot].reshape(columns, values.shape[-1])
+        slot_ref[0] = 1 - slot
         total = total * alpha + jnp.sum(probabilities, axis=1, keepdims=True)
         return m, total, acc * alpha + dot(p, probabilities, v, (1, 0))
 
-    row = jnp.zeros((rows, 1), jnp.float32)
+    zeros = jnp.zeros((rows, 1), jnp.float32)
     acc = jnp.zeros((rows, p.value_dim), jnp.float32)
-    m, total, acc = lax.fori_loop(first, stop, add_block, (row + FLOOR, row, acc))
-    sinks, seen = factor(SINKS), total != 0.0  # NaN has seen something
-    top = jnp.maximum(m, sinks)
-    shrink = jnp.exp(m - top)
-    total = jnp.where(seen, total * shrink + jnp.exp(sinks - top), 1.0)
-    o = acc * (shrink * factor(VALUES) / total)
-    r["o"][0] = jnp.where(seen, o, 0.0).astype(r["o"].dtype)
-    if p.return_lse:
-        r["lse"][0] = jnp.where(seen, top + jnp.log(total), -jnp.inf)
+    m, total, acc = lax.fori_loop(first, stop, add_block, (zeros + FLOOR, zeros, acc))
+    store_results(p, refs, m, total, acc)
 
 
 def row_factors(p: PagedProblem, arrays: Arrays) -> jax.Array:
@@ -198,7 +256,7 @@ def row_factors(p: PagedProblem, arrays: Arrays) -> jax.Array:
     exponentials of their sinks."""
 
     def per_row(x: jax.Array) -> jax.Array:
-        """``[1 or batch, 1, kv heads or heads]`` for all rows."""
+        """Returns values ``[1 or batch, 1 or kv heads or heads]`` as ``[1 or batch, rows]``."""
         x = jnp.repeat(x.astype(jnp.float32), p.heads // x.shape[1], axis=1)
         return jnp.tile(x, (1, p.tokens))
 
@@ -209,8 +267,8 @@ def row_factors(p: PagedProblem, arrays: Arrays) -> jax.Array:
     if "sink" in arrays:
         sinks = jax.nn.logsumexp(arrays["sink"].astype(jnp.float32), axis=-1)
     factors.append(per_row(jnp.maximum(sinks, HIDDEN)))
-    size = max(x.shape[0] for x in factors)
-    factors = [jnp.broadcast_to(x, (size, x.shape[1])) for x in factors]
+    batch = max(x.shape[0] for x in factors)
+    factors = [jnp.broadcast_to(x, (batch, x.shape[1])) for x in factors]
     return jnp.pad(jnp.stack(factors, axis=2), ((0, 0), (0, 0), (0, LANES - len(factors))))
 
 
@@ -230,8 +288,10 @@ def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:
         starts = jnp.maximum(starts, ends - p.tokens - p.window_left)
     tables = jnp.clip(jnp.asarray(arrays["tables"]), 0, p.pages - 1).astype(jnp.int32)[:, None]
     # rows of tokens and heads, as they lie in memory
-    length = p.page_size * p.kv_heads
-    pools = {x: arrays[x].reshape(p.pages, length, -1) for x in ("k", "v") if x in arrays}
+    page_rows = p.page_size * p.kv_heads
+    pools = {
+        name: arrays[name].reshape(p.pages, page_rows, -1) for name in ("k", "v") if name in arrays
+    }
     scalars = {"starts": starts, "ends": ends}
     operands = {"table": tables, "next_table": tables, "q": arrays["q"]}
     operands["factors"] = row_factors(p, arrays)
@@ -246,6 +306,7 @@ def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:
     }
 
     def of_rows(shape: tuple[int, ...]) -> pl.BlockSpec:
+        """The rows of a sequence; an array without batch is the same for all."""
         return pl.BlockSpec((1, *shape[1:]), lambda b, *s: (b if shape[0] > 1 else 0, 0, 0))
 
     def table_spec(sequence: Callable[[Any], Any]) -> pl.BlockSpec:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -278,71 +279,57 @@ class Steps(NamedTuple):
 
         lax.fori_loop(0, p.kv_heads, add_head, None)
 
-    def finish(self, span: QuerySpan, o: Any, lse: Any) -> None:
-        """Stores the results of a block of queries, all heads of a token together."""
-        layout, s = self.layout, self.scratch
-        heads, group, size = layout.heads, layout.group, layout.tiles.queries
+    def finish(self, span: QuerySpan, o_ref: Any, lse_ref: Any) -> None:
+        """Stores the results of a block of queries, all heads of a token together.
 
-        def row_factors(head: Any) -> tuple[jax.Array, jax.Array]:
-            factors = self.factors[head]
-            return factors[:, SINKS : SINKS + 1], factors[:, VALUES : VALUES + 1]
-
+        ``o_ref``: ``[tokens, heads, width]``. ``lse_ref``: ``[tokens, 1, lanes]``, or None.
+        """
         is_single, is_block = self._forms(span)
+        pl.when(is_single)(lambda: self._finish_one_row(o_ref, lse_ref))
+        pl.when(is_block)(lambda: self._finish_rows(o_ref, lse_ref))
 
-        @pl.when(is_single)
-        def _one_row() -> None:
-            shape = (layout.decode_rows, layout.lse_lanes)
-            row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-            row_lse = jnp.zeros((1, layout.lse_lanes), jnp.float32)
-            for head in range(layout.paged.kv_heads):
-                at = (head, pl.ds(0, layout.decode_rows))
-                rows, sums = _results(s, at, *row_factors(head))
-                s.o_rows[pl.ds(head * group, group)] = rows[:group]
-                own_lane = (lane == head * group + row) & (row < group)
-                row_lse += jnp.sum(jnp.where(own_lane, sums, 0.0), axis=0, keepdims=True)
-            o[0] = s.o_rows[:heads].astype(o.dtype)
-            if lse is not None:
-                lse[0] = row_lse
+    def _row_factors(self, kv_head: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the sinks and the factors of outputs of a kv head's rows, ``[rows, 1]``."""
+        factors = self.factors[kv_head]
+        return factors[:, SINKS : SINKS + 1], factors[:, VALUES : VALUES + 1]
 
-        @pl.when(is_block)
-        def _many_rows() -> None:
-            lane = lax.broadcasted_iota(jnp.int32, (size, layout.lse_lanes), 1)
+    def _finish_one_row(self, o_ref: Any, lse_ref: Any) -> None:
+        layout, s = self.layout, self.scratch
+        group = layout.group
+        shape = (layout.decode_rows, layout.lse_lanes)
+        row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        all_lse = jnp.zeros((1, layout.lse_lanes), jnp.float32)
+        for kv_head in range(layout.paged.kv_heads):
+            at = (kv_head, pl.ds(0, layout.decode_rows))
+            o, lse = _results(s, at, *self._row_factors(kv_head))
+            s.o_rows[pl.ds(kv_head * group, group)] = o[:group]
+            # a head is a row here and a lane of the result
+            is_lane_of_row = (lane == kv_head * group + row) & (row < group)
+            all_lse += jnp.sum(jnp.where(is_lane_of_row, lse, 0.0), axis=0, keepdims=True)
+        o_ref[0] = s.o_rows[: layout.heads].astype(o_ref.dtype)
+        if lse_ref is not None:
+            lse_ref[0] = all_lse
 
-            def store(kv_head: Any, all_lse: jax.Array) -> jax.Array:
-                factors = row_factors(kv_head)
-                for n in range(group):
-                    head, at = kv_head * group + n, (kv_head, pl.ds(n * size, size))
-                    rows, sums = _results(s, at, *(x[n : n + 1] for x in factors))
-                    s.o_rows[pl.ds(head, size, stride=heads)] = rows
-                    if lse is not None:
-                        all_lse = jnp.where(lane == head, sums, all_lse)
-                return all_lse
+    def _finish_rows(self, o_ref: Any, lse_ref: Any) -> None:
+        layout, s = self.layout, self.scratch
+        group, size = layout.group, layout.tiles.queries
+        lane = lax.broadcasted_iota(jnp.int32, (size, layout.lse_lanes), 1)
 
-            all_lse = jnp.zeros(lane.shape, jnp.float32)
-            all_lse = lax.fori_loop(0, layout.paged.kv_heads, store, all_lse)
-            o[...] = s.o_rows[...].reshape(o.shape).astype(o.dtype)
-            if lse is not None:
-                lse[...] = all_lse[:, None]
+        def store(kv_head: Any, all_lse: jax.Array) -> jax.Array:
+            factors = self._row_factors(kv_head)
+            for n in range(group):
+                head, at = kv_head * group + n, (kv_head, pl.ds(n * size, size))
+                o, lse = _results(s, at, *(x[n : n + 1] for x in factors))
+                s.o_rows[pl.ds(head, size, stride=layout.heads)] = o
+                if lse_ref is not None:
+                    all_lse = jnp.where(lane == head, lse, all_lse)
+            return all_lse
 
-
-def canonicalize_ranges(layout: Layout, operands: tuple[Any, ...], starts: Any, lens: Any) -> None:
-    """Writes starts that never decrease, without rows of sequences past the valid ones, and context
-    lengths that the table can hold; here, because a chain of small operations of XLA takes longer.
-
-    ``operands``: starts, lens and, as its last entry, the number of valid sequences.
-    """
-    call_starts, call_lens, valid = operands
-    count, rows = layout.problem.sequences, layout.problem.rows
-    last = jnp.clip(valid[valid.shape[0] - 1], 0, count)
-
-    def write(sequence: Any, start: Any) -> Any:
-        start = jnp.clip(call_starts[jnp.minimum(sequence, last)], start, rows)
-        starts[sequence] = start
-        entry = jnp.minimum(sequence, count - 1)
-        lens[entry] = jnp.clip(call_lens[entry], 0, layout.paged.capacity)
-        return start
-
-    lax.fori_loop(0, count + 1, write, jnp.int32(0))
+        all_lse = jnp.zeros(lane.shape, jnp.float32)
+        all_lse = lax.fori_loop(0, layout.paged.kv_heads, store, all_lse)
+        o_ref[...] = s.o_rows[...].reshape(o_ref.shape).astype(o_ref.dtype)
+        if lse_ref is not None:
+            lse_ref[...] = all_lse[:, None]
 
 
 class Ranges(NamedTuple):
@@ -352,107 +339,180 @@ class Ranges(NamedTuple):
     lens: Any
 
 
-def _kernel(layout: Layout, names: Sequence[str], *refs: Any) -> None:
-    """Runs all steps.
+def canonicalize_ranges(
+    layout: Layout, call_starts: Any, call_lens: Any, valid: Any, ranges: Ranges
+) -> None:
+    """Writes starts that never decrease, without rows of sequences past the valid ones, and context
+    lengths that the table can hold; here, because a chain of small operations of XLA takes longer.
 
-    ``refs``: operands and outputs, by ``names``; then ``Buffers``, ``Ranges`` and ``Scratch``.
+    ``valid``: the number of valid sequences is its last entry.
     """
-    *arrays, buffers, ranges, scratch = refs
-    r = dict(zip(names, arrays, strict=True))
-    canonicalize_ranges(layout, (r["starts"], r["lens"], r["valid"]), *ranges)
-    starts, lse, nodes = ranges.starts, r.get("lse"), r.get("nodes")
-    pool = r["written_pool"] if layout.writes else r["pool"]
-    memories = Memories(*ranges, r["tables"], r["q"], r["o"], lse, pool, r.get("new"), nodes)
-    copies, steps = Copies(layout, memories, buffers), Steps(layout, scratch, r["factors"])
-    count, rows, size = layout.problem.sequences, layout.problem.rows, layout.tiles.queries
+    count, rows = layout.problem.sequences, layout.problem.rows
+    last = jnp.clip(valid[valid.shape[0] - 1], 0, count)
 
-    def has_rows(sequence: Any) -> Any:
-        return starts[sequence + 1] > starts[sequence]
+    def write(sequence: Any, start: Any) -> Any:
+        start = jnp.clip(call_starts[jnp.minimum(sequence, last)], start, rows)
+        ranges.starts[sequence] = start
+        entry = jnp.minimum(sequence, count - 1)
+        ranges.lens[entry] = jnp.clip(call_lens[entry], 0, layout.paged.capacity)
+        return start
 
-    def following(sequence: Any) -> Any:
-        """Returns the next sequence that has rows, or their number."""
-        return lax.while_loop(
-            lambda r: (r < count) & ~has_rows(jnp.minimum(r, count - 1)),
-            lambda r: r + 1,
-            sequence + 1,
-        )
+    lax.fori_loop(0, count + 1, write, jnp.int32(0))
 
-    def step(at: Position) -> Position:
-        span = copies.span(at.sequence, at.queries)
+
+class Transition(NamedTuple):
+    """The way from a step to the next one.
+
+    Attributes:
+        next: position of the next step. next_span: its block of queries.
+        exists: whether there is a next step.
+        ends_queries, ends_sequence: whether the step is the last of its queries, of its sequence.
+    """
+
+    next: Position
+    next_span: QuerySpan
+    exists: Any
+    ends_queries: Any
+    ends_sequence: Any
+
+
+@dataclass(frozen=True)
+class Mainloop:
+    """The loop over the steps of all sequences."""
+
+    layout: Layout
+    copies: Copies
+    steps: Steps
+
+    @property
+    def sequences(self) -> int:
+        return self.layout.problem.sequences
+
+    def next_sequence(self, sequence: Any) -> Any:
+        """Returns the next sequence that has rows, or the number of sequences."""
+        starts, count = self.copies.hbm.starts, self.sequences
+
+        def is_empty(sequence: Any) -> Any:
+            entry = jnp.minimum(sequence, count - 1)
+            return (sequence < count) & ~(starts[entry + 1] > starts[entry])
+
+        return lax.while_loop(is_empty, lambda sequence: sequence + 1, sequence + 1)
+
+    def begin(self) -> Position:
+        """Starts the copies of the first step and returns its position."""
+        copies, zero = self.copies, jnp.int32(0)
+        sequence = self.next_sequence(zero - 1)
+        after = self.next_sequence(sequence)
+
+        @pl.when(sequence < self.sequences)
+        def _first() -> None:
+            copies.fetch_table(sequence, 0)
+            pl.when(after < self.sequences)(lambda: copies.fetch_table(after, 1))
+            span = copies.span(sequence, zero)
+            copies.fetch_queries(span, 0)
+            copies.wait_table(0)
+            copies.fetch_keys(span, span.first, 0, 0)
+
+        first = copies.span(jnp.minimum(sequence, self.sequences - 1), zero).first
+        return Position(sequence, after, zero, first, zero, zero, zero)
+
+    def transition(self, at: Position, span: QuerySpan) -> Transition:
+        """Returns what follows a step of a block of queries."""
+        size, starts, count = self.layout.tiles.queries, self.copies.hbm.starts, self.sequences
         ends_queries = at.keys + 1 >= span.stop
         ends = ends_queries & (span.row + size >= starts[at.sequence + 1])
-        begins = at.keys == span.first
         sequence = jnp.where(ends, at.after, at.sequence)
-        has_next = sequence < count
+        exists = sequence < count
         queries = jnp.where(ends, 0, at.queries + ends_queries.astype(jnp.int32))
-        next_span = copies.span(jnp.minimum(sequence, count - 1), queries)
+        next_span = self.copies.span(jnp.minimum(sequence, count - 1), queries)
         keys = jnp.where(ends_queries, next_span.first, at.keys + 1)
-        after = lax.cond(ends & has_next, lambda: following(at.after), lambda: at.after)
+        after = lax.cond(ends & exists, lambda: self.next_sequence(at.after), lambda: at.after)
         table_slot = jnp.where(ends, 1 - at.table_slot, at.table_slot)
         q_slot = jnp.where(ends_queries, 1 - at.q_slot, at.q_slot)
-        if layout.writes:
+        position = Position(sequence, after, queries, keys, table_slot, q_slot, 1 - at.kv_slot)
+        return Transition(position, next_span, exists, ends_queries, ends)
 
-            @pl.when(begins & (at.queries == 0))
+    def prefetch(self, at: Position, transition: Transition) -> None:
+        """Starts the copies of the next step; the table of the sequence after it, too."""
+        copies, following = self.copies, transition.next
+
+        @pl.when(transition.ends_sequence & transition.exists)
+        def _table() -> None:
+            copies.wait_table(following.table_slot)
+            has_table = following.after < self.sequences
+            pl.when(has_table)(lambda: copies.fetch_table(following.after, at.table_slot))
+
+        @pl.when(transition.exists)
+        def _keys() -> None:
+            copies.fetch_keys(
+                transition.next_span, following.keys, following.table_slot, following.kv_slot
+            )
+
+        @pl.when(transition.ends_queries & transition.exists)
+        def _queries() -> None:
+            copies.fetch_queries(transition.next_span, following.q_slot)
+
+    def step(self, at: Position) -> Position:
+        """Runs a step and returns the position of the next one."""
+        copies, steps, buffers = self.copies, self.steps, self.copies.vmem
+        span = copies.span(at.sequence, at.queries)
+        transition = self.transition(at, span)
+        begins_queries = at.keys == span.first
+        if self.layout.writes:
+
+            @pl.when(begins_queries & (at.queries == 0))
             def _write() -> None:
                 copies.write_pages(at.sequence, at.table_slot)
 
-        @pl.when(ends & has_next)
-        def _next_table() -> None:
-            copies.wait_table(table_slot)
-            pl.when(after < count)(lambda: copies.fetch_table(after, at.table_slot))
+        self.prefetch(at, transition)
 
-        @pl.when(has_next)
-        def _next_keys() -> None:
-            copies.fetch_keys(next_span, keys, table_slot, 1 - at.kv_slot)
-
-        @pl.when(ends_queries & has_next)
-        def _next_queries() -> None:
-            copies.fetch_queries(next_span, q_slot)
-
-        @pl.when(begins)
+        @pl.when(begins_queries)
         def _begin() -> None:
             copies.wait_queries(span, at.q_slot)
-            rows = None if nodes is None else buffers.nodes.at[at.q_slot]
-            steps.begin(span, buffers.q.at[at.q_slot], rows)
+            nodes = None if buffers.nodes is None else buffers.nodes.at[at.q_slot]
+            steps.begin(span, buffers.q.at[at.q_slot], nodes)
 
         copies.wait_keys(span, at.keys, at.kv_slot)
         copies.clear_hidden(span, at.keys, at.kv_slot)
         first, stop = copies.visible_tokens(span, at.keys)
         steps.add(span, at.keys, buffers.kv.at[at.kv_slot], first, stop)
 
-        @pl.when(ends_queries)
+        @pl.when(transition.ends_queries)
         def _finish() -> None:
             copies.wait_output(at.q_slot)
-            sums = None if lse is None else buffers.lse.at[at.q_slot]
-            steps.finish(span, buffers.o.at[at.q_slot], sums)
+            lse = None if buffers.lse is None else buffers.lse.at[at.q_slot]
+            steps.finish(span, buffers.o.at[at.q_slot], lse)
             copies.store_output(span, at.q_slot)
 
-        return Position(sequence, after, queries, keys, table_slot, q_slot, 1 - at.kv_slot)
+        return transition.next
 
+
+def _kernel(layout: Layout, names: Sequence[str], *refs: Any) -> None:
+    """Runs all steps.
+
+    ``refs``: operands and outputs, by ``names``; then ``Buffers``, ``Ranges`` and ``Scratch``.
+    """
+    *arrays, buffers, ranges, scratch = refs
+    by_name = dict(zip(names, arrays, strict=True))
+    canonicalize_ranges(layout, *(by_name[name] for name in ("starts", "lens", "valid")), ranges)
+    pool = by_name["written_pool"] if layout.writes else by_name["pool"]
+    memories = Memories(
+        *ranges,
+        *(by_name[name] for name in ("tables", "q", "o")),
+        *(by_name.get("lse"), pool, by_name.get("new"), by_name.get("nodes")),
+    )
+    copies = Copies(layout, memories, buffers)
+    loop = Mainloop(layout, copies, Steps(layout, scratch, by_name["factors"]))
     for kind in range(PENDING_WRITES + 1):
         buffers.pending[kind] = 0
     buffers.zeros[...] = jnp.zeros_like(buffers.zeros)
-    if lse is not None:
+    if buffers.hidden is not None:
         buffers.hidden[...] = jnp.full(buffers.hidden.shape, -jnp.inf, jnp.float32)
-    gaps = ((0, starts[0]), (starts[count], rows))
+    # rows before the first sequence and after the last one
+    gaps = ((0, ranges.starts[0]), (ranges.starts[loop.sequences], layout.problem.rows))
     for gap in gaps:
         copies.fill_gap(*gap, wait=False)
-    zero = jnp.int32(0)
-    sequence = following(zero - 1)
-    after = following(sequence)
-
-    @pl.when(sequence < count)
-    def _first() -> None:
-        copies.fetch_table(sequence, 0)
-        pl.when(after < count)(lambda: copies.fetch_table(after, 1))
-        span = copies.span(sequence, zero)
-        copies.fetch_queries(span, 0)
-        copies.wait_table(0)
-        copies.fetch_keys(span, span.first, 0, 0)
-
-    first = copies.span(jnp.minimum(sequence, count - 1), zero).first
-    position = Position(sequence, after, zero, first, zero, zero, zero)
-    lax.while_loop(lambda at: at.sequence < count, step, position)
+    lax.while_loop(lambda at: at.sequence < loop.sequences, loop.step, loop.begin())
     for slot in range(2):
         copies.wait_output(slot)
     if layout.writes:
