@@ -163,7 +163,7 @@ class AsOnGpus(type(ring_attention)):
     """The ring as kernels for GPUs have it."""
 
     ring_strategy, short_shard = "ring_packed", 2**15
-    divides_own_step, shortest_loop = True, 7
+    divides_local_step, shortest_loop = True, 7
 
 
 ON_GPUS = [

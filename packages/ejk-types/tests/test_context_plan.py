@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ejkernel.types import Rule
 from ejkernel.types.attention.context.pieces import Chunks, Piece
-from ejkernel.types.attention.context.ring import Plan, Ring, Run, Schedule, run_steps
+from ejkernel.types.attention.context.ring import Plan, Ring, Schedule, StepRange, run_steps
 from ejkernel.types.attention.context.strategy import count_head_groups
 
 BOTH, FIRST, LAST = Chunks(0, 2), Chunks(0, 1), Chunks(1, 1)
@@ -77,8 +77,8 @@ def test_pieces_cover_the_visible_pairs_once(size, zigzag, rules, chunks, joined
 @pytest.mark.parametrize("device", range(4))
 def test_causal_zigzag_has_one_call_in_every_step(device: int) -> None:
     plan = Plan.make(Ring("sp", 4, True), [CAUSAL], 64, 64)
-    own, *others = (by_device[device] for by_device in plan.pieces)
-    assert own == (Piece(BOTH, BOTH, 0),)
+    local, *others = (by_device[device] for by_device in plan.pieces)
+    assert local == (Piece(BOTH, BOTH, 0),)
     before, after = (Piece(BOTH, FIRST, None),), (Piece(LAST, BOTH, None),)
     assert others == [before if source < device else after
                       for source in ((device - t) % 4 for t in range(1, 4))]  # fmt: skip
@@ -101,28 +101,30 @@ def test_contiguous_steps_are_causal_full_or_empty() -> None:
 def test_own_keys_are_used_while_others_travel(
     size: int, start: int, count: int, backward: bool
 ) -> None:
-    """Every step once, by moves that are as long as each run says; own keys at one end."""
+    """Every step once, by moves that are as long as each range says; own keys at one end."""
     ring, schedule = Ring("sp", size, False), Schedule(start % size, min(count, size))
-    own, order = schedule.own_step(ring), schedule.order(ring, backward=backward)
+    local, order = schedule.local_step(ring), schedule.order(ring, backward=backward)
     assert sorted(order) == list(range(schedule.count))
-    assert own is None or order[-1 if backward else 0] == own
-    runs = Run.split(order, own)
-    assert [step for run in runs for step in run.steps] == list(order)
-    for run in runs:
-        for step in run.steps:
+    assert local is None or order[-1 if backward else 0] == local
+    ranges = StepRange.split(order, local)
+    assert [step for span in ranges for step in span.steps] == list(order)
+    for span in ranges:
+        for step in span.steps:
             i = order.index(step)
-            assert run.before == (None if i == 0 else step - order[i - 1])
-            assert run.after == (None if i == len(order) - 1 else order[i + 1] - step)
+            assert span.hops_before == (None if i == 0 else step - order[i - 1])
+            assert span.hops_after == (None if i == len(order) - 1 else order[i + 1] - step)
         # a loop sends the same arrays by the same places in every turn, and never home
-        assert len(run.steps) == 1 or (run.before == run.after == 1 and own not in run.steps)
-        assert len(run.steps) == 1 or run.steps.stop != own
+        assert len(span.steps) == 1 or (
+            span.hops_before == span.hops_after == 1 and local not in span.steps
+        )
+        assert len(span.steps) == 1 or span.steps.stop != local
     taken = jnp.full(len(order), -1)
 
-    def record(step: Any, state: Any, run: Run) -> Any:
+    def record(step: Any, state: Any, span: StepRange) -> Any:
         taken, i = state
         return taken.at[i].set(step), i + 1
 
-    taken, _ = run_steps(runs, record, (taken, 0))
+    taken, _ = run_steps(ranges, record, (taken, 0))
     assert taken.tolist() == list(order)
 
 

@@ -93,7 +93,7 @@ class ContextParallel:
     """Keys of a device, up to which "auto" takes this form for a ring of two steps, too."""
     shortest_loop: ClassVar[int] = 2
     """The fewest steps of one form that are a loop; others are written out."""
-    divides_own_step: ClassVar[bool] = False
+    divides_local_step: ClassVar[bool] = False
     """Whether a backward pass begins and ends with a part of the step of a device's own keys."""
     vary_over: ClassVar[Any]
     has_backward: ClassVar[bool] = True
@@ -102,21 +102,21 @@ class ContextParallel:
     saved_axes: ClassVar[str] = "batch q_len heads"
 
     def problem(self, a: Mapping[str, Any]) -> ContextProblem:
-        ring = ring_of(a, strict=False)
+        ring = bound_ring(a, strict=False)
         options = {name: a[name] for name in OPTIONS if name in self.flash.call.boundary.defaults}
-        parts, mods = _parts(a), _mods(a, ring)
+        terms, mods = _mask_terms(a), _mods(a, ring)
         lengths = (a["query"].shape[1], a["key"].shape[1])
-        rules = masks.index_rules(parts)
+        rules = masks.index_rules(terms)
         # an index in a piece of several chunks is no index in the sequence
         joined = not (a["dropout_prob"] or mods)
-        plan = make_plan(ring, rules, *lengths, joined=joined, divides=self.divides_own_step)
+        plan = make_plan(ring, rules, *lengths, joined=joined, divides=self.divides_local_step)
         choice = choose_strategy(a, ring, plan, rules)
         steps, keys = plan.schedule.count, a["key"].shape[1]
         is_ring_form = steps > 2 or (steps == 2 and keys <= self.short_shard)
         if choice.strategy == "ring" and is_ring_form:
             choice = choice._replace(strategy=self.ring_strategy)
         forms = tuple((name, mod.form) for name, mod in mods.items())
-        dense = any(part.attention_mask is not None for part in parts)
+        dense = any(term.attention_mask is not None for term in terms)
         groups = 1 if dense else count_head_groups(a, ring)
         static = ContextProblem(
             ring, plan, tuple(options.items()), choice, mods=forms, head_groups=groups
@@ -132,19 +132,19 @@ class ContextParallel:
         problems: list[Any] = []
 
         def probe(arrays: Mapping[str, Any]) -> None:
-            arrays = {**arrays, "parts": _parts({**a, **arrays})}
+            arrays = {**arrays, "mask_terms": _mask_terms({**a, **arrays})}
             p = passes.Pass(self, static, arrays)
             for piece in pieces:
-                keys = rows_of_keys(p.local_keys, p.slice_of(piece.kv, 1))
+                keys = rows_of_keys(p.local_keys, p.slice_chunks(piece.kv, 1))
                 arguments = passes.piece_arguments(p, piece, *keys, 0)
                 problems.append(self.flash.problem(arguments))
             if not divides_heads(a, static.ring):
                 problems.append(None)
                 return
             exchange = ulysses.Exchange(static.ring, a["query"].shape[2], static.head_groups)
-            floats = exchange.floats(ulysses.floats_of(arrays))
+            floats = exchange.exchange_floats(ulysses.select_floats(arrays))
             defaults = self.flash.call.boundary.defaults
-            arguments = exchange.arguments(defaults, static, floats, arrays)
+            arguments = exchange.flash_arguments(defaults, static, floats, arrays)
             problems.append(self.flash.problem(arguments))
 
         leaves = leaves_of(*_mods(a, static.ring).values())
@@ -199,7 +199,7 @@ class ContextParallel:
             return notes
         return (*notes, f"heads go in {groups} groups, one while another is computed")
 
-    def call_of(self, work: Any, piece: Piece) -> tuple[Any, Any]:
+    def find_call(self, work: Any, piece: Piece) -> tuple[Any, Any]:
         """Returns the problem and the tiles of the kernel call of a piece."""
         for (form, problem), tiles in zip(work.problem.calls, work.tiles.calls, strict=True):
             if form == piece:
@@ -213,15 +213,15 @@ class ContextParallel:
         return kind(p.ring, p.plan.schedule, p.local_keys, backward=backward)
 
     def operands(self, a: Mapping[str, Any], problem: ContextProblem) -> dict[str, Any]:
-        """Returns the arrays of the call, all constraints as ``parts``."""
-        ring = ring_of(a, strict=True)
+        """Returns the arrays of the call, all constraints as ``mask_terms``."""
+        ring = bound_ring(a, strict=True)
         arrays = self.call.array_arguments(a)
         for name in ("mask_info", "q_segment_ids", "kv_segment_ids"):
             arrays.pop(name, None)
-        parts = _parts(a)
-        masks.check_keys(parts, ring.size * a["key"].shape[1])
+        terms = _mask_terms(a)
+        masks.check_keys(terms, ring.size * a["key"].shape[1])
         leaves = leaves_of(*_mods(a, ring).values())
-        return self.vary_over({**arrays, "parts": parts, **leaves}, ring.axis_name)
+        return self.vary_over({**arrays, "mask_terms": terms, **leaves}, ring.axis_name)
 
     def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         b, q_len, h, _ = a["query"].shape
@@ -232,10 +232,10 @@ class ContextParallel:
         return o, jnp.full((b, q_len, h), -jnp.inf, dtype)
 
     def forward(self, work: Any, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        return _passes(work).forward(work, arrays)
+        return _strategy_module(work).forward(work, arrays)
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        return _passes(work).backward(work, arrays, outputs, saved, cotangents)
+        return _strategy_module(work).backward(work, arrays, outputs, saved, cotangents)
 
 
 class GpuContextParallel(ContextParallel):
@@ -251,11 +251,11 @@ class GpuContextParallel(ContextParallel):
 
     ring_strategy = "ring_packed"
     short_shard = 2**15
-    divides_own_step = True
+    divides_local_step = True
     shortest_loop = 7
 
 
-def _passes(work: Any) -> Any:
+def _strategy_module(work: Any) -> Any:
     exchanged = work.tiles.strategy == "ulysses" and work.problem.ring.size > 1
     return ulysses if exchanged else passes
 
@@ -274,7 +274,7 @@ def make_plan(
     return _cached_plan(ring, rules, q_len, kv_len, joined, divides)
 
 
-def ring_of(a: Mapping[str, Any], *, strict: bool) -> Ring:
+def bound_ring(a: Mapping[str, Any], *, strict: bool) -> Ring:
     """Returns the mesh axis of a call; a ring of one device where it is not bound.
 
     Raises:
@@ -301,9 +301,9 @@ def _mods(a: Mapping[str, Any], ring: Ring) -> dict[str, Mod]:
     return mods
 
 
-def _parts(a: Mapping[str, Any]) -> masks.Parts:
+def _mask_terms(a: Mapping[str, Any]) -> masks.Terms:
     # a MaskInfo without arrays checks the rule's values
     rule = MaskInfo(
         causal=a["causal"], causal_offset=a["causal_offset"], sliding_window=a["sliding_window"]
     ).rule
-    return masks.parts_of(a["mask_info"], rule, a["q_segment_ids"], a["kv_segment_ids"])
+    return masks.mask_terms(a["mask_info"], rule, a["q_segment_ids"], a["kv_segment_ids"])

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from ejkernel.types.attention.context import masks
 from ejkernel.types.attention.context.pieces import Chunks, Piece
-from ejkernel.types.attention.context.ring import Run, run_steps
+from ejkernel.types.attention.context.ring import StepRange, run_steps
 from ejkernel.types.attention.context.transport import RingTransport
 from ejkernel.types.attention.rows import (
     Rows,
@@ -51,26 +51,27 @@ class Pass:
     def __init__(self, kernel: Any, problem: Any, arrays: Arrays, work: Any = None) -> None:
         self.kernel, self.problem, self.work = kernel, problem, work
         self.ring, self.plan = problem.ring, problem.plan
-        self.arrays, self.parts = arrays, arrays["parts"]
+        self.arrays, self.mask_terms = arrays, arrays["mask_terms"]
         self.query, self.bias = arrays["query"], arrays.get("bias")
         self.lengths = (self.query.shape[1], arrays["key"].shape[1])
         self.device = self.ring.device_index() if self.ring.size > 1 else 0
 
     @property
     def local_keys(self) -> tuple[Any, ...]:
-        """Keys, values and the arrays of masks that belong to keys."""
-        return (*(self.arrays[name] for name in KEYS), masks.travelling(self.parts))
+        """Keys, values ``[b, kv, hk, d]`` and the arrays of masks that belong to keys."""
+        return (*(self.arrays[name] for name in KEYS), masks.key_arrays(self.mask_terms))
 
     def vary(self, x: Any) -> Any:
+        """Returns ``x`` as an array that varies over the mesh axes of the queries."""
         return self.kernel.vary_like(x, self.query)
 
-    def slice_of(self, chunks: Chunks, axis: int) -> slice:
+    def slice_chunks(self, chunks: Chunks, axis: int) -> slice:
         """Rows of a shard of queries (``axis`` 0) or keys (1)."""
         length = self.lengths[axis] // self.ring.chunks
         return slice(chunks.first * length, (chunks.first + chunks.count) * length)
 
     def source(self, step: Any) -> Any:
-        """The device whose keys are visiting."""
+        """Returns the device whose keys are visiting."""
         return self.plan.schedule.source(self.ring, step) if self.ring.size > 1 else 0
 
     def switch(
@@ -105,8 +106,8 @@ class Pass:
     def piece_call(self, piece: Piece, keys: KeyRows, source: Any) -> tuple[Any, Arrays]:
         """Returns the work and the operands of the kernel call of one piece."""
         flash = self.kernel.flash
-        arguments = piece_arguments(self, piece, *keys(self.slice_of(piece.kv, 1)), source)
-        problem, tiles = self.kernel.call_of(self.work, piece)
+        arguments = piece_arguments(self, piece, *keys(self.slice_chunks(piece.kv, 1)), source)
+        problem, tiles = self.kernel.find_call(self.work, piece)
         work = replace(self.work, kernel=flash, problem=problem, tiles=tiles, fallback=None)
         operands = flash.operands(arguments, problem)
         return work, {name: x for name, x in operands.items() if x is not None}
@@ -116,13 +117,13 @@ def piece_arguments(
     p: Pass, piece: Piece, k: Any, v: Any, visiting: Any, source: Any
 ) -> dict[str, Any]:
     """Returns the canonical arguments of flash attention of one piece, which has k and v."""
-    rows, keys = p.slice_of(piece.q, 0), p.slice_of(piece.kv, 1)
+    rows, keys = p.slice_chunks(piece.q, 0), p.slice_chunks(piece.kv, 1)
     bias = p.bias
     if bias is not None:
         bias = bias if bias.shape[2] == 1 else bias[:, :, rows]
-        bias = masks.columns(bias, source, p.lengths[1], keys)
+        bias = masks.slice_columns(bias, source, p.lengths[1], keys)
     mask = masks.piece_mask(
-        p.ring, p.parts, visiting, source, piece.shift, lengths=p.lengths, rows=rows, keys=keys
+        p.ring, p.mask_terms, visiting, source, piece.shift, lengths=p.lengths, rows=rows, keys=keys
     )
     options = p.problem.options
     first = _first_tokens(p, piece, source)
@@ -133,7 +134,7 @@ def piece_arguments(
         "value": v,
         "bias": bias,
         "mask_info": mask,
-        "dropout_seed": _seed(p, first) if options["dropout_prob"] else None,
+        "dropout_seed": _piece_seed(p, first) if options["dropout_prob"] else None,
         "return_lse": True,
         **{name: form.mod(p.arrays).on_piece(*first, *sizes) for name, form in p.problem.mods},
     }
@@ -146,8 +147,8 @@ def _first_tokens(p: Pass, piece: Piece, source: Any) -> tuple[Any, Any]:
     return query, p.ring.starts(source, p.lengths[1])[piece.kv.first][0]
 
 
-def _seed(p: Pass, first: tuple[Any, Any]) -> jax.Array:
-    """Seed words with the indices of the first query and the first key."""
+def _piece_seed(p: Pass, first: tuple[Any, Any]) -> jax.Array:
+    """Returns the seed words, followed by the indices of the first query and the first key."""
     words = jnp.asarray(p.arrays["dropout_seed"]).reshape(-1)
     if words.shape[0] == 1:
         words = jnp.concatenate([words, words * 0, words * 0])
@@ -163,47 +164,49 @@ def forward(work: Any, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Array], Row
     p = Pass(work.kernel, work.problem, arrays, work)
     transport = work.kernel.transport(work, p)
 
-    def step(t: Any, state: Any, run: Run) -> Any:
+    def compute_step(t: Any, state: Any, span: StepRange) -> Any:
         parts, visitors = state
-        if run.before is not None:
-            parts, visitors = _in_order(parts, visitors)
-        coming = transport.following(visitors, run)
+        if span.hops_before is not None:
+            parts, visitors = _order_after(parts, visitors)
+        next_visitors = transport.send_on(visitors, span)
         # a loop carries one dtype
-        wide = run.before is not None or _is_merged([p.plan.pieces[i] for i in run.steps])
+        wide = span.hops_before is not None or _is_merged([p.plan.pieces[i] for i in span.steps])
         # slices that are operands of the next conditional would be copies
-        is_full = run.before is None and not has_loop and _covers_queries(p, run.steps[0])
+        is_full = span.hops_before is None and not has_loop and _covers_queries(p, span.steps[0])
 
         def branch(pieces: Pieces) -> Callable[..., Any]:
-            options = {"wide": wide, "is_full": is_full, "finish": run.after is None}
+            options = {"wide": wide, "is_full": is_full, "finish": span.hops_after is None}
 
-            def pieces_of(so_far: Any, stored: Any, source: Any) -> Any:
+            def compute_pieces(merged: Any, stored: Any, source: Any) -> Any:
                 keys = partial(transport.keys, stored, t)
-                return _forward_pieces(p, pieces, so_far, keys, source, **options)
+                return _forward_pieces(p, pieces, merged, keys, source, **options)
 
-            return pieces_of
+            return compute_pieces
 
-        parts = p.switch(t, run.steps, branch, parts, transport.stored(visitors, t), p.source(t))
-        return parts, coming
+        parts = p.switch(t, span.steps, branch, parts, transport.stored(visitors, t), p.source(t))
+        return parts, next_visitors
 
-    runs = transport.runs()
+    ranges = transport.step_ranges()
     shortest = work.kernel.shortest_loop
-    has_loop = any(len(run.steps) >= shortest for run in runs)
-    state = (None, transport.start(runs[0].steps[0]))
-    (o, lse, scales), _ = run_steps(runs, step, state, convert=_widened, shortest=shortest)
+    has_loop = any(len(span.steps) >= shortest for span in ranges)
+    state = (None, transport.start(ranges[0].steps[0]))
+    (o, lse, scales), _ = run_steps(
+        ranges, compute_step, state, convert=_convert_accumulators, shortest=shortest
+    )
     return (o, lse), scales
 
 
-def _in_order(done: Any, visitors: Any) -> Any:
-    """Returns its arguments; the visitors wait for the arrays ``done``.
+def _order_after(computed: Any, visitors: Any) -> Any:
+    """Returns both arguments; the visitors wait for the arrays ``computed``.
 
     They are sent on while the kernel of this step runs. Compilers that do not know how long kernels
     take may send the keys of several steps one after the other, with no kernel running.
     """
-    return jax.lax.optimization_barrier((done, visitors))
+    return jax.lax.optimization_barrier((computed, visitors))
 
 
-def _late_on_cpus(p: Pass, visitors: Any, done: Any) -> Any:
-    """Returns the visitors, which on CPUs wait for the arrays ``done``.
+def _delay_on_cpus(p: Pass, visitors: Any, computed: Any) -> Any:
+    """Returns the visitors, which on CPUs wait for the arrays ``computed``.
 
     Nothing hides a transfer there, and the next keys need no memory while a kernel runs. XLA for
     CPUs drops barriers, so their bits need a zero that is known when the arrays are.
@@ -211,16 +214,17 @@ def _late_on_cpus(p: Pass, visitors: Any, done: Any) -> Any:
     if p.ring.size == 1:
         return visitors
 
-    def late(visitors: Any, done: Any) -> Any:
-        value = _bits(jax.tree.leaves(done)[0].reshape(-1)[0])
+    def late(visitors: Any, computed: Any) -> Any:
+        value = _bits(jax.tree.leaves(computed)[0].reshape(-1)[0])
         zero = value * (p.device // p.ring.size).astype(value.dtype)
         wait = lambda x: _bits(x) + zero.astype(_bits(x).dtype)  # noqa: E731
         return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(wait(x), x.dtype), visitors)
 
-    return jax.lax.platform_dependent(visitors, done, cpu=late, default=lambda x, done: x)
+    return jax.lax.platform_dependent(visitors, computed, cpu=late, default=lambda x, _: x)
 
 
 def _bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of ``x`` as unsigned integers of its width."""
     return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 
@@ -243,20 +247,20 @@ def _is_merged(table: Sequence[Sequence[Pieces]], side: str = "q") -> bool:
     return False
 
 
-def _wide(dtype: Any) -> Any:
+def _accumulation_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _widened(state: Any) -> Any:
-    """Returns a state whose sums are in the accumulation dtype, as a loop carries them."""
-    sums, *others = state
-    return jax.tree.map(lambda x: x.astype(_wide(x.dtype)), sums), *others
+def _convert_accumulators(state: Any) -> Any:
+    """Returns a state whose accumulators are in the accumulation dtype, as a loop carries them."""
+    accumulators, *others = state
+    return jax.tree.map(lambda x: x.astype(_accumulation_dtype(x.dtype)), accumulators), *others
 
 
 def _forward_pieces(
     p: Pass,
     pieces: Pieces,
-    so_far: Any,
+    merged: Any,
     keys: KeyRows,
     source: Any,
     *,
@@ -264,7 +268,9 @@ def _forward_pieces(
     is_full: bool,
     finish: bool,
 ) -> Any:
-    """Merges pieces into the parts so far, one for each chunk of queries, or one for all.
+    """Merges pieces into ``merged``, the parts of earlier steps: o and row values.
+
+    There is one part for each chunk of queries, or one for all.
 
     ``is_full``: whether this is the first step, and its part is returned undivided.
     """
@@ -272,19 +278,19 @@ def _forward_pieces(
     unit = flash.row_unit(full)
     length = p.lengths[0] // p.ring.chunks
 
-    def chunks_of(part: Any, count: int) -> list[Any]:
+    def divide_part(part: Any, count: int) -> list[Any]:
         ranges = [slice(i * length, (i + 1) * length) for i in range(count)]
         return [jax.tree.map(lambda x, at=at: x[:, at], part) for at in ranges]
 
-    parts = [None] * p.ring.chunks if so_far is None else list(so_far)
+    parts = [None] * p.ring.chunks if merged is None else list(merged)
     if len(parts) < p.ring.chunks:
-        parts = chunks_of(parts[0], p.ring.chunks)
+        parts = divide_part(parts[0], p.ring.chunks)
     for piece in pieces:
         work, operands = p.piece_call(piece, keys, source)
         part = flash.part(work, operands)
         if is_full and not finish:
             return (part,)
-        for i, new in enumerate(chunks_of(part, piece.q.count)):
+        for i, new in enumerate(divide_part(part, piece.q.count)):
             before = parts[piece.q.first + i]
             parts[piece.q.first + i] = new if before is None else merge(before, new, unit)
     dtype, acc = flash.part_dtypes(full)
@@ -298,13 +304,13 @@ def _forward_pieces(
         parts[i] = (o.astype(acc) if wide else o, rows)
     if not finish:
         return tuple(parts)
-    o = _joined([o for o, _ in parts])
-    rows = Rows(*(_joined(x) for x in zip(*(rows for _, rows in parts), strict=True)))
+    o = _concatenate_rows([o for o, _ in parts])
+    rows = Rows(*(_concatenate_rows(x) for x in zip(*(rows for _, rows in parts), strict=True)))
     o, lse, scales = finalize_rows(o, rows, p.arrays.get("softmax_aux"), unit)
     return o.astype(p.query.dtype), lse, scales
 
 
-def _joined(parts: Sequence[jax.Array]) -> jax.Array:
+def _concatenate_rows(parts: Sequence[jax.Array]) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
@@ -322,79 +328,85 @@ def backward(
     delta = (do.astype(acc) * o.astype(acc)).sum(-1) - dlse
     sinks = arrays.get("softmax_aux")
     gradients = {} if sinks is None else {"softmax_aux": sink_gradient(sinks, scales, delta)}
-    if p.problem.mods or not masks.sees_itself(p.parts):
+    if p.problem.mods or not masks.sees_itself(p.mask_terms):
         # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
         alive = scales.alive[..., None]
         p.query, do = (jnp.where(alive, x, jnp.zeros((), x.dtype)) for x in (p.query, do))
         dlse, delta = (jnp.where(scales.alive, x, 0.0) for x in (dlse, delta))
     rows = {"scales": scales._replace(sinks=None), "delta": delta, "dlse": dlse, "o": o, "do": do}
     transport = work.kernel.transport(work, p, backward=True)
-    # gradients of arrays that stay, to which every piece adds
-    staying = {} if p.bias is None else {"bias": p.bias}
-    staying |= captured_floats(p.problem.mods, arrays)
-    sums = {name: p.vary(jnp.zeros(x.shape, acc)) for name, x in staying.items()}
+    # arrays that do not travel: every piece adds to their gradients
+    local_inputs = {} if p.bias is None else {"bias": p.bias}
+    local_inputs |= captured_floats(p.problem.mods, arrays)
+    local_gradients = {name: p.vary(jnp.zeros(x.shape, acc)) for name, x in local_inputs.items()}
 
     dtypes = [arrays[name].dtype for name in KEYS]
 
     divided = p.plan.divided if isinstance(transport, RingTransport) else ()
-    own_step, everything = transport.own_step, Chunks(0, p.ring.chunks)
+    local_step, everything = transport.local_step, Chunks(0, p.ring.chunks)
 
     def branches(t: Any, **options: Any) -> Callable[[Pieces], Callable[..., Any]]:
         def branch(pieces: Pieces) -> Callable[..., Any]:
-            def pieces_of(dq: Any, sums: Any, stored: Any, source: Any) -> Any:
+            def compute_pieces(dq: Any, local_gradients: Any, stored: Any, source: Any) -> Any:
                 keys = partial(transport.keys, stored, t)
-                return _backward_pieces(p, rows, pieces, dq, sums, keys, source, **options)
+                return _backward_pieces(
+                    p, rows, pieces, dq, local_gradients, keys, source, **options
+                )
 
-            return pieces_of
+            return compute_pieces
 
         return branch
 
-    def begin(sums: Any) -> tuple[Any, Any, Any]:
-        """Returns dq, ``sums`` and the gradients of the first chunk of the device's own keys."""
+    def differentiate_first_chunk(local_gradients: Any) -> tuple[Any, Any, Any]:
+        """Returns dq, ``local_gradients``, and dk and dv of the first chunk of the local keys."""
         row, chunks = p.plan.divided[0], Chunks(0, 1)
         wide = (_is_merged([row]), False)
-        branch = branches(own_step, wide=wide, finish=False, chunks=chunks)
-        operands = (None, sums, p.local_keys, p.source(own_step))
-        return p.switch(own_step, range(own_step, own_step + 1), branch, *operands, row=row)
+        branch = branches(local_step, wide=wide, finish=False, chunks=chunks)
+        operands = (None, local_gradients, p.local_keys, p.source(local_step))
+        return p.switch(local_step, range(local_step, local_step + 1), branch, *operands, row=row)
 
-    def step(t: Any, state: Any, run: Run) -> Any:
-        (dq, accumulators), sums, visitors = state
+    def compute_step(t: Any, state: Any, span: StepRange) -> Any:
+        (dq, accumulators), local_gradients, visitors = state
         if dq is not None:
-            dq, visitors = _in_order(dq, visitors)
-        elif not transport.is_own(t):
+            dq, visitors = _order_after(dq, visitors)
+        elif not transport.is_local(t):
             # the first kernel waits for delta too, so the keys are sent on while it runs
-            rows["delta"], visitors = _in_order(rows["delta"], visitors)
-        visitors, coming, arriving = transport.exchange(visitors, accumulators, run)
-        is_rest = bool(divided) and isinstance(t, int) and t == own_step
-        row, chunks = (p.plan.divided[1], Chunks(1, 1)) if is_rest else (None, everything)
-        table = [p.plan.pieces[i] for i in run.steps] if row is None else [row]
+            rows["delta"], visitors = _order_after(rows["delta"], visitors)
+        visitors, next_visitors, arriving = transport.exchange(visitors, accumulators, span)
+        is_second_chunk = bool(divided) and isinstance(t, int) and t == local_step
+        row, chunks = (p.plan.divided[1], Chunks(1, 1)) if is_second_chunk else (None, everything)
+        table = [p.plan.pieces[i] for i in span.steps] if row is None else [row]
         wide = dq is not None or _is_merged(table), _is_merged(table, "kv")
-        branch = branches(t, wide=wide, finish=run.after is None, chunks=chunks)
+        branch = branches(t, wide=wide, finish=span.hops_after is None, chunks=chunks)
         stored, source = transport.stored(visitors, t), p.source(t)
-        is_late = run.before is not None and run.after is None
+        is_late = span.hops_before is not None and span.hops_after is None
         if is_late:
             # a compiler may not run this step before the others: nothing would hide the transfer
             dq, stored = jax.lax.optimization_barrier((dq, stored))
-        operands = (dq, sums, stored, source)
-        dq, sums, new = p.switch(t, run.steps, branch, *operands, is_late=is_late, row=row)
-        if coming is None:
-            coming = transport.following(_late_on_cpus(p, visitors, dq), run)
-        if is_rest:
-            new = [_joined(parts) for parts in zip(begun, new, strict=True)]
-        accumulators = transport.accumulated(arriving, new, t, run, dtypes)
-        return (dq, accumulators), sums, coming
+        operands = (dq, local_gradients, stored, source)
+        dq, local_gradients, new = p.switch(
+            t, span.steps, branch, *operands, is_late=is_late, row=row
+        )
+        if next_visitors is None:
+            next_visitors = transport.send_on(_delay_on_cpus(p, visitors, dq), span)
+        if is_second_chunk:
+            new = [_concatenate_rows(parts) for parts in zip(first_chunk, new, strict=True)]
+        accumulators = transport.accumulate(arriving, new, t, span, dtypes)
+        return (dq, accumulators), local_gradients, next_visitors
 
-    runs = transport.runs()
+    ranges = transport.step_ranges()
     shortest = work.kernel.shortest_loop
-    visitors = transport.start(runs[0].steps[0], delta if divided else None)
-    dq, begun = None, ()
+    visitors = transport.start(ranges[0].steps[0], delta if divided else None)
+    dq, first_chunk = None, ()
     if divided:
-        dq, sums, begun = begin(sums)
-    state = ((dq, None), sums, visitors)
-    (dq, accumulators), sums, _ = run_steps(runs, step, state, convert=_widened, shortest=shortest)
-    returned = transport.returned(accumulators, runs[-1].steps[-1])
-    of_keys = dict(zip(KEYS, returned, strict=True))
-    return {**gradients, "query": dq, **of_keys, **sums}
+        dq, local_gradients, first_chunk = differentiate_first_chunk(local_gradients)
+    state = ((dq, None), local_gradients, visitors)
+    (dq, accumulators), local_gradients, _ = run_steps(
+        ranges, compute_step, state, convert=_convert_accumulators, shortest=shortest
+    )
+    kv_gradients = transport.collect(accumulators, ranges[-1].steps[-1])
+    kv_gradients = dict(zip(KEYS, kv_gradients, strict=True))
+    return {**gradients, "query": dq, **kv_gradients, **local_gradients}
 
 
 def captured_floats(mods: Sequence[tuple[str, ModForm]], arrays: Arrays) -> Arrays:
@@ -408,7 +420,7 @@ def _backward_pieces(
     rows: Mapping[str, Any],
     pieces: Pieces,
     dq: Any,
-    sums: Arrays,
+    local_gradients: Arrays,
     keys: KeyRows,
     source: Any,
     *,
@@ -416,9 +428,11 @@ def _backward_pieces(
     finish: bool,
     chunks: Chunks,
 ) -> Any:
-    """Adds the gradients of pieces: dq by chunk of queries, ``sums``, the visitors' dk and dv.
+    """Adds the gradients of pieces; returns dq, ``local_gradients``, and dk and dv of the visitors.
 
-    ``sums``: gradients of arrays that stay, by name.
+    dq has an array for each chunk of queries, or is one array where ``finish``.
+
+    ``local_gradients``: gradients of the arrays that do not travel, by name.
     ``wide``: whether dq, and whether dk and dv, are in the accumulation dtype.
     ``chunks``: chunks of keys whose dk and dv are returned.
     """
@@ -428,51 +442,52 @@ def _backward_pieces(
     dtype, acc = flash.part_dtypes(p.problem.calls[0][1])
     for piece in pieces:
         work, operands = p.piece_call(piece, keys, source)
-        at = p.slice_of(piece.q, 0)
+        at = p.slice_chunks(piece.q, 0)
         local = jax.tree.map(lambda x, at=at: x[:, at], dict(rows))
         new = flash.part_gradients(work, operands, **local)
-        _add(by_query, piece.q, new["query"])
+        _add_by_chunk(by_query, piece.q, new["query"])
         for parts, name in zip(by_key, KEYS, strict=True):
-            _add(parts, piece.kv, new[name])
-        for name, total in sums.items():
+            _add_by_chunk(parts, piece.kv, new[name])
+        for name, total in local_gradients.items():
             if name == "bias":
                 total = _add_columns(p, total, new[name], piece, source)
             else:
                 total = total + new[name].astype(total.dtype)
-            sums = {**sums, name: total}
+            local_gradients = {**local_gradients, name: total}
 
-    def filled(x: Any, shape: Sequence[int], wide: bool) -> Any:
+    def fill(x: Any, shape: Sequence[int], wide: bool) -> Any:
         x = p.vary(jnp.zeros(shape, dtype)) if x is None else x
         return x.astype(acc) if wide else x
 
     widths = [p.lengths[axis] // p.ring.chunks for axis in range(2)]
     like = [x.shape for x in (p.query, *(p.arrays[name] for name in KEYS))]
     shapes = [(s[0], widths[i > 0], *s[2:]) for i, s in enumerate(like)]
-    dq = tuple(filled(x, shapes[0], wide[0]) for x in by_query)
-    of_keys = slice(chunks.first, chunks.first + chunks.count)
+    dq = tuple(fill(x, shapes[0], wide[0]) for x in by_query)
+    returned = slice(chunks.first, chunks.first + chunks.count)
     new = [
-        _joined([filled(x, shape, wide[1]) for x in parts[of_keys]])
+        _concatenate_rows([fill(x, shape, wide[1]) for x in parts[returned]])
         for parts, shape in zip(by_key, shapes[1:], strict=True)
     ]
     if finish:
-        dq = _joined(dq).astype(p.query.dtype)
-    return dq, sums, tuple(new)
+        dq = _concatenate_rows(dq).astype(p.query.dtype)
+    return dq, local_gradients, tuple(new)
 
 
-def _add(parts: list[Any], chunks: Chunks, new: jax.Array) -> None:
+def _add_by_chunk(parts: list[Any], chunks: Chunks, new: jax.Array) -> None:
+    """Adds ``new`` ``[b, tokens, ...]``, the gradient of ``chunks``, to ``parts`` in place."""
     length = new.shape[1] // chunks.count
     for i in range(chunks.count):
         part, at = new[:, i * length : (i + 1) * length], chunks.first + i
         before = parts[at]
         if before is not None:
-            dtype = _wide(part.dtype)
+            dtype = _accumulation_dtype(part.dtype)
             part = before.astype(dtype) + part.astype(dtype)
         parts[at] = part
 
 
 def _add_columns(p: Pass, dbias: Any, new: jax.Array, piece: Piece, source: Any) -> jax.Array:
-    """Adds the bias gradient of a piece to its rows and columns."""
-    rows, keys = p.slice_of(piece.q, 0), p.slice_of(piece.kv, 1)
+    """Returns dbias with the gradient of a piece added to its rows and columns."""
+    rows, keys = p.slice_chunks(piece.q, 0), p.slice_chunks(piece.kv, 1)
     if dbias.shape[2] == 1:
         new, first = new.sum(2, keepdims=True), 0
     else:

@@ -35,7 +35,7 @@ class Ring:
     zigzag: bool
 
     def device_index(self) -> jax.Array:
-        """Index of this device, int32 ``[]``."""
+        """Returns the index of this device, int32 ``[]``."""
         return jax.lax.axis_index(self.axis_name)
 
     @property
@@ -44,19 +44,19 @@ class Ring:
         return 2 if self.zigzag else 1
 
     def starts(self, device: Any, length: int) -> tuple[tuple[Any, int], ...]:
-        """(first index in the whole sequence, length) of every contiguous range of a shard."""
+        """Returns (first index in the sequence, length) of each contiguous range of a shard."""
         if not self.zigzag:
             return ((device * length, length),)
         half = length // 2
         return (device * half, half), ((2 * self.size - 1 - device) * half, half)
 
     def index(self, device: Any, length: int) -> jax.Array:
-        """Index in the whole sequence of each of the ``length`` tokens of a shard, int32."""
+        """Returns the index in the sequence of each token of a shard, int32 ``[length]``."""
         ranges = self.starts(device, length)
         return jnp.concatenate([first + jnp.arange(n, dtype=jnp.int32) for first, n in ranges])
 
     def shift(self, tree: Any, places: int) -> Any:
-        """Every array sent ``places`` devices along the ring."""
+        """Sends every array ``places`` devices along the ring and returns those that arrive."""
         if places % self.size == 0:
             return tree
         return permute(
@@ -71,7 +71,7 @@ class Schedule:
     start: int
     count: int
 
-    def own_step(self, ring: Ring) -> int | None:
+    def local_step(self, ring: Ring) -> int | None:
         """Returns the step of a device's own keys; None: there is none."""
         step = -self.start % ring.size
         return step if step < self.count else None
@@ -82,19 +82,19 @@ class Schedule:
         That of the device's own keys, which never travel, is the first one, so that the first
         transfer is hidden; in a backward pass it is the last, to hide the gradients' way home.
         """
-        own_step = self.own_step(ring)
-        others = tuple(step for step in range(self.count) if step != own_step)
-        if own_step is None:
+        local_step = self.local_step(ring)
+        others = tuple(step for step in range(self.count) if step != local_step)
+        if local_step is None:
             return others
-        return (*others, own_step) if backward else (own_step, *others)
+        return (*others, local_step) if backward else (local_step, *others)
 
     def source(self, ring: Ring, step: Any) -> Any:
-        """The device whose keys this device works on in ``step``."""
+        """Returns the device whose keys this device works on in ``step``."""
         return (ring.device_index() - self.start - step) % ring.size
 
     @classmethod
     def shortest(cls, ring: Ring, rules: Sequence[Rule], q_len: int, kv_len: int) -> Schedule:
-        """The shortest run of consecutive hops that brings every device all keys it may see.
+        """Returns the fewest consecutive hops that bring every device all keys it may see.
 
         ``rules`` hold between indices in the whole sequence. A causal rule alone needs every
         hop on the last device; a window needs few.
@@ -171,9 +171,9 @@ class Plan:
             tuple(between(device, (device - hop) % ring.size) for device in devices)
             for hop in steps
         )
-        own_step = schedule.own_step(ring)
+        local_step = schedule.local_step(ring)
         divided: tuple[tuple[tuple[Piece, ...], ...], ...] = ()
-        if divides and ring.chunks > 1 and own_step is not None and schedule.count > 2:
+        if divides and ring.chunks > 1 and local_step is not None and schedule.count > 2:
             chunks = range(ring.chunks)
             divided = tuple(tuple(between(d, d, i) for d in devices) for i in chunks)
             # a call without keys to use would hide nothing
@@ -182,48 +182,50 @@ class Plan:
 
     @property
     def distinct(self) -> tuple[Piece, ...]:
-        """All pieces that differ; each is one form of kernel call."""
+        """The pieces that differ; each is one form of kernel call."""
         rows = (*self.pieces, *self.divided)
         every = (piece for step in rows for pieces in step for piece in pieces)
         return tuple(dict.fromkeys(every))
 
 
 @dataclass(frozen=True)
-class Run:
+class StepRange:
     """Steps of one form, one after the other: a loop if there are several.
 
     Attributes:
         steps: the steps.
-        before: places by which keys have moved since the step before each; None: it is the first.
-        after: places by which they move to the step after each; None: it is the last.
-        regular: whether a loop may hold the steps.
+        hops_before: hops of the keys since the step before each; None: it is the first.
+        hops_after: hops of the keys to the step after each; None: it is the last.
+        fits_loop: whether a loop may hold the steps.
     """
 
     steps: range
-    before: int | None
-    after: int | None
-    regular: bool = False
+    hops_before: int | None
+    hops_after: int | None
+    fits_loop: bool = False
 
     @classmethod
-    def split(cls, steps: Sequence[int], apart: int | None = None) -> tuple[Run, ...]:
-        """Returns runs of ``steps``, as long as possible.
+    def split(
+        cls, steps: Sequence[int], isolate_before: int | None = None
+    ) -> tuple[StepRange, ...]:
+        """Returns ``steps`` in ranges that are as long as possible.
 
         The first and the last stand alone, as nothing has arrived before the one and nothing is
-        sent on after the other; so do those at a gap, and the one before ``apart``.
+        sent on after the other; so do those at a gap, and the one before ``isolate_before``.
         """
         moves = [b - a for a, b in itertools.pairwise(steps)]
-        runs: list[Run] = []
+        ranges: list[StepRange] = []
         for step, before, after in zip(steps, [None, *moves], [*moves, None], strict=True):
-            regular = before == after == 1 and step + 1 != apart
-            if regular and runs and runs[-1].regular and runs[-1].steps.stop == step:
-                runs[-1] = replace(runs[-1], steps=range(runs[-1].steps.start, step + 1))
+            fits_loop = before == after == 1 and step + 1 != isolate_before
+            if fits_loop and ranges and ranges[-1].fits_loop and ranges[-1].steps.stop == step:
+                ranges[-1] = replace(ranges[-1], steps=range(ranges[-1].steps.start, step + 1))
             else:
-                runs.append(cls(range(step, step + 1), before, after, regular))
-        return tuple(runs)
+                ranges.append(cls(range(step, step + 1), before, after, fits_loop))
+        return tuple(ranges)
 
 
 def run_steps(
-    runs: Sequence[Run],
+    ranges: Sequence[StepRange],
     body: Callable[..., Any],
     state: Any,
     *,
@@ -231,21 +233,21 @@ def run_steps(
     unroll: int = 1,
     shortest: int = 2,
 ) -> Any:
-    """``state = body(step, state, run)`` for every step of every run; a loop for a long one.
+    """``state = body(step, state, span)`` for every step; a long range is a loop.
 
     ``convert``: makes the state of the first step what a loop carries. ``unroll``: steps in a turn
     of a loop. ``shortest``: fewest steps of a loop.
     """
-    for run in runs:
-        if len(run.steps) < shortest:
-            for step in run.steps:
-                state = body(step, state, replace(run, steps=range(step, step + 1)))
+    for span in ranges:
+        if len(span.steps) < shortest:
+            for step in span.steps:
+                state = body(step, state, replace(span, steps=range(step, step + 1)))
         else:
-            turn = partial(_turned, body, run)
-            first, end = run.steps.start, run.steps.stop
-            state = jax.lax.fori_loop(first, end, turn, convert(state), unroll=unroll)
+            loop_body = partial(_call_body, body, span)
+            first, end = span.steps.start, span.steps.stop
+            state = jax.lax.fori_loop(first, end, loop_body, convert(state), unroll=unroll)
     return state
 
 
-def _turned(body: Callable[..., Any], run: Run, step: Any, state: Any) -> Any:
-    return body(step, state, run)
+def _call_body(body: Callable[..., Any], span: StepRange, step: Any, state: Any) -> Any:
+    return body(step, state, span)

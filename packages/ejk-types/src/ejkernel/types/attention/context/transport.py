@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.types.attention.context.ring import Ring, Run, Schedule
+from ejkernel.types.attention.context.ring import Ring, Schedule, StepRange
 from ejkernel.types.collectives import count_words, join_bits, rows_of_bits, split_bits
 
 
@@ -29,15 +29,17 @@ class RingTransport:
         self, ring: Ring, schedule: Schedule, local_keys: Any, *, backward: bool = False
     ) -> None:
         self.ring, self.schedule, self.local_keys = ring, schedule, local_keys
-        self.own_step, self.backward = schedule.own_step(ring), backward
+        self.local_step, self.backward = schedule.local_step(ring), backward
 
-    def runs(self) -> tuple[Run, ...]:
+    def step_ranges(self) -> tuple[StepRange, ...]:
         """Returns the steps in their order."""
-        return Run.split(self.schedule.order(self.ring, backward=self.backward), self.own_step)
+        return StepRange.split(
+            self.schedule.order(self.ring, backward=self.backward), self.local_step
+        )
 
-    def is_own(self, step: Any) -> bool:
+    def is_local(self, step: Any) -> bool:
         """Returns whether a step uses the device's own keys; no loop holds that step."""
-        return isinstance(step, int) and step == self.own_step
+        return isinstance(step, int) and step == self.local_step
 
     def start(self, step: int, after: Any = None) -> Any:
         """Returns the keys of ``step``, the first that has visitors.
@@ -54,51 +56,62 @@ class RingTransport:
         """Returns the device's own keys as they travel."""
         return keys
 
-    def following(self, visitors: Any, run: Run) -> Any:
+    def send_on(self, visitors: Any, span: StepRange) -> Any:
         """Sends the keys on and returns those that visit next; none before the device's own."""
-        places = self.places_to_next(run)
+        places = self.places_to_next(span)
         return None if places is None else self.ring.shift(visitors, places)
 
-    def places_to_next(self, run: Run) -> int | None:
+    def places_to_next(self, span: StepRange) -> int | None:
         """Returns places to the step in which visiting keys are used next; None: there is none."""
-        is_before_own = run.after is not None and run.steps[-1] + run.after == self.own_step
-        return None if is_before_own else run.after
+        is_before_local = (
+            span.hops_after is not None and span.steps[-1] + span.hops_after == self.local_step
+        )
+        return None if is_before_local else span.hops_after
 
     def stored(self, visitors: Any, step: Any) -> Any:
         """Returns the arrays that ``keys`` reads in this step."""
-        return self.local_keys if self.is_own(step) else visitors
+        return self.local_keys if self.is_local(step) else visitors
 
     def keys(self, stored: Any, step: Any, rows: slice) -> Any:
         """Returns rows of the keys of this step, and their arrays of masks, of all rows."""
         return rows_of_keys(stored, rows)
 
-    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any, Any]:
+    def exchange(self, visitors: Any, accumulators: Any, span: StepRange) -> tuple[Any, Any, Any]:
         """Sends the gradients so far after their keys; in a last step of the own, home.
 
         Returns the visitors, which may have gone to other memory, the keys that visit next where
         they have been sent too, and the gradients that arrive.
         """
-        arriving = None if run.before is None else self.send_sums(sums, run.before)
+        arriving = (
+            None
+            if span.hops_before is None
+            else self.send_accumulators(accumulators, span.hops_before)
+        )
         return visitors, None, arriving
 
-    def send_sums(self, sums: Any, places: int) -> Any:
+    def send_accumulators(self, accumulators: Any, places: int) -> Any:
         """Sends gradients of keys."""
-        return self.ring.shift(sums, places)
+        return self.ring.shift(accumulators, places)
 
-    def accumulated(
-        self, sums: Any, new: Sequence[jax.Array], step: Any, run: Run, dtypes: Sequence[Any]
+    def accumulate(
+        self,
+        accumulators: Any,
+        new: Sequence[jax.Array],
+        step: Any,
+        span: StepRange,
+        dtypes: Sequence[Any],
     ) -> Any:
-        """Adds the gradients of a step; ``dtypes``: of sums that go home or are home."""
-        if sums is not None:
+        """Adds the gradients of a step; ``dtypes``: of accumulators that go home or are home."""
+        if accumulators is not None:
             wide = jnp.promote_types(new[0].dtype, jnp.float32)
-            new = [a.astype(wide) + b.astype(wide) for a, b in zip(sums, new, strict=True)]
-        if self.places_to_next(run) is None:
+            new = [a.astype(wide) + b.astype(wide) for a, b in zip(accumulators, new, strict=True)]
+        if self.places_to_next(span) is None:
             new = [x.astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
         return tuple(new)
 
-    def returned(self, sums: Any, step: int) -> Any:
+    def collect(self, accumulators: Any, step: int) -> Any:
         """Returns the gradients of this device's own keys, after the last ``step``."""
-        return self.send_sums(sums, -(self.schedule.start + step))
+        return self.send_accumulators(accumulators, -(self.schedule.start + step))
 
 
 class PackedRingTransport(RingTransport):
@@ -111,7 +124,8 @@ class PackedRingTransport(RingTransport):
     """
 
     @property
-    def own_keys(self) -> tuple[jax.Array, jax.Array]:
+    def local_kv(self) -> tuple[jax.Array, jax.Array]:
+        """The device's own keys and values."""
         k, v, *_ = self.local_keys
         return k, v
 
@@ -120,49 +134,51 @@ class PackedRingTransport(RingTransport):
         k, v, *others = keys
         return (join_bits((k, v)), *others)
 
-    def following(self, visitors: Any, run: Run) -> Any:
+    def send_on(self, visitors: Any, span: StepRange) -> Any:
         """Sends the keys on, without accumulators that came with them."""
-        if self.places_to_next(run) is None:
+        if self.places_to_next(span) is None:
             return None
-        return super().following(self._without_sums(visitors), run)
+        return super().send_on(self._without_accumulators(visitors), span)
 
-    def _of_keys(self, packed: jax.Array) -> jax.Array:
-        """Returns the part of an array that has keys and values."""
-        return packed[: count_words(self.own_keys, packed.dtype)]
+    def _kv_words(self, packed: jax.Array) -> jax.Array:
+        """Returns the words of keys and values, without accumulators."""
+        return packed[: count_words(self.local_kv, packed.dtype)]
 
-    def _without_sums(self, visitors: Any) -> Any:
+    def _without_accumulators(self, visitors: Any) -> Any:
         packed, *others = visitors
-        return (self._of_keys(packed), *others)
+        return (self._kv_words(packed), *others)
 
     def keys(self, stored: Any, step: Any, rows: slice) -> Any:
         """Returns rows of the keys of this step; the device's own are not packed."""
-        if self.is_own(step):
+        if self.is_local(step):
             return super().keys(stored, step, rows)
         packed, *others = stored
-        return (*rows_of_bits(packed, self.own_keys, rows), *others)
+        return (*rows_of_bits(packed, self.local_kv, rows), *others)
 
-    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any, Any]:
+    def exchange(self, visitors: Any, accumulators: Any, span: StepRange) -> tuple[Any, Any, Any]:
         """Sends keys and accumulators on; see ``RingTransport.exchange``."""
-        if run.before is None or run.before != self.places_to_next(run):
+        if span.hops_before is None or span.hops_before != self.places_to_next(span):
             if visitors is not None:
-                # a copy of the keys, else sums that have been added would stay with them
-                visitors = self._without_sums(visitors)
-            return super().exchange(visitors, sums, run)
+                # a copy of the keys, else accumulators that have been added would stay with them
+                visitors = self._without_accumulators(visitors)
+            return super().exchange(visitors, accumulators, span)
         packed, *others = visitors
-        packed = join_bits((self._of_keys(packed), *sums))
-        coming = self.ring.shift((packed, *others), run.before)
-        arriving = split_bits(coming[0][count_words(self.own_keys, packed.dtype) :], sums)
-        if len(run.steps) > 1:
+        packed = join_bits((self._kv_words(packed), *accumulators))
+        next_visitors = self.ring.shift((packed, *others), span.hops_before)
+        arriving = split_bits(
+            next_visitors[0][count_words(self.local_kv, packed.dtype) :], accumulators
+        )
+        if len(span.steps) > 1:
             # a loop carries what the first step has sent: keys alone
-            words, *others = coming
-            coming = (join_bits(split_bits(words, self.own_keys)), *others)
-        return (packed, *others), coming, arriving
+            words, *others = next_visitors
+            next_visitors = (join_bits(split_bits(words, self.local_kv)), *others)
+        return (packed, *others), next_visitors, arriving
 
-    def send_sums(self, sums: Any, places: int) -> Any:
+    def send_accumulators(self, accumulators: Any, places: int) -> Any:
         """Sends gradients of keys as one array."""
         if places % self.ring.size == 0:
-            return sums
-        return split_bits(self.ring.shift(join_bits(sums), places), sums)
+            return accumulators
+        return split_bits(self.ring.shift(join_bits(accumulators), places), accumulators)
 
 
 class GatheredTransport:
@@ -172,59 +188,64 @@ class GatheredTransport:
         self, ring: Ring, schedule: Schedule, local_keys: Any, *, backward: bool = False
     ) -> None:
         self.ring, self.schedule, self.local_keys = ring, schedule, local_keys
-        self.own_step = schedule.own_step(ring)
+        self.local_step = schedule.local_step(ring)
 
-    def runs(self) -> tuple[Run, ...]:
+    def step_ranges(self) -> tuple[StepRange, ...]:
         """Returns the steps in their order."""
-        return Run.split(range(self.schedule.count))
+        return StepRange.split(range(self.schedule.count))
 
     def start(self, step: int, after: Any = None) -> Any:
         """Returns the keys of all devices, with an axis of devices in front."""
         return jax.tree.map(lambda x: jax.lax.all_gather(x, self.ring.axis_name), self.local_keys)
 
-    def following(self, visitors: Any, run: Run) -> Any:
+    def send_on(self, visitors: Any, span: StepRange) -> Any:
         """Returns the gathered keys, which stay."""
         return visitors
 
-    def is_own(self, step: Any) -> bool:
+    def is_local(self, step: Any) -> bool:
         """Returns whether a step uses the device's own keys; no loop holds that step."""
-        return isinstance(step, int) and step == self.own_step
+        return isinstance(step, int) and step == self.local_step
 
     def stored(self, visitors: Any, step: Any) -> Any:
         """Returns the device's own keys, which do not wait until all are gathered, or all."""
-        return self.local_keys if self.is_own(step) else visitors
+        return self.local_keys if self.is_local(step) else visitors
 
     def keys(self, stored: Any, step: Any, rows: slice) -> Any:
         """Returns rows of the keys of this step."""
-        if not self.is_own(step):
+        if not self.is_local(step):
             source = self.schedule.source(self.ring, step)
             stored = jax.tree.map(
                 lambda x: jax.lax.dynamic_index_in_dim(x, source, 0, keepdims=False), stored
             )
         return rows_of_keys(stored, rows)
 
-    def exchange(self, visitors: Any, sums: Any, run: Run) -> tuple[Any, Any, Any]:
+    def exchange(self, visitors: Any, accumulators: Any, span: StepRange) -> tuple[Any, Any, Any]:
         """Returns the gathered keys and the gradients so far, which stay."""
-        return visitors, None, sums
+        return visitors, None, accumulators
 
-    def accumulated(
-        self, sums: Any, new: Sequence[jax.Array], step: Any, run: Run, dtypes: Sequence[Any]
+    def accumulate(
+        self,
+        accumulators: Any,
+        new: Sequence[jax.Array],
+        step: Any,
+        span: StepRange,
+        dtypes: Sequence[Any],
     ) -> Any:
         """Stores the gradients of a step, whose keys are in no other step."""
-        if sums is None:
+        if accumulators is None:
             wide = jnp.promote_types(new[0].dtype, jnp.float32)
             # of the new values, so that they vary over the same mesh axes
             blank = (jnp.where(jnp.isnan(x), 0, x).astype(wide) * 0 for x in new)
-            sums = [jnp.broadcast_to(x, (self.ring.size, *x.shape)) for x in blank]
+            accumulators = [jnp.broadcast_to(x, (self.ring.size, *x.shape)) for x in blank]
         source = self.schedule.source(self.ring, step)
         return tuple(
             jax.lax.dynamic_update_index_in_dim(total, x.astype(total.dtype), source, 0)
-            for total, x in zip(sums, new, strict=True)
+            for total, x in zip(accumulators, new, strict=True)
         )
 
-    def returned(self, sums: Any, step: int) -> Any:
+    def collect(self, accumulators: Any, step: int) -> Any:
         """Returns the gradients of this device's own keys, summed over the devices."""
-        return tuple(jax.lax.psum_scatter(x, self.ring.axis_name) for x in sums)
+        return tuple(jax.lax.psum_scatter(x, self.ring.axis_name) for x in accumulators)
 
 
 TRANSPORTS = {

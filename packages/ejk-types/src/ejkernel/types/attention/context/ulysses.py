@@ -1,4 +1,4 @@
-"""Heads for sequence: every device attends with a share of the heads over the full sequence.
+"""Heads for sequence: every device attends with some of the heads over the full sequence.
 
 All-to-alls exchange the sharded axis of queries, keys and values before a kernel call, and that of
 its output after it. Long sequences go in groups of heads, each with a kernel call of its own, which
@@ -38,8 +38,8 @@ class Exchange:
     Attributes:
         ring: the devices.
         heads: query heads of the call.
-        groups, group: number of groups, and the index of this one. Each device's share of the heads
-            has as many of each group.
+        groups, group: number of groups, and the index of this one. Each device's heads
+            are spread evenly over the groups.
         gathered: values per token of all devices, which groups share, by the ids of the local ones.
     """
 
@@ -49,7 +49,7 @@ class Exchange:
     group: int = 0
     gathered: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def of_groups(self) -> list[Exchange]:
+    def split_groups(self) -> list[Exchange]:
         """Returns the exchange of every group."""
         return [replace(self, group=group) for group in range(self.groups)]
 
@@ -59,10 +59,10 @@ class Exchange:
 
     @property
     def first_head(self) -> Any:
-        share = self.local_heads * self.groups
-        return self.ring.device_index() * share + self.group * self.local_heads
+        heads_of_device = self.local_heads * self.groups
+        return self.ring.device_index() * heads_of_device + self.group * self.local_heads
 
-    def of_group(self, x: jax.Array) -> jax.Array:
+    def select_group(self, x: jax.Array) -> jax.Array:
         """Returns the heads of the group, of ``[b, tokens, heads, ...]``."""
         if self.groups == 1:
             return x
@@ -71,7 +71,7 @@ class Exchange:
             b, t, -1, *tail
         )
 
-    def joined(self, parts: Sequence[jax.Array]) -> jax.Array:
+    def join_groups(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Returns ``[b, tokens, heads, ...]`` of the parts of all groups."""
         if self.groups == 1:
             return parts[0]
@@ -80,11 +80,11 @@ class Exchange:
         return jnp.concatenate(by_device, 3).reshape(b, t, -1, *tail)
 
     def _chunk_order(self) -> np.ndarray:
-        """Indices of the chunks in the order in which devices have them."""
+        """Returns the indices of the chunks in the order in which devices have them."""
         n = self.ring.size
         return np.array([c for r in range(n) for c in (r, 2 * n - 1 - r)])
 
-    def in_order(self, x: jax.Array, axis: int, *, back: bool = False) -> jax.Array:
+    def permute_chunks(self, x: jax.Array, axis: int, *, back: bool = False) -> jax.Array:
         """Permutes a gathered axis to the order of the sequence, or ``back``."""
         if not self.ring.zigzag:
             return x
@@ -94,18 +94,18 @@ class Exchange:
         return jnp.take(x.reshape(shape), order, axis=axis).reshape(x.shape)
 
     def to_heads(self, x: jax.Array) -> jax.Array:
-        """``[b, all tokens, local heads, ...]`` of ``[b, local tokens, heads, ...]``."""
-        x = self.of_group(x)
+        """Returns ``[b, all tokens, local heads, ...]`` of ``[b, local tokens, heads, ...]``."""
+        x = self.select_group(x)
         x = jax.lax.all_to_all(x, self.ring.axis_name, 2, 1, tiled=True)
-        return self.in_order(x, 1)
+        return self.permute_chunks(x, 1)
 
     def to_tokens(self, x: jax.Array) -> jax.Array:
-        """``[b, local tokens, group's heads, ...]`` of ``[b, all tokens, local heads, ...]``."""
-        x = self.in_order(x, 1, back=True)
+        """Reverses ``to_heads``; returns ``[b, local tokens, group's heads, ...]``."""
+        x = self.permute_chunks(x, 1, back=True)
         return jax.lax.all_to_all(x, self.ring.axis_name, 1, 2, tiled=True)
 
-    def keys(self, x: jax.Array) -> jax.Array:
-        """Keys or values of the local query heads, of all tokens."""
+    def keys_to_heads(self, x: jax.Array) -> jax.Array:
+        """Returns keys or values of the local query heads, of all tokens."""
         n, kv_heads = self.ring.size, x.shape[2]
         if kv_heads % n:
             # one head a device where its query heads share it, else one for every query head
@@ -113,18 +113,18 @@ class Exchange:
             x = jnp.repeat(x, shared // kv_heads, axis=2)
         return self.to_heads(x)
 
-    def tokens(self, ids: jax.Array) -> jax.Array:
-        """Values per token ``[..., all tokens]``, perhaps per head, of the local query heads."""
+    def gather_tokens(self, ids: jax.Array) -> jax.Array:
+        """Returns values per token ``[..., all tokens]`` of the local query heads."""
         if id(ids) not in self.gathered:
             everywhere = jax.lax.all_gather(ids, self.ring.axis_name, axis=ids.ndim - 1, tiled=True)
             self.gathered[id(ids)] = ids, everywhere
         ids = self.gathered[id(ids)][1]
         if ids.ndim == 3 and ids.shape[1] == self.heads:
             ids = jax.lax.dynamic_slice_in_dim(ids, self.first_head, self.local_heads, 1)
-        return self.in_order(ids, ids.ndim - 1)
+        return self.permute_chunks(ids, ids.ndim - 1)
 
-    def pairs(self, x: jax.Array, *, rows: bool, columns: bool) -> jax.Array:
-        """A bias or mask ``[#b, #h, q, k]`` for all queries and the local heads.
+    def bias_to_heads(self, x: jax.Array, *, rows: bool, columns: bool) -> jax.Array:
+        """Returns a bias or mask ``[#b, #h, q, k]`` for all queries and the local heads.
 
         ``rows``, ``columns``: whether it has a row for each query, a column for each key.
         """
@@ -136,38 +136,38 @@ class Exchange:
                 x = jax.lax.all_gather(x, axis, axis=2, tiled=True)
             if x.shape[1] == self.heads:
                 x = jax.lax.dynamic_slice_in_dim(x, self.first_head, self.local_heads, 1)
-        x = self.in_order(x, 2) if rows else x
-        return self.in_order(x, 3) if columns else x
+        x = self.permute_chunks(x, 2) if rows else x
+        return self.permute_chunks(x, 3) if columns else x
 
-    def mask(self, parts: masks.Parts) -> MaskInfo:
-        """The mask between all queries and keys, for the local heads."""
+    def gather_mask(self, terms: masks.Terms) -> MaskInfo:
+        """Returns the mask between all queries and keys, for the local heads."""
         full = MaskInfo()
-        for part in parts:
-            fields = {name: getattr(part, name) for name in masks.TOKENS}
-            fields = {n: self.tokens(x) for n, x in fields.items() if x is not None}
-            dense = part.attention_mask
+        for term in terms:
+            fields = {name: getattr(term, name) for name in masks.TOKEN_FIELDS}
+            fields = {n: self.gather_tokens(x) for n, x in fields.items() if x is not None}
+            dense = term.attention_mask
             if dense is not None:
-                rows, columns = (not masks.is_stretched(part, axis) for axis in (2, 3))
-                fields["attention_mask"] = self.pairs(dense, rows=rows, columns=columns)
-            full = full & with_private(part, _and=(), **fields)
+                rows, columns = (not masks.is_stretched(term, axis) for axis in (2, 3))
+                fields["attention_mask"] = self.bias_to_heads(dense, rows=rows, columns=columns)
+            full = full & with_private(term, _and=(), **fields)
         return full
 
-    def floats(self, floats: Mapping[str, Any]) -> Arrays:
-        """The arrays of floats of the local heads."""
+    def exchange_floats(self, floats: Mapping[str, Any]) -> Arrays:
+        """Returns the arrays of floats of the local heads."""
         exchanged = {"query": self.to_heads(floats["query"])}
-        exchanged |= {name: self.keys(floats[name]) for name in ("key", "value")}
+        exchanged |= {name: self.keys_to_heads(floats[name]) for name in ("key", "value")}
         bias = floats.get("bias")
         if bias is not None:
             local = floats["query"].shape[1]
             rows = bias.shape[2] == local and local * self.ring.size > 1
-            exchanged["bias"] = self.pairs(bias, rows=rows, columns=True)
+            exchanged["bias"] = self.bias_to_heads(bias, rows=rows, columns=True)
         sinks = floats.get("softmax_aux")
         if sinks is not None:
             count = self.local_heads
             exchanged["softmax_aux"] = jax.lax.dynamic_slice_in_dim(sinks, self.first_head, count)
         return exchanged
 
-    def arguments(
+    def flash_arguments(
         self,
         defaults: Mapping[str, Any],
         problem: Any,
@@ -184,20 +184,20 @@ class Exchange:
         others = {"softmax_aux": None, "return_lse": True, "dropout_seed": seed}
         for name, form in problem.mods:
             others[name] = form.mod(arrays).on_shard(0, self.first_head)
-        mask = self.mask(arrays["parts"])
+        mask = self.gather_mask(arrays["mask_terms"])
         return {**defaults, **options, **floats, **others, "mask_info": mask}
 
 
-def floats_of(arrays: Arrays) -> Arrays:
-    """The arrays that are exchanged and have gradients."""
+def select_floats(arrays: Arrays) -> Arrays:
+    """Returns the arrays that are exchanged and have gradients."""
     return {name: arrays[name] for name in FLOATS if arrays.get(name) is not None}
 
 
-def _call(work: Any, exchange: Exchange, floats: Arrays, arrays: Arrays) -> tuple[Any, Arrays]:
+def _make_call(work: Any, exchange: Exchange, floats: Arrays, arrays: Arrays) -> tuple[Any, Arrays]:
     """Returns the work and the operands of the kernel call."""
     flash, problem = work.kernel.flash, work.problem.exchanged
     defaults = flash.call.boundary.defaults
-    arguments = exchange.arguments(defaults, work.problem, floats, arrays)
+    arguments = exchange.flash_arguments(defaults, work.problem, floats, arrays)
     tiles = work.tiles.exchanged
     call = replace(work, kernel=flash, problem=problem, tiles=tiles, fallback=None)
     operands = flash.operands(arguments, problem)
@@ -206,19 +206,19 @@ def _call(work: Any, exchange: Exchange, floats: Arrays, arrays: Arrays) -> tupl
 
 def forward(work: Any, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Array], RowScales]:
     """Returns o ``[b, q, h, dv]``, lse ``[b, q, h]`` and the row values that gradients need."""
-    exchange = _exchange(work, arrays)
-    parts = [_forward_of_group(work, arrays, group) for group in exchange.of_groups()]
-    return jax.tree.map(lambda *x: exchange.joined(x), *parts)
+    exchange = _make_exchange(work, arrays)
+    parts = [_forward_of_group(work, arrays, group) for group in exchange.split_groups()]
+    return jax.tree.map(lambda *x: exchange.join_groups(x), *parts)
 
 
-def _exchange(work: Any, arrays: Arrays) -> Exchange:
+def _make_exchange(work: Any, arrays: Arrays) -> Exchange:
     return Exchange(work.problem.ring, arrays["query"].shape[2], work.problem.head_groups)
 
 
 def _forward_of_group(work: Any, arrays: Arrays, exchange: Exchange) -> Any:
     flash, query = work.kernel.flash, arrays["query"]
-    floats = exchange.floats(floats_of(arrays))
-    call, operands = _call(work, exchange, floats, arrays)
+    floats = exchange.exchange_floats(select_floats(arrays))
+    call, operands = _make_call(work, exchange, floats, arrays)
     o, rows = flash.part(call, operands)
     o, lse, scales = finalize_rows(o, rows, floats.get("softmax_aux"), flash.row_unit(call.problem))
     o = exchange.to_tokens(o.astype(query.dtype))
@@ -232,7 +232,7 @@ def backward(
     """Returns gradients by the names of the arrays."""
     acc, (o, _), (do, dlse) = scales.m.dtype, outputs, cotangents
     delta = (do.astype(acc) * o.astype(acc)).sum(-1) - dlse.astype(acc)
-    groups = _exchange(work, arrays).of_groups()
+    groups = _make_exchange(work, arrays).split_groups()
     parts = [_backward_of_group(work, arrays, group, scales, delta, do) for group in groups]
     # each is zero in the heads of the other groups
     return jax.tree.map(lambda *x: reduce(jnp.add, x), *parts)
@@ -243,22 +243,22 @@ def _backward_of_group(
 ) -> Arrays:
     flash = work.kernel.flash
     scales, delta, do = jax.tree.map(exchange.to_heads, (scales, delta, do))
-    floats, pull = jax.vjp(exchange.floats, floats_of(arrays))
+    floats, pull_back = jax.vjp(exchange.exchange_floats, select_floats(arrays))
     gradients, live = {}, dict(floats)
     if "softmax_aux" in floats:
         gradients["softmax_aux"] = sink_gradient(floats["softmax_aux"], scales, delta)
-    if work.problem.mods or not masks.sees_itself(arrays["parts"]):
+    if work.problem.mods or not masks.sees_itself(arrays["mask_terms"]):
         # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
         alive = scales.alive[..., None]
         live["query"], do = (
             jnp.where(alive, x, jnp.zeros((), x.dtype)) for x in (live["query"], do)
         )
         delta = jnp.where(scales.alive, delta, 0.0)
-    call, operands = _call(work, exchange, live, arrays)
+    call, operands = _make_call(work, exchange, live, arrays)
     rows = {"scales": scales._replace(sinks=None), "delta": delta, "do": do}
     gradients |= flash.part_gradients(call, operands, o=None, dlse=None, **rows)
     if "bias" in floats and floats["bias"].shape[2] == 1:
         gradients["bias"] = gradients["bias"].sum(2, keepdims=True)
     captured = {name: gradients[name] for name in captured_floats(work.problem.mods, arrays)}
     local = {name: gradients[name].astype(x.dtype) for name, x in floats.items()}
-    return captured | pull(local)[0]
+    return captured | pull_back(local)[0]

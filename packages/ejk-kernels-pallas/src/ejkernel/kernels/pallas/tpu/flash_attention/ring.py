@@ -18,7 +18,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types.attention.context.masks import is_by_index
 from ejkernel.types.attention.context.passes import Pass, piece_arguments
 from ejkernel.types.attention.context.pieces import Chunks, Piece
-from ejkernel.types.attention.context.ring import Ring, Run, run_steps
+from ejkernel.types.attention.context.ring import Ring, StepRange, run_steps
 from ejkernel.types.attention.rows import RowScales, finalize_rows, merge
 from ejkernel.types.masks.fields import with_private
 from ejkernel.types.masks.mask_info import MaskInfo
@@ -26,30 +26,30 @@ from ejkernel.types.masks.mask_info import MaskInfo
 STRATEGY = "ring_remote_copy"
 
 
-def with_positions(ring: Ring, parts: Sequence[MaskInfo], q_len: int) -> tuple[MaskInfo, ...]:
+def with_positions(ring: Ring, terms: Sequence[MaskInfo], q_len: int) -> tuple[MaskInfo, ...]:
     """Returns masks whose rules by index compare positions in the whole sequence.
 
     Positions of the visiting keys follow from the device that they come from.
     """
     q_positions = ring.index(ring.device_index(), q_len)[None]
     return tuple(
-        with_private(part, q_positions=q_positions) if is_by_index(part) else part for part in parts
+        with_private(term, q_positions=q_positions) if is_by_index(term) else term for term in terms
     )
 
 
 def forward_sending(work: Work, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Array], RowScales]:
     """Returns o ``[b, q, h, dv]``, lse ``[b, q, h]`` and the row values that gradients need."""
     ring, flash = work.problem.ring, work.kernel.flash
-    parts = with_positions(ring, arrays["parts"], arrays["query"].shape[1])
-    arrays = arrays | {"parts": parts}
+    terms = with_positions(ring, arrays["mask_terms"], arrays["query"].shape[1])
+    arrays = arrays | {"mask_terms": terms}
     p = Pass(work.kernel, work.problem, arrays, work)
     schedule, everything = p.plan.schedule, Chunks(0, ring.chunks)
-    *keys, of_masks = p.local_keys
+    *keys, key_masks = p.local_keys
 
-    def step_call(of_masks: Any, source: Any) -> tuple[Work, Arrays]:
+    def make_call(key_masks: Any, source: Any) -> tuple[Work, Arrays]:
         """Returns the call of a step; keys and values are replaced by the visiting ones."""
         piece = Piece(everything, everything, None)
-        arguments = piece_arguments(p, piece, *keys, of_masks, source)
+        arguments = piece_arguments(p, piece, *keys, key_masks, source)
         problem = flash.problem(arguments)
         call = replace(
             work, kernel=flash, problem=problem, tiles=work.tiles.full_shards, fallback=None
@@ -59,20 +59,20 @@ def forward_sending(work: Work, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Ar
 
     unit = flash.row_unit(work.problem.calls[0][1])
 
-    def step(t: Any, state: Any, run: Run) -> Any:
-        so_far, visitors, of_masks = state
-        last = run.after is None
-        coming = of_masks if last else ring.shift(of_masks, 1)
-        call, operands = step_call(of_masks, p.source(t))
-        axis_name = None if last else ring.axis_name
+    def compute_step(t: Any, state: Any, span: StepRange) -> Any:
+        merged, visitors, key_masks = state
+        is_last = span.hops_after is None
+        next_masks = key_masks if is_last else ring.shift(key_masks, 1)
+        call, operands = make_call(key_masks, p.source(t))
+        axis_name = None if is_last else ring.axis_name
         (o, rows), visitors = flash.part_of_visitors(call, operands, visitors, axis_name)
         part = o.astype(rows.m.dtype), rows
-        return part if so_far is None else merge(so_far, part, unit), visitors, coming
+        return part if merged is None else merge(merged, part, unit), visitors, next_masks
 
-    visitors = flash.visitors(*step_call(of_masks, ring.device_index()))
-    visitors, of_masks = ring.shift((visitors, of_masks), schedule.start)
+    visitors = flash.visitors(*make_call(key_masks, ring.device_index()))
+    visitors, key_masks = ring.shift((visitors, key_masks), schedule.start)
     # two steps a turn exchange the two buffers of keys; one would have to copy them
-    runs = Run.split(range(schedule.count))
-    (o, rows), *_ = run_steps(runs, step, (None, visitors, of_masks), unroll=2)
+    ranges = StepRange.split(range(schedule.count))
+    (o, rows), *_ = run_steps(ranges, compute_step, (None, visitors, key_masks), unroll=2)
     o, lse, scales = finalize_rows(o, rows, arrays.get("softmax_aux"), unit)
     return (o.astype(arrays["query"].dtype), lse), scales
