@@ -66,7 +66,7 @@ def _chunk_indices(
 def tile_rules(
     mask: MaskInfo, q_len: int, kv_len: int
 ) -> tuple[TileRules, dict[str, tuple[jax.Array, jax.Array]]]:
-    """A canonical mask as rules and pairs of int32 ``[#b, q]``, ``[#b, k]``.
+    """Returns a canonical mask as rules and pairs of int32 ``[#b, q]``, ``[#b, k]`` by name.
 
     Raises:
         Unsupported: what ``split_mask`` refuses, and a dense mask.
@@ -95,7 +95,7 @@ def tile_rules(
 
 
 @dataclass(frozen=True)
-class Visits:
+class VisitedBlocks:
     """Blocks that a kernel visits for each outer block.
 
     Attributes:
@@ -118,12 +118,12 @@ class Visits:
 
     @property
     def static_flags(self) -> tuple[int, int, bool, bool, int, bool]:
-        """All but the table."""
+        """All but the table, in the order of the fields of ``Layout``."""
         flags = self.rows, self.steps, self.has_full, self.has_partial
         return (*flags, self.heads, self.listed)
 
 
-def visits(
+def visited_blocks(
     mask: MaskInfo,
     rules: TileRules,
     block_q: int,
@@ -131,8 +131,10 @@ def visits(
     *,
     transposed: bool,
     masks_last_outer: bool = False,
-) -> Visits:
-    """The block ranges of a mask; counts are exact where the mask has no traced arrays.
+) -> VisitedBlocks:
+    """Returns the block ranges of a mask.
+
+    Steps and flags are exact where the mask has no traced arrays, else upper bounds.
 
     ``transposed``: blocks of keys are the outer ones. ``masks_last_outer``: every tile of the last
     outer block needs an element mask.
@@ -147,10 +149,12 @@ def visits(
         ranges = xp.where(is_last & is_full_range, 0, ranges)
     table, rows = ranges.reshape(-1), ranges.shape[0]
     if isinstance(ranges, jax.Array):
-        return Visits(table, rows, -(-q_len // block_q) if transposed else -(-kv_len // block_kv))
+        return VisitedBlocks(
+            table, rows, -(-q_len // block_q) if transposed else -(-kv_len // block_kv)
+        )
     start, full_start, full_stop, stop = np.moveaxis(ranges, -1, 0)
     full, steps = np.maximum(full_stop - full_start, 0), stop - start
-    return Visits(
+    return VisitedBlocks(
         table, rows, max(int(steps.max()), 1), bool(full.any()), bool((steps > full).any())
     )
 
@@ -165,9 +169,10 @@ def block_lists(
     transposed: bool,
     masks_last_outer: bool = False,
 ) -> Any:
-    """Returns int32 ``[#b, #h, outer_blocks, 1 + steps]``, as ``Visits`` has them.
+    """Returns int32 ``[#b, #h, outer_blocks, 1 + steps]``, as ``VisitedBlocks`` has them.
 
-    numpy, with as few steps as suffice, where the mask and the pattern are. Options as ``visits``.
+    numpy, with as few steps as suffice, where the mask and the pattern are. Options as in
+    ``visited_blocks``.
     """
     lengths = rules.q_len, rules.kv_len
     visible_tiles, full_tiles = visited_tiles(mask, pattern, blocks, *lengths, *tiles)
@@ -191,14 +196,14 @@ def block_lists(
     return xp.concatenate([count, items], axis=-1).astype(np.int32)
 
 
-def list_visits(lists: jax.Array | np.ndarray) -> Visits:
-    """Returns the visits of ``block_lists``."""
+def visited_of_lists(lists: jax.Array | np.ndarray) -> VisitedBlocks:
+    """Returns the visited blocks of ``block_lists``."""
     rows, heads, _, entries = lists.shape
-    return Visits(lists.reshape(-1), rows, entries - 1, heads=heads, listed=True)
+    return VisitedBlocks(lists.reshape(-1), rows, entries - 1, heads=heads, listed=True)
 
 
 def column(row: jax.Array) -> jax.Array:
-    """A row ``[1, n]`` as ``[n, 128]``, each value along all lanes."""
+    """Returns a row ``[1, n]`` as ``[n, 128]``, each value along all lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
@@ -209,7 +214,10 @@ def spread_columns(rows: Sequence[Any], columns: Sequence[Any]) -> None:
 
 
 def fit(x: jax.Array, width: int) -> jax.Array:
-    """``[n, 128]`` of equal lanes as ``[n, width]``: registers are reused, nothing moves."""
+    """Returns ``[n, 128]`` of equal lanes as ``[n, width]``: registers are reused, nothing moves.
+
+    ``width`` is below 128 or a multiple of it.
+    """
     if width < LANES:
         return x[:, :width]
     return x if width == LANES else jnp.concatenate([x] * (width // LANES), axis=1)
@@ -246,7 +254,7 @@ def visible(
     check_queries: bool,
     check_keys: bool,
 ) -> jax.Array:
-    """Element mask of a tile.
+    """Returns the element mask of a tile.
 
     Queries lie along sublanes and keys along lanes, or the reverse (``queries_on_lanes``).
     ``columns`` ``[n, 128]`` are the pairs' values along sublanes, ``rows`` ``[1, m]`` those along

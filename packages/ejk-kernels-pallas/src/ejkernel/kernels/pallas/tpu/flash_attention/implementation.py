@@ -20,9 +20,9 @@ from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.tpu.common.masks import (
     block_lists,
-    list_visits,
     tile_rules,
-    visits,
+    visited_blocks,
+    visited_of_lists,
 )
 from ejkernel.kernels.pallas.tpu.flash_attention import ring, tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.dkv import key_gradients
@@ -216,9 +216,9 @@ def _prepare(
     masks_padded_keys = _masks_padded_keys(p, t, kernel)
     if "pattern" in arrays:
         lists = arrays.get("lists")
-        visited = list_visits(lists[kernel] if lists else kernel_lists(work, arrays, kernel))
+        visited = visited_of_lists(lists[kernel] if lists else kernel_lists(work, arrays, kernel))
     else:
-        visited = visits(
+        visited = visited_blocks(
             mask, rules, t.block_q, t.block_kv,
             transposed=kernel in tiles.KEYS_OUTER, masks_last_outer=masks_padded_keys,
         )  # fmt: skip

@@ -26,7 +26,7 @@ class Layout:
 
     Attributes:
         problem: sizes of the call. tiles, rules, chip: its tiles, its mask and its TPU.
-        table_rows, steps, has_full, has_partial, table_heads, listed: of ``Visits``.
+        table_rows, steps, has_full, has_partial, table_heads, listed: of ``VisitedBlocks``.
         gated: whether the output was multiplied by a gate for each row, which gradients read. A row
             that sees no key may then hold NaN in q and do.
         masks_padded_keys: whether keys past the length are hidden although they are the outer side.

@@ -148,7 +148,7 @@ def step_of(
 ) -> Step:
     """Returns step ``step`` of block ``outer``, whose entry in the table starts at ``first``.
 
-    ``table`` is in scalar memory, as ``masks.Visits`` has it.
+    ``table`` is in scalar memory, as ``masks.VisitedBlocks`` has it.
     """
     if layout.listed:
         inner = visited_block(layout, table, first, step)

@@ -26,14 +26,14 @@ from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 
 def spread_lanes(x: jax.Array, width: int) -> jax.Array:
-    """``[n, 128]`` of equal lanes as ``[n, width]``."""
+    """Returns ``[n, 128]`` of equal lanes as ``[n, width]``, for any width."""
     if width <= LANES:
         return x[:, :width]
     return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
 
 
 def group_sums(x: jax.Array, groups: int, group: int) -> jax.Array:
-    """Adds up ``group`` rows each and returns ``[groups, n]``."""
+    """Returns the sums ``[groups, n]`` of ``group`` rows each of ``[groups * group, n]``."""
     if group % 8 == 0:
         return jnp.sum(x.reshape(groups, group, x.shape[1]), axis=1)
     parts = [x[i * group : (i + 1) * group] for i in range(groups)]

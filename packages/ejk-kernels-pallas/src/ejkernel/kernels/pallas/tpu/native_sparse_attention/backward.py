@@ -47,11 +47,12 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
 
 
 def _kernel(p: Problem, t: Tiles, gated: bool, adds: bool, *all_refs: Any) -> None:
+    """Runs a tile; ``gated``: rows have a gate, ``adds``: dq of other branches is added."""
     list_ref, rows_ref, q_ref, do_ref, base_ref, delta_ref, *refs = all_refs
     gate_ref = refs.pop(0) if gated else None
     others_ref = refs.pop(0) if adds else None
     k_hbm, v_hbm, dq_ref, dk_hbm, dv_hbm, *scratch = refs
-    q_rows, do_rows, base_row, delta_row, k_ref, v_ref, dk_ref, dv_ref, acc_ref = scratch
+    q_rows, do_rows, base_row, delta_row, k_ref, v_ref, dk_ref, dv_ref, dq_acc = scratch
     b, head, tile = (pl.program_id(axis) for axis in range(3))
 
     @pl.when(tile == 0)
@@ -71,7 +72,7 @@ def _kernel(p: Problem, t: Tiles, gated: bool, adds: bool, *all_refs: Any) -> No
     do_rows[...] = finite(do).astype(do_rows.dtype)
     # in memory: a load spreads a row over all keys
     base_row[...], delta_row[...] = base_ref[0, 0, 0] + 0.0 * delta, finite(delta)
-    acc_ref[...] = jnp.zeros_like(acc_ref)
+    dq_acc[...] = jnp.zeros_like(dq_acc)
 
     def scores(part: Part) -> tuple[jax.Array, jax.Array]:
         x = raw_scores(p, part.load(p, k_ref), q_rows[...])
@@ -83,7 +84,7 @@ def _kernel(p: Problem, t: Tiles, gated: bool, adds: bool, *all_refs: Any) -> No
         weights = jnp.exp2((x - base_row[...]) * p.log2_unit)
         weights = jnp.where(visible(p, t, part, rows_ref), weights, 0.0)
         ds = (weights * (dp - delta_row[...])).astype(q.dtype)
-        acc_ref[...] += dot(k.T, ds, (1, 0))
+        dq_acc[...] += dot(k.T, ds, (1, 0))
         dk, dv = dot(ds, q, (1, 0)), dot(weights.astype(do.dtype), do, (1, 0))
         # the entries behind the end of a list name block 0 and add zeros to it
         for n, block in enumerate(part.blocks):
@@ -92,7 +93,7 @@ def _kernel(p: Problem, t: Tiles, gated: bool, adds: bool, *all_refs: Any) -> No
             dv_ref[block_rows(p, block)] += dv[rows]
 
     for_steps(t, list_ref, scores, add)
-    dq = (acc_ref[...] * p.scale).T
+    dq = (dq_acc[...] * p.scale).T
     if others_ref is not None:
         dq = dq + read_rows(others_ref, *dq.shape)
     store_rows(dq_ref, dq)

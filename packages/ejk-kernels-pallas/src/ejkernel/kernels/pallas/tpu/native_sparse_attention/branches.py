@@ -152,11 +152,11 @@ class Compressed:
         """Returns the gradients of the branch."""
         dq, *of_means = self.flash.pull_back(output)
 
-        def of_keys(x: jax.Array, gradient: jax.Array) -> jax.Array:
+        def pull_means(x: jax.Array, gradient: jax.Array) -> jax.Array:
             return jax.vjp(lambda x: self._means(x, self.rows.blocks), x)[1](gradient)[0]
 
         keys = (self.rows.k, self.rows.v)
-        return Pulled(dq, *(of_keys(x, g) for x, g in zip(keys, of_means, strict=True)))
+        return Pulled(dq, *(pull_means(x, g) for x, g in zip(keys, of_means, strict=True)))
 
 
 @dataclass(frozen=True)

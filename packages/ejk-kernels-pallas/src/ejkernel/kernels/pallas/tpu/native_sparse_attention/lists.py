@@ -60,7 +60,7 @@ def by_register(t: Tiles, x: jax.Array) -> jax.Array:
 
 
 def row_sums(t: Tiles, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the dot products of rows of ``[b, s, h, d]``, float32 ``[b, s, h]``."""
+    """Returns the dots of the rows of two arrays ``[b, s, h, d]``, float32 ``[b, s, h]``."""
     first, second = (by_register(t, x).astype(jnp.float32) for x in (a, b))
     return jnp.sum(first * second, axis=-1).reshape(a.shape[:3])
 
@@ -90,11 +90,12 @@ def scaled_rows(p: Problem, t: Tiles, rows: jax.Array, factors: jax.Array) -> ja
 
 def _token_of_row(p: Problem, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
     """Returns the token of every row of whole blocks ``[blocks, rows]``, and whether it has one."""
-    inside = jnp.arange(p.rows_of_block, dtype=jnp.int32)[None]
-    token = jnp.minimum(blocks.block_token[:, None] + inside, p.length - 1)
-    same = blocks.sequence[token] == blocks.block_sequence[:, None]
-    exists = blocks.block_token[:, None] + inside < p.length
-    return token, (inside < p.size) & same & exists & (blocks.block_sequence >= 0)[:, None]
+    row = jnp.arange(p.rows_of_block, dtype=jnp.int32)[None]
+    token = jnp.minimum(blocks.block_token[:, None] + row, p.length - 1)
+    same_sequence = blocks.sequence[token] == blocks.block_sequence[:, None]
+    exists = blocks.block_token[:, None] + row < p.length
+    is_block = (blocks.block_sequence >= 0)[:, None]
+    return token, (row < p.size) & same_sequence & exists & is_block
 
 
 def whole_blocks(p: Problem, x: jax.Array, blocks: Blocks, dim: int, count: int) -> jax.Array:
@@ -142,18 +143,22 @@ def tile_lists(
         x = jnp.moveaxis(jnp.pad(x, widths, constant_values=NONE), 2, 1)
         return x.reshape(*x.shape[:2], tiles, t.tokens, x.shape[3])
 
+    # the blocks of each token, counted from ``first``
     number = chosen + (blocks.first_block[None, :, None, None] - first)
     number = jnp.where((chosen >= 0) & (number >= 0) & (number < span), number, NONE)
     number = of_tiles(number)
+    # the blocks of a tile: sorted, each once
     ordered = jnp.sort(number.reshape(*number.shape[:3], -1), axis=-1)
     repeated = ordered[..., 1:] == ordered[..., :-1]
     listed = jnp.sort(ordered.at[..., 1:].set(jnp.where(repeated, NONE, ordered[..., 1:])), axis=-1)
     listed = padded(listed[..., :entries] - NONE, entries) + NONE
+    # the row of the token itself, in the keys that the list names
     own_block = blocks.first_block + blocks.position // p.size - first
     own_block = of_tiles(own_block[None, :, None, None])
     before = jnp.sum(listed[..., None, :] < own_block, axis=-1, dtype=jnp.int32)
     inside = of_tiles((blocks.position % p.size)[None, :, None, None])[..., 0]
     own_row = before * p.rows_of_block + inside
+    # a bit for each token and entry
     words = -(-entries // WORD)
     selects = (listed[..., None, :, None] == number[..., :, None, :]).any(-1)
     selects &= (listed < NONE)[..., None, :]

@@ -110,7 +110,7 @@ class Tiles:
 
     @property
     def words(self) -> int:
-        """Steps for which one integer has the bits."""
+        """Steps whose entries have their bits in one integer."""
         return WORD // self.chunk
 
     def entries(self, p: Problem, span: int) -> int:

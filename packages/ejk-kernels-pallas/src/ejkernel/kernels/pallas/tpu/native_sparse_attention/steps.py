@@ -67,12 +67,14 @@ def visible(p: Problem, t: Tiles, part: Part, rows_ref: Any) -> jax.Array:
     Blocks are in rising order, so that no token is ahead of the row's own in the listed keys.
     """
     own_row = rows_ref[0, 0, 0, pl.ds(0, 1)]
-    word = rows_ref[0, 0, 0, pl.ds(1 + part.first // (t.chunk * t.words), 1)]
+    entries_per_word = t.chunk * t.words
+    word = rows_ref[0, 0, 0, pl.ds(1 + part.first // entries_per_word, 1)]
     key = lax.broadcasted_iota(jnp.int32, (p.rows_of_block, own_row.shape[1]), 0)
     masks = []
     for n in range(len(part.blocks)):
         entry = part.first + n
-        selected = (word >> lax.rem(entry, t.chunk * t.words)) & 1
+        selected = (word >> lax.rem(entry, entries_per_word)) & 1
+        # the last visible row of the block: of its tokens, and not ahead of the own one
         last = jnp.minimum(own_row - entry * p.rows_of_block, p.size - 1)
         masks.append(key <= jnp.where(selected == 1, last, -1))
     return masks[0] if len(masks) == 1 else jnp.concatenate(masks, axis=0)
@@ -84,14 +86,17 @@ def for_steps(
     scores: Callable[[Part], Any],
     add: Callable[[Part, Any], None],
 ) -> None:
-    """Runs ``add(part, scores(part))`` on the parts of every step of a list."""
-    size = max(1, t.chunk // PARTS)
+    """Runs ``add(part, scores(part))`` on the parts of every step of a list.
+
+    ``list_ref``: the number of entries, then the entries, in scalar memory.
+    """
+    part_size = max(1, t.chunk // PARTS)
 
     def run_step(step: Any, carry: None) -> None:
         parts = []
-        for n in range(0, t.chunk, size):
+        for n in range(0, t.chunk, part_size):
             first = step * t.chunk + n
-            entries = tuple(list_ref[0, 0, 0, 0, 1 + first + i] for i in range(size))
+            entries = tuple(list_ref[0, 0, 0, 0, 1 + first + i] for i in range(part_size))
             parts.append(Part(entries, first))
         overlap_scores(parts, scores, add)
 
@@ -130,7 +135,9 @@ class Specs:
 
     Attributes:
         problem, tiles: of the call.
-        rows: rows of a tile. entries: of its list. words: of the bits of a row.
+        rows: rows of a tile.
+        entries: entries of its list.
+        words: integers of a row of ``tile_lists``: the own row, then the bits of the entries.
     """
 
     problem: Problem
@@ -159,7 +166,10 @@ def specs_of(p: Problem, t: Tiles, lists: jax.Array, rows: jax.Array) -> Specs:
 
 
 def compiler_params(chip: Chip, resident: int) -> Any:
-    """``resident``: bytes of keys and values; the tiles of a head follow one another."""
+    """Returns the parameters of a kernel whose tiles of a head follow one another.
+
+    ``resident``: bytes of keys and values, with their gradients in the backward pass.
+    """
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         vmem_limit_bytes=chip.vmem_limit(resident + TILE_BYTES),
