@@ -43,12 +43,15 @@ def forward_sending(work: Work, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Ar
     terms = with_positions(ring, arrays["mask_terms"], arrays["query"].shape[1])
     arrays = arrays | {"mask_terms": terms}
     p = Pass(work.kernel, work.problem, arrays, work)
-    schedule, everything = p.plan.schedule, Chunks(0, ring.chunks)
+    schedule, all_chunks = p.plan.schedule, Chunks(0, ring.chunks)
     *keys, key_masks = p.local_keys
 
     def make_call(key_masks: Any, source: Any) -> tuple[Work, Arrays]:
-        """Returns the call of a step; keys and values are replaced by the visiting ones."""
-        piece = Piece(everything, everything, None)
+        """Returns the call of a step over the keys of device ``source``.
+
+        Its keys and values are this device's: the kernel reads the visiting ones in their place.
+        """
+        piece = Piece(all_chunks, all_chunks, None)
         arguments = piece_arguments(p, piece, *keys, key_masks, source)
         problem = flash.problem(arguments)
         call = replace(

@@ -77,27 +77,32 @@ def wait_until_ready(devices: Any) -> None:
 
 
 def _kernel(layout: Layout, table: Any, devices: Any, *refs: Any) -> None:
-    inputs = 3 + 2 * len(layout.pair_names)
-    attended, keys, refs = refs[:inputs], refs[inputs : inputs + 2], refs[inputs + 2 :]
-    results, coming, scratch = refs[:3], refs[3:5], refs[5:-2]
+    """Runs a grid step of ``forward``, the first and last of which start and end the copies.
+
+    ``refs``: operands of ``flash_kernel``; keys and values as whole arrays; outputs of
+    ``flash_kernel``; next keys and values; its scratch; two semaphores each of sent and received.
+    """
+    count = 3 + 2 * len(layout.pair_names)
+    operands, keys, refs = refs[:count], refs[count : count + 2], refs[count + 2 :]
+    outputs, next_keys, scratch = refs[:3], refs[3:5], refs[5:-2]
     sent, received = refs[-2:]
     copies = [
         pltpu.make_async_remote_copy(
             source, target, sent.at[n], received.at[n], devices[AFTER], LOGICAL
         )
-        for n, (source, target) in enumerate(zip(keys, coming, strict=True))
+        for n, (source, target) in enumerate(zip(keys, next_keys, strict=True))
     ]
-    ends = [(pl.program_id(axis), pl.num_programs(axis) - 1) for axis in range(4)]
+    indices = [(pl.program_id(axis), pl.num_programs(axis) - 1) for axis in range(4)]
 
-    @pl.when(functools.reduce(lambda a, b: a & b, (at == 0 for at, _ in ends)))
+    @pl.when(functools.reduce(lambda a, b: a & b, (index == 0 for index, _ in indices)))
     def _send() -> None:
         wait_until_ready(devices)
         for copy in copies:
             copy.start()
 
-    flash_kernel(False, layout, table, *attended, *results, *scratch)
+    flash_kernel(False, layout, table, *operands, *outputs, *scratch)
 
-    @pl.when(functools.reduce(lambda a, b: a & b, (at == last for at, last in ends)))
+    @pl.when(functools.reduce(lambda a, b: a & b, (index == last for index, last in indices)))
     def _wait() -> None:
         for copy in copies:
             copy.wait()
@@ -110,7 +115,10 @@ def attend_and_send(
     pairs: Sequence[tuple[jax.Array, jax.Array]],
     axis_name: str,
 ) -> list[jax.Array]:
-    """Returns what ``forward.forward`` returns, and the keys and values of the device before."""
+    """Returns what ``forward.forward`` returns, and the keys and values of the device before.
+
+    Calls under ``vmap`` run one after the other: their barriers are one semaphore.
+    """
     launch = functools.partial(launch_sending, layout, axis_name)
     return jax.custom_batching.sequential_vmap(launch)(table, arrays, list(pairs))
 
@@ -122,6 +130,7 @@ def launch_sending(
     arrays: tuple[jax.Array, ...],
     pairs: Sequence[tuple[jax.Array, jax.Array]],
 ) -> list[jax.Array]:
+    """Returns what ``attend_and_send`` does, by one launch."""
     specs, keys = SingleCoreSpecs(layout), arrays[1:]
     devices = vary_like(neighbours(axis_name), arrays[0])
     operands, in_specs, outputs, scratch = operands_of(specs, arrays, None, pairs)

@@ -32,9 +32,9 @@ from ejkernel.types.calls import arguments
 class GatedDeltaRule(PallasKernel):
     """The gated delta rule, gates per head or per key channel, on a TPU.
 
-    bfloat16 and float32, accumulated in float32, head dims up to 256, 16 rows and more. Two calls
-    give the same bits. Differentiable once, in memory ``s + (s / 512) dk dv`` a head. No config
-    names tiles.
+    bfloat16 and float32, accumulated in float32, head dims up to 256, 16 rows and more, as many
+    value heads a key as vector memory holds states for. Two calls give the same bits.
+    Differentiable once, in memory ``s + (s / 512) dk dv`` a head. No config names tiles.
     """
 
     call = calls.GatedDeltaRule

@@ -21,7 +21,7 @@ class QuerySpan(NamedTuple):
 
     Attributes:
         sequence: its number. row: its first packed row. tokens: its rows.
-        number: its first row among the new ones of the sequence.
+        number: index of its first row among the new rows of the sequence.
         position: position of its first row in the sequence, negative where the context is short.
         low, high: first token that any row sees, and the end of them.
         first, stop: blocks of keys; at least one, which may have no visible token.
@@ -109,9 +109,10 @@ class Copies:
         """Returns block ``index`` of the queries of a sequence."""
         p, size, starts = self.layout.paged, self.layout.tiles.queries, self.hbm.starts
         row = starts[sequence] + index * size
-        left = starts[sequence + 1] - row
-        tokens, length = jnp.minimum(left, size), self.hbm.lens[sequence]
-        number, position = index * size, length - left
+        remaining_rows = starts[sequence + 1] - row
+        tokens, length = jnp.minimum(remaining_rows, size), self.hbm.lens[sequence]
+        # new rows are the last tokens of the sequence
+        number, position = index * size, length - remaining_rows
         high, oldest = jnp.clip(position + tokens, 0, length), position
         if p.tree_columns:
             # any row may see any new token, and the window of a branch begins with the new ones
@@ -138,7 +139,8 @@ class Copies:
         return self.hbm.starts[sequence + 1] - self.hbm.starts[sequence]
 
     def _for_pages(self, first: Any, stop: Any, do: Callable[[Any, Any, Any], None]) -> None:
-        """Runs ``do(page, first token, count)`` on the pages that have tokens of a range."""
+        """Runs ``do(page, first token, count)`` on the pages of a sequence with tokens of a range;
+        ``page`` is its place in the block table."""
         size = self.layout.paged.page_size
 
         def visit(page: Any, carry: None) -> None:
@@ -216,11 +218,12 @@ class Copies:
 
             return store
 
-        chunks, edge = first // CHUNK, pl.cdiv(stop, CHUNK)
-        lax.fori_loop(0, chunks, clear(CHUNK), None)
-        lax.fori_loop(chunks * CHUNK, first, clear(1), None)
-        lax.fori_loop(stop, edge * CHUNK, clear(1), None)
-        lax.fori_loop(edge, self.layout.block // CHUNK, clear(CHUNK), None)
+        # whole chunks, and token by token in the chunks that visible tokens begin and end in
+        first_chunk, stop_chunk = first // CHUNK, pl.cdiv(stop, CHUNK)
+        lax.fori_loop(0, first_chunk, clear(CHUNK), None)
+        lax.fori_loop(first_chunk * CHUNK, first, clear(1), None)
+        lax.fori_loop(stop, stop_chunk * CHUNK, clear(1), None)
+        lax.fori_loop(stop_chunk, self.layout.block // CHUNK, clear(CHUNK), None)
 
     def store_output(self, span: QuerySpan, slot: Any) -> None:
         """Starts the copy of the rows of a block of queries."""
