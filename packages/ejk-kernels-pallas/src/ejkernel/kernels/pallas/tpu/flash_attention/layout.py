@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.pallas.common.units import sign, unit
 from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
 from ejkernel.kernels.pallas.tpu.common.masks import TileRules
+from ejkernel.kernels.pallas.tpu.common.matmul import matmul
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import Tiles
 from ejkernel.types.attention.problem import LOG2E, Problem
 
@@ -118,10 +119,7 @@ class Layout:
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
         """Returns the matmul of two tiles over one axis each, float32."""
-        dimensions = (((axes[0],), (axes[1],)), ((), ()))
-        return lax.dot_general(
-            a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32
-        )
+        return matmul(a, b, axes, self.precision)
 
     def raw_logits(self, scores: jax.Array) -> jax.Array:
         """Returns logits in units of ``log2_unit``: dot products, or tanh of capped ones.

@@ -29,6 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.matmul import matmul
 from ejkernel.kernels.pallas.tpu.common.segments import (
     replace_inside,
     row_block,
@@ -51,8 +52,7 @@ def dot(p: GroupedProblem, a: jax.Array, b: jax.Array, axes: tuple[int, int]) ->
     """Returns the matmul of two blocks over one axis each, in float32."""
     is_full = p.dtype == "float32" and p.precision in ("high", "highest")
     precision = lax.Precision.HIGHEST if is_full else lax.Precision.DEFAULT
-    numbers = (((axes[0],), (axes[1],)), ((), ()))
-    return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
+    return matmul(a, b, axes, precision)
 
 
 def _zero_past(x: jax.Array, axis: int, length: Any) -> jax.Array:

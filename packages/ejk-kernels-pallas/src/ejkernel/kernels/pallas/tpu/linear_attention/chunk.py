@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels.pallas.tpu.common.matmul import matmul
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK, Problem
 
 # of a row: its exp is 0, and the sum of CHUNK of them is finite, where -inf + 0 * -inf is NaN
@@ -26,9 +27,7 @@ MIN_LOG_DECAY = -1000.0
 def dot(p: Problem, a: jax.Array, b: jax.Array, axes: tuple[int, int] = (1, 0)) -> jax.Array:
     """Returns the matmul of two tiles over one axis each, accumulated in float32."""
     precision = lax.Precision.DEFAULT if p.dtype == "bfloat16" else lax.Precision.HIGHEST
-    numbers = (((axes[0],), (axes[1],)), ((), ()))
-    a, b = a.astype(p.dtype), b.astype(p.dtype)
-    return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
+    return matmul(a.astype(p.dtype), b.astype(p.dtype), axes, precision)
 
 
 def split_bfloat16(x: jax.Array, count: int = 3) -> list[jax.Array]:

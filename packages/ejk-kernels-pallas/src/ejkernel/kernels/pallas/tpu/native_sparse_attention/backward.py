@@ -29,6 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.masks import column, finite, fit
+from ejkernel.kernels.pallas.tpu.common.matmul import matmul
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
     Part,
@@ -36,7 +37,6 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
     bytes_of,
     compiler_params,
     cost,
-    dot,
     for_steps,
     raw_scores,
     read_rows,
@@ -76,7 +76,7 @@ def _kernel(p: Problem, t: Tiles, gated: bool, adds: bool, *all_refs: Any) -> No
 
     def scores(part: Part) -> tuple[jax.Array, jax.Array]:
         x = raw_scores(p, part.load(p, k_ref), q_rows[...])
-        return x, dot(part.load(p, v_ref), do_rows[...], (1, 1))
+        return x, matmul(part.load(p, v_ref), do_rows[...], (1, 1))
 
     def add(part: Part, pair: tuple[jax.Array, jax.Array]) -> None:
         x, dp = pair
@@ -84,8 +84,8 @@ def _kernel(p: Problem, t: Tiles, gated: bool, adds: bool, *all_refs: Any) -> No
         weights = jnp.exp2((x - base_row[...]) * p.log2_unit)
         weights = jnp.where(visible(p, t, part, rows_ref), weights, 0.0)
         ds = (weights * (dp - delta_row[...])).astype(q.dtype)
-        dq_acc[...] += dot(k.T, ds, (1, 0))
-        dk, dv = dot(ds, q, (1, 0)), dot(weights.astype(do.dtype), do, (1, 0))
+        dq_acc[...] += matmul(k.T, ds, (1, 0))
+        dk, dv = matmul(ds, q, (1, 0)), matmul(weights.astype(do.dtype), do, (1, 0))
         # the entries behind the end of a list name block 0 and add zeros to it
         for n, block in enumerate(part.blocks):
             rows = slice(n * p.rows_of_block, (n + 1) * p.rows_of_block)

@@ -27,6 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.matmul import matmul
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
     FLOOR,
@@ -35,7 +36,6 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
     bytes_of,
     compiler_params,
     cost,
-    dot,
     for_steps,
     load_rows,
     raw_scores,
@@ -72,7 +72,7 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
         v = part.load(p, v_ref)
         m_ref[...] = m
         l_ref[...] = l_ref[...] * alpha + jnp.sum(weights, axis=0, keepdims=True)
-        acc_ref[...] = acc_ref[...] * alpha + dot(v.T, weights.astype(v.dtype), (1, 0))
+        acc_ref[...] = acc_ref[...] * alpha + matmul(v.T, weights.astype(v.dtype), (1, 0))
 
     for_steps(t, list_ref, scores, add)
     total = l_ref[...]

@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import LANES, Chip
+from ejkernel.kernels.pallas.tpu.common.matmul import matmul
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import padded
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import bytes_of
@@ -44,13 +45,8 @@ def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
             q = q_ref[0, :, pl.ds(pl.multiple_of(head * p.dim, LANES), p.dim)]
         else:
             q = q_ref[0, head]
-        x = p.scale * lax.dot_general(
-            means_ref[0, 0],
-            q.astype(jnp.float32),
-            (((1,), (1,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+        x = matmul(means_ref[0, 0], q.astype(jnp.float32), (1, 1), lax.Precision.HIGHEST)
+        x = p.scale * x
         top = jnp.max(jnp.where(visible, x, -jnp.inf), axis=0, keepdims=True)
         top = jnp.where(top > -jnp.inf, top, 0.0)
         # not a minimum, which may drop NaN

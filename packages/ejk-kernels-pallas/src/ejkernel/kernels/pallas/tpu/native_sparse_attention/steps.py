@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.matmul import matmul
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import overlap_scores
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import (
     TILE_BYTES,
@@ -49,15 +50,9 @@ def block_rows(p: Problem, block: Any) -> Any:
     return pl.ds(pl.multiple_of(block * rows, rows), rows)
 
 
-def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Returns the matmul of two tiles over one axis each, float32."""
-    numbers = (((axes[0],), (axes[1],)), ((), ()))
-    return lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
-
-
 def raw_scores(p: Problem, k: jax.Array, q: jax.Array) -> jax.Array:
     """Returns k q^T in units of ``Problem.unit``."""
-    x = dot(k, q, (1, 1))
+    x = matmul(k, q, (1, 1))
     return x if p.scale > 0.0 else -x if p.scale < 0.0 else jnp.zeros_like(x)
 
 

@@ -34,8 +34,18 @@ class Pages:
         """Returns the first token of a block."""
         return block * self.tiles.block
 
+    def _copies(self, entry: Any, slot: Any, page_of_block: Any) -> list[Any]:
+        """Returns the copies of a page of the pools to its place in a block, one for each array."""
+        return [
+            pltpu.make_async_copy(
+                pool.at[entry], buffer.at[slot, page_of_block], self.semaphores.at[slot, n]
+            )
+            for n, (pool, buffer) in enumerate(zip(self.pools, self.buffers, strict=True))
+        ]
+
     def _for_pages(self, block: Any, start: Any, end: Any, do: Any) -> None:
-        """Runs ``do(page of the sequence, page of the block)`` on pages with such tokens."""
+        """Runs ``do(page of the sequence, page of the block)`` on the pages of a block that have
+        tokens from ``start`` to ``end``."""
         t = self.tiles
         first = jnp.maximum(start // t.tokens, block * t.pages)
         stop = jnp.minimum(pl.cdiv(end, t.tokens), (block + 1) * t.pages)
@@ -44,23 +54,18 @@ class Pages:
     def fetch(self, table: Any, block: Any, start: Any, end: Any, slot: Any) -> None:
         """Starts the copies of a block for the tokens from ``start`` to ``end``."""
 
-        def start_page(page: Any, at: Any) -> None:
-            entry = table[0, 0, page]
-            for n, (pool, buffer) in enumerate(zip(self.pools, self.buffers, strict=True)):
-                pltpu.make_async_copy(
-                    pool.at[entry], buffer.at[slot, at], self.semaphores.at[slot, n]
-                ).start()
+        def start_page(page: Any, page_of_block: Any) -> None:
+            for copy in self._copies(table[0, 0, page], slot, page_of_block):
+                copy.start()
 
         self._for_pages(block, start, end, start_page)
 
     def wait(self, block: Any, start: Any, end: Any, slot: Any) -> None:
         """Waits for the copies of a block."""
 
-        def wait_page(page: Any, at: Any) -> None:
-            for n, (pool, buffer) in enumerate(zip(self.pools, self.buffers, strict=True)):
-                pltpu.make_async_copy(
-                    pool.at[0], buffer.at[slot, at], self.semaphores.at[slot, n]
-                ).wait()
+        def wait_page(page: Any, page_of_block: Any) -> None:
+            for copy in self._copies(0, slot, page_of_block):  # only the size of a copy counts
+                copy.wait()
 
         self._for_pages(block, start, end, wait_page)
 
@@ -86,22 +91,23 @@ class Rows:
         """Returns the first token of a block: the last block ends where the cache ends."""
         return jnp.minimum(block * self.tiles.tokens, self.length - self.tiles.tokens)
 
+    def _copies(self, sequence: Any, first_row: Any, slot: Any) -> list[Any]:
+        """Returns the copies of the rows of a block, one for each array."""
+        rows = pl.ds(first_row, self.tiles.tokens * self.heads)
+        return [
+            pltpu.make_async_copy(
+                pool.at[sequence, rows], buffer.at[slot, 0], self.semaphores.at[slot, n]
+            )
+            for n, (pool, buffer) in enumerate(zip(self.pools, self.buffers, strict=True))
+        ]
+
     def fetch(self, table: Any, block: Any, start: Any, end: Any, slot: Any) -> None:
         """Starts the copies of a block; the table has the number of the sequence."""
-        sequence = table[0, 0, 0]
-        for n, (pool, buffer) in enumerate(zip(self.pools, self.buffers, strict=True)):
-            rows = self.tiles.tokens * self.heads
-            first = pl.multiple_of(self.first_token(block) * self.heads, ROW_UNIT)
-            pltpu.make_async_copy(
-                pool.at[sequence, pl.ds(first, rows)],
-                buffer.at[slot, 0],
-                self.semaphores.at[slot, n],
-            ).start()
+        first_row = pl.multiple_of(self.first_token(block) * self.heads, ROW_UNIT)
+        for copy in self._copies(table[0, 0, 0], first_row, slot):
+            copy.start()
 
     def wait(self, block: Any, start: Any, end: Any, slot: Any) -> None:
         """Waits for the copies of a block."""
-        for n, (pool, buffer) in enumerate(zip(self.pools, self.buffers, strict=True)):
-            rows = self.tiles.tokens * self.heads
-            pltpu.make_async_copy(
-                pool.at[0, pl.ds(0, rows)], buffer.at[slot, 0], self.semaphores.at[slot, n]
-            ).wait()
+        for copy in self._copies(0, 0, slot):  # only the size of a copy counts
+            copy.wait()

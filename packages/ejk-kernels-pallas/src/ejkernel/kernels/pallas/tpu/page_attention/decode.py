@@ -35,6 +35,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import LANES
+from ejkernel.kernels.pallas.tpu.common.matmul import matmul
 from ejkernel.kernels.pallas.tpu.common.trees import encode_nodes, sees_all, visible_keys
 from ejkernel.kernels.pallas.tpu.page_attention.tiles import Tiles
 from ejkernel.ops.differentiate import Arrays, Work
@@ -48,9 +49,7 @@ LOGITS, VALUES, SINKS = range(3)  # lanes of the factors of a row
 def dot(p: PagedProblem, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
     """Returns the matmul of two tiles over one axis each, in the dtype of the query."""
     precision = lax.Precision.HIGHEST if p.query_dtype == "float32" else lax.Precision.DEFAULT
-    numbers = (((axes[0],), (axes[1],)), ((), ()))
-    a, b = a.astype(p.query_dtype), b.astype(p.query_dtype)
-    return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
+    return matmul(a.astype(p.query_dtype), b.astype(p.query_dtype), axes, precision)
 
 
 def query_rows(p: PagedProblem) -> int:
