@@ -140,6 +140,25 @@ def test_every_place_is_dealt_once(groups, places):
     assert sorted(table[table >= 0]) == list(range(groups * places))
 
 
+@pytest.mark.parametrize(
+    "rows, length, by_key, together",
+    [(32, 4096, False, 4), (32, 4096, True, 2), (6, 4096, False, 2), (8, 16384, True, 1)],
+)
+def test_units_of_a_few_heads_are_queued_longest_first(rows, length, by_key, together):
+    rules = Rules(Band(None, 0))
+    problem = Problem(1, length, length, rows, rows, 256, 256, "bfloat16", 1.0, rules=rules)
+    blocks = length // 64 if by_key else length // 128
+    plan = Plan(problem, BackwardTiles(64 if by_key else 128, 64))
+    row, rank = map(np.asarray, plan.unit_at(jnp.arange(rows * blocks), rows, by_key=by_key))
+    assert sorted(zip(row, rank, strict=True)) == [
+        (r, n) for r in range(rows) for n in range(blocks)
+    ]
+    group = row // together
+    assert (np.diff(group) >= 0).all()
+    assert (np.diff(rank)[np.diff(group) == 0] >= 0).all()
+    assert len(set(row[:together])) == together and set(rank[:together]) == {0}
+
+
 @pytest.mark.parametrize("blocks", [32, 128])
 def test_causal_loads_are_even(blocks):
     costs = np.arange(1, blocks + 1)

@@ -67,10 +67,11 @@ class QueryUnit:
     def __init__(self, plan: Plan, r: Any, unit: Any) -> None:
         problem, blocks = plan.problem, plan.n_q
         self.plan, self.table = plan, r.lists if plan.listed else r.ranges
-        self.block = lax.rem(unit, blocks)
-        if not plan.listed:  # under a causal mask the last rows take longest: they go first
-            self.block = blocks - 1 - self.block
-        heads = lax.div(unit, blocks)
+        if plan.listed:
+            self.block, heads = lax.rem(unit, blocks), lax.div(unit, blocks)
+        else:  # under a causal mask the last rows take longest: they go first
+            heads, rank = plan.unit_at(unit, problem.batch * problem.heads, by_key=False)
+            self.block = blocks - 1 - rank
         self.head = lax.rem(heads, problem.heads)
         self.batch = lax.div(heads, problem.heads)
         self.kv_head = lax.div(self.head, problem.group)

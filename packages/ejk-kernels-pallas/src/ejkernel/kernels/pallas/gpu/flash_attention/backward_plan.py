@@ -11,8 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels.pallas.gpu.common.chip import BARRIERS
+from ejkernel.kernels.pallas.gpu.common.schedule import rows_together
 from ejkernel.types.attention.problem import Problem
-from ejkernel.types.masks.blocks import matrix_range
+from ejkernel.types.masks.blocks import matrix_range, structural_ranges
 from ejkernel.types.masks.structure import Band
 
 
@@ -237,6 +238,22 @@ class Plan:
     def stride(self) -> int:
         """Query blocks from the start of a program of a team to that of the next."""
         return self.n_q // self.team
+
+    def unit_at(self, index: Any, rows: int, *, by_key: bool) -> tuple[Any, Any]:
+        """Returns (row of (batch, head), rank of the block by length) of a queued work unit.
+
+        The blocks of a few of the ``rows`` are taken together, the longest ones first.
+        """
+        p, t = self.problem, self.tiles
+        of_queries, of_keys = structural_ranges(
+            [self.band], p.q_len, p.kv_len, t.block_q, t.block_kv
+        )
+        ranges = of_keys if by_key else of_queries
+        costs = tuple(np.maximum(ranges.stop - ranges.start, 0).tolist())
+        together = rows_together(rows, costs, self.cores)
+        group, within = (f(index, together * len(costs)) for f in (lax.div, lax.rem))
+        row = group * together + lax.rem(within, together)
+        return row, lax.div(within, together)
 
     def locate(self, item: Any) -> tuple[Any, Any, Any]:
         """Row of (batch, head), key block and whether query blocks fall, of a program."""
