@@ -155,10 +155,10 @@ def draw_expanded(form: str) -> dict[str, jax.Array]:
 
 
 def _plain(x: dict[str, jax.Array], left: int | None) -> jax.Array:
-    from ejkernel.types.attention.latent import expanded
+    from ejkernel.types.attention.latent import expand_rows
 
     wide = {name: a.astype(F32) for name, a in x.items()}
-    q, k, v = expanded(wide, "highest")
+    q, k, v = expand_rows(wide, "highest")
     i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
     seen = j <= i if left is None else (j <= i) & (j >= i - left)
     return at_size.reference(q, k, v, mask=seen)[0]

@@ -80,8 +80,8 @@ def _sum_weighted(
     base = jnp.where(top > -jnp.inf, top, 0)
     weight = jnp.exp(lse - base)[..., None]
     terms = jnp.where(weight > 0, o.astype(wide), 0) * weight
-    sums = jax.lax.psum(jnp.concatenate([terms, weight], -1), axes)
-    total = sums[..., -1]
+    summed = jax.lax.psum(jnp.concatenate([terms, weight], -1), axes)
+    total = summed[..., -1]
     is_empty = total == 0
     total = jnp.where(is_empty, 1, total)
-    return sums[..., :-1] / total[..., None], jnp.where(is_empty, -jnp.inf, base + jnp.log(total))
+    return summed[..., :-1] / total[..., None], jnp.where(is_empty, -jnp.inf, base + jnp.log(total))

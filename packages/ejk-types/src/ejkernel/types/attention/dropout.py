@@ -17,9 +17,10 @@ M1, M2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
 
 def fold(x: jax.Array, shift: int) -> jax.Array:
+    """Returns ``x ^ (x >> shift)``."""
     return x ^ jax.lax.shift_right_logical(x, jnp.asarray(shift, jnp.uint32))
 
 
 def fmix(x: jax.Array) -> jax.Array:
-    """Mix the bits of uint32 ``x``; a bijection."""
+    """Mixes the bits of uint32 ``x``; a bijection."""
     return fold(fold(fold(x, 16) * M1, 13) * M2, 16)

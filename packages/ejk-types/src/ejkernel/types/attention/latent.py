@@ -26,8 +26,8 @@ Arrays = dict[str, Any]
 LATENT = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
 
 
-def product(form: str, a: jax.Array, b: jax.Array, precision: Any = None) -> jax.Array:
-    """An einsum in the common dtype of its operands, summed and returned in float32 or float64."""
+def contract_wide(form: str, a: jax.Array, b: jax.Array, precision: Any = None) -> jax.Array:
+    """Returns an einsum in the common dtype of its operands, accumulated in float32 or float64."""
     dtype = result_dtype(a, b)
     return jnp.einsum(
         form, a.astype(dtype), b.astype(dtype),
@@ -48,16 +48,16 @@ class RowProducts(NamedTuple):
         sum_heads: ``[b, k, n]`` of ``[b, k, h, n]``.
     """
 
-    expand: Callable[..., jax.Array] = partial(product, "bkr,rhn->bkhn")
-    contract: Callable[..., jax.Array] = partial(product, "bkhn,rhn->bkr")
+    expand: Callable[..., jax.Array] = partial(contract_wide, "bkr,rhn->bkhn")
+    contract: Callable[..., jax.Array] = partial(contract_wide, "bkhn,rhn->bkr")
     sum_heads: Callable[[jax.Array], jax.Array] = _sum_heads
 
 
 EINSUMS = RowProducts()
 
 
-def _shared(rotary: jax.Array, heads: int, like: jax.Array) -> jax.Array:
-    """One rotary part for every head: ``[b, s, heads, dr]`` of ``[b, s, dr]``."""
+def _repeat_rotary(rotary: jax.Array, heads: int, like: jax.Array) -> jax.Array:
+    """Returns a rotary part ``[b, s, dr]`` for every head, ``[b, s, heads, dr]``."""
     b, s, dr = rotary.shape
     return jnp.broadcast_to(rotary[:, :, None], (b, s, heads, dr)).astype(like.dtype)
 
@@ -73,10 +73,10 @@ def drop_masked_rows(arrays: Mapping[str, Any], mask: Any) -> Arrays:
     return {**arrays, **dict(zip(rows, values, strict=True))}
 
 
-def expanded(
+def expand_rows(
     arrays: Mapping[str, Any], precision: Any = None, rows: RowProducts = EINSUMS
 ) -> tuple[jax.Array, ...]:
-    """q ``[b, q, h, dn + dr]``, k ``[b, k, hk, dn + dr]``, v ``[b, k, hk, dv]``."""
+    """Returns q ``[b, q, h, dn + dr]``, k ``[b, k, hk, dn + dr]``, v ``[b, k, hk, dv]``."""
     q, latent, w_kc, w_vc = (arrays[name] for name in LATENT[:4])
     b_q, b_k = arrays.get("b_q"), arrays.get("b_k")
     k, v = (
@@ -84,28 +84,28 @@ def expanded(
         for weight in (w_kc, w_vc)
     )
     if b_k is not None:
-        k = jnp.concatenate([k, _shared(b_k, w_kc.shape[1], k)], -1)
+        k = jnp.concatenate([k, _repeat_rotary(b_k, w_kc.shape[1], k)], -1)
     if b_q is not None:
-        q = jnp.concatenate([q, _shared(b_q, q.shape[2], q)], -1)
+        q = jnp.concatenate([q, _repeat_rotary(b_q, q.shape[2], q)], -1)
     return q, k, v
 
 
-def gradients(
+def latent_gradients(
     arrays: Mapping[str, Any],
     dq: jax.Array,
     dk: jax.Array,
     dv: jax.Array,
     rows: RowProducts = EINSUMS,
 ) -> dict[str, jax.Array]:
-    """Returns the gradients of the arrays that ``expanded`` read, in float32 at least."""
+    """Returns the gradients of the arrays that ``expand_rows`` read, in float32 at least."""
     latent, w_kc, w_vc = (arrays[name] for name in LATENT[1:4])
     nope = w_kc.shape[2]
     dk_nope = dk[..., :nope]
     by_name = {
         "query": dq,
         "key_value": rows.contract(dk_nope, w_kc) + rows.contract(dv, w_vc),
-        "w_kc": product("bkr,bkhn->rhn", latent, dk_nope),
-        "w_vc": product("bkr,bkhn->rhn", latent, dv),
+        "w_kc": contract_wide("bkr,bkhn->rhn", latent, dk_nope),
+        "w_vc": contract_wide("bkr,bkhn->rhn", latent, dv),
     }
     if "b_k" in arrays:
         by_name["b_k"] = rows.sum_heads(dk[..., nope:])

@@ -18,11 +18,11 @@ from ejkernel.types.attention.latent import (
     Arrays,
     RowProducts,
     drop_masked_rows,
-    expanded,
-    gradients,
+    expand_rows,
+    latent_gradients,
 )
-from ejkernel.types.attention.problem import Problem
-from ejkernel.types.attention.rows import DEAD, LOG2E, Rows, RowScales
+from ejkernel.types.attention.problem import LOG2E, Problem
+from ejkernel.types.attention.rows import DEAD, Rows, RowScales
 from ejkernel.types.attention.softmax import row_delta, sink_gradient
 from ejkernel.types.masks.hidden import cleared_rows, without_dead_rows
 from ejkernel.types.masks.pattern import inside_blocks
@@ -139,8 +139,8 @@ class SoftmaxKernel:
         if sinks is None or sinks.shape[1] == 0:
             return RowScales(m, log2_scale)
         top = sinks.astype(jnp.float32).max(-1)
-        shares = jnp.where(alive, (top - jnp.where(alive, lse, 0.0)) * LOG2E, DEAD)
-        return RowScales(m, log2_scale, jnp.maximum(shares, DEAD))
+        log2_sinks = jnp.where(alive, (top - jnp.where(alive, lse, 0.0)) * LOG2E, DEAD)
+        return RowScales(m, log2_scale, jnp.maximum(log2_sinks, DEAD))
 
     def saved_rows(self, rows: list[jax.Array]) -> Any:
         """Returns row values in the structure that the forward pass saves."""
@@ -198,13 +198,13 @@ class FromLatent:
         latent, flash = self._flash(work, arrays)
         flash_gradients = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
         qkv = (flash_gradients.pop(name) for name in "qkv")
-        return gradients(latent, *qkv, self.row_products(work)) | flash_gradients
+        return latent_gradients(latent, *qkv, self.row_products(work)) | flash_gradients
 
     def _flash(self, work: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the arrays that only latent attention has, and the arrays of flash attention."""
         latent = {name: x for name, x in arrays.items() if name in LATENT}
         flash = {name: x for name, x in arrays.items() if name not in LATENT}
         latent = drop_masked_rows(latent, arrays["mask"])
-        qkv = expanded(latent, rows=self.row_products(work))
+        qkv = expand_rows(latent, rows=self.row_products(work))
         q, k, v = (x.astype(work.problem.dtype) for x in qkv)
         return latent, flash | {"q": q, "k": k, "v": v}

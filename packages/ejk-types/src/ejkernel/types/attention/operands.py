@@ -12,14 +12,14 @@ from ejkernel.types.errors import invalid
 
 
 def bias_of_rows(bias: jax.Array | None, q_len: int) -> jax.Array | None:
-    """The bias with a row for every query, for kernels that read whole tiles of it."""
+    """Returns the bias with a row for every query, for kernels that read whole tiles of it."""
     if bias is None or bias.shape[2] == q_len:
         return bias
     return jnp.broadcast_to(bias, (*bias.shape[:2], q_len, bias.shape[3]))
 
 
 def sink_logit(sinks: jax.Array | None) -> jax.Array | None:
-    """All sinks of a head as one logit, float32 ``[1, h]``: their sum of exponentials is one."""
+    """Returns one logit for all sinks of a head, float32 ``[1, h]``: the log of their sum."""
     if sinks is None or sinks.shape[1] == 0:
         return None
     return jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)[None]
@@ -29,7 +29,7 @@ SEED_WORDS = 5
 
 
 def seed_words(seed: Any) -> jax.Array:
-    """int32 ``[1, 5]``: seed, global indices of batch row, head, query and key 0.
+    """Returns int32 ``[1, 5]``: seed, global indices of batch row, head, query and key 0.
 
     ``seed`` is None (0), an int, an integer array ``[]``, or an integer array that already holds
     the first three or all five words, for a call that is one shard of a larger one.

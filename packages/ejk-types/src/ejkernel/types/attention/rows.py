@@ -16,7 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-LOG2E = math.log2(math.e)
+from ejkernel.types.attention.problem import LOG2E
+
 LN2 = math.log(2.0)
 # log2_scale of a row that sees no key; finite, so that no array holds an infinity
 DEAD = -3e38
@@ -24,8 +25,12 @@ FAINT = -1e30  # the smallest log2_scale of a row that sees a key
 
 
 class Rows(NamedTuple):
-    """Normaliser of finished rows, over keys alone: the maximum in units (-inf: no key) and log2
-    of the sum relative to it."""
+    """Normaliser of finished rows ``[b, q, h]``, over keys alone.
+
+    Attributes:
+        m: the maximum in units; -inf: no key.
+        l2: log2 of the sum of exponentials relative to it.
+    """
 
     m: jax.Array
     l2: jax.Array
@@ -47,12 +52,12 @@ class RowScales(NamedTuple):
 
 
 def finite(m: jax.Array) -> jax.Array:
-    """``m`` with -inf replaced by 0."""
+    """Returns ``m`` with 0 in place of -inf."""
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
 def exponent(x: jax.Array, m: jax.Array, unit: float) -> jax.Array:
-    """c (x - m), never above 0: m is a maximum that x may be recomputed for."""
+    """Returns c (x - m), never above 0: m is a maximum that x may be recomputed for."""
     below = jnp.minimum(x - m, 0.0)
     c = unit * LOG2E
     return below if abs(c - 1.0) < 1e-12 else below * c
@@ -61,7 +66,7 @@ def exponent(x: jax.Array, m: jax.Array, unit: float) -> jax.Array:
 def merge(
     a: tuple[jax.Array, Rows], b: tuple[jax.Array, Rows], unit: float
 ) -> tuple[jax.Array, Rows]:
-    """Join two finished parts of the same rows over disjoint keys."""
+    """Returns o ``[b, q, h, dv]`` and ``Rows`` of two finished parts over disjoint keys."""
     (o_a, rows_a), (o_b, rows_b) = a, b
     m = jnp.maximum(rows_a.m, rows_b.m)
     w_a, w_b = (jnp.exp2(exponent(r.m, finite(m), unit) + r.l2) for r in (rows_a, rows_b))
@@ -73,7 +78,7 @@ def merge(
 def finalize_rows(
     o: jax.Array, rows: Rows, sinks: jax.Array | None, unit: float
 ) -> tuple[jax.Array, jax.Array, RowScales]:
-    """Output, natural lse and ``RowScales`` of finished rows, with the sinks counted once.
+    """Returns o, the natural lse and ``RowScales`` of finished rows, with the sinks counted once.
 
     o ``[b, q, h, dv]``, rows ``[b, q, h]``, sinks ``[h, n]`` natural logits. Rows that saw no key
     give 0 and -inf.
@@ -96,7 +101,7 @@ def finalize_rows(
 
 
 def _sink_sum(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest sink ``[h]``, finite, and the sum of exponentials relative to it."""
+    """Returns the largest sink ``[h]``, finite, and the sum of exponentials relative to it."""
     top = jnp.maximum(sinks.max(-1), jnp.finfo(sinks.dtype).min)
     return top, jnp.exp2((sinks - top[:, None]) * LOG2E).sum(-1)
 
@@ -104,9 +109,9 @@ def _sink_sum(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
 def sink_gradient(
     sinks: jax.Array | None, row_scales: RowScales, delta: jax.Array
 ) -> jax.Array | None:
-    """d(sinks) ``[h, n]`` = -sum over rows of exp(sink - lse) * delta; rows without keys add 0.
+    """Returns d(sinks) ``[h, n]`` = -sum over rows of exp(sink - lse) * delta.
 
-    delta ``[b, q, h]`` = sum(do * o) - dlse.
+    Rows without keys add 0. delta ``[b, q, h]`` = sum(do * o) - dlse.
     """
     if sinks is None:
         return None

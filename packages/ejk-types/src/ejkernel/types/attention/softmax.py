@@ -57,7 +57,7 @@ def empty_outputs(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, 
 
 
 def row_delta(o: jax.Array, do: jax.Array, dlse: jax.Array, *, in_order: bool = False) -> jax.Array:
-    """``delta = do . o - dlse``, float32 ``[b, h, q]``.
+    """Returns ``delta = do . o - dlse``, float32 ``[b, h, q]``.
 
     o and do ``[b, q, h, dv]``; dlse ``[b, h, q]``. ``in_order``: additions have one order whatever
     the number of rows; XLA chooses another for each.
@@ -73,7 +73,7 @@ def row_delta(o: jax.Array, do: jax.Array, dlse: jax.Array, *, in_order: bool = 
 
 
 def sum_by_halves(x: jax.Array) -> jax.Array:
-    """Sum over the last axis, each half added to the other: elementwise, hence in one order."""
+    """Returns the sum over the last axis in one order: each half is added to the other."""
     if not x.shape[-1]:
         return jnp.zeros(x.shape[:-1], x.dtype)
     while (size := x.shape[-1]) > 1:
@@ -84,15 +84,16 @@ def sum_by_halves(x: jax.Array) -> jax.Array:
 
 
 def sink_gradient(sink: jax.Array | None, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
-    """Gradient ``[1, h]`` of one sink logit per head; rows without keys add 0. None without sinks.
+    """Returns the gradient ``[1, h]`` of one sink logit per head; None without sinks.
 
-    sink ``[1, h]``; lse (natural log, sink included) and delta ``[b, h, q]``.
+    sink ``[1, h]``; lse (natural log, sink included) and delta ``[b, h, q]``. Rows without keys
+    add 0.
     """
     if sink is None:
         return None
     alive = lse != -jnp.inf
-    share = jnp.exp(sink[:, :, None] - jnp.where(alive, lse, jnp.inf))
-    return -jnp.sum(share * jnp.where(alive, delta, 0.0), axis=(0, 2))[None]
+    weight = jnp.exp(sink[:, :, None] - jnp.where(alive, lse, jnp.inf))
+    return -jnp.sum(weight * jnp.where(alive, delta, 0.0), axis=(0, 2))[None]
 
 
 def count_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -100,9 +101,9 @@ def count_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Arr
 
     Rows that see no key stay as they are.
     """
-    of_heads = jax.nn.logsumexp(sinks.astype(lse.dtype), axis=-1)
-    of_rows = jnp.where(lse != -jnp.inf, jnp.broadcast_to(of_heads, lse.shape), -jnp.inf)
-    return merge_parts([o, jnp.zeros_like(o)], [lse, of_rows])
+    head_lse = jax.nn.logsumexp(sinks.astype(lse.dtype), axis=-1)
+    row_lse = jnp.where(lse != -jnp.inf, jnp.broadcast_to(head_lse, lse.shape), -jnp.inf)
+    return merge_parts([o, jnp.zeros_like(o)], [lse, row_lse])
 
 
 def merge_parts(

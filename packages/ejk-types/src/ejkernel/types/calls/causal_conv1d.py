@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.calls import canonicalize, drawn, values
+from ejkernel.types.calls import canonicalize, sample_inputs, values
 from ejkernel.types.calls.layout import Layout
 from ejkernel.types.calls.sharding_notes import over_note, size_note
 from ejkernel.types.calls.spec import Arguments, Call
@@ -103,4 +103,8 @@ class CausalConv1D(Call):
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Packed sequences of equal length."""
         cu = a["cu_seqlens"]
-        return {} if cu is None else {"cu_seqlens": drawn.starts(cu.shape[0] - 1, a["x"].shape[1])}
+        return (
+            {}
+            if cu is None
+            else {"cu_seqlens": sample_inputs.split_evenly(cu.shape[0] - 1, a["x"].shape[1])}
+        )

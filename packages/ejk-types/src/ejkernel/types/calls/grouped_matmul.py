@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel.types.arrays import is_eight_bit, result_dtype
-from ejkernel.types.calls import canonicalize, drawn, values
+from ejkernel.types.calls import canonicalize, sample_inputs, values
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, Weights, invalid, out_of_range
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
@@ -151,6 +151,6 @@ class GroupedMatmul(Call):
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Groups of equal size."""
         rows, groups = a["lhs"].shape[0], a["group_sizes"].shape[0]
-        samples = {"group_sizes": np.diff(drawn.starts(groups, rows))}
+        samples = {"group_sizes": np.diff(sample_inputs.split_evenly(groups, rows))}
         stored = ("rhs", "rhs_scale") if is_eight_bit(a["rhs"]) else ()
-        return samples | drawn.normal(a, rng, stored)
+        return samples | sample_inputs.draw_normal(a, rng, stored)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ejkernel.types.attention.latent import drop_masked_rows, expanded
+from ejkernel.types.attention.latent import drop_masked_rows, expand_rows
 from ejkernel.types.calls.ring_attention import RingAttention
 from ejkernel.types.masks.combine import mask_of
 
@@ -34,7 +34,7 @@ def without_packing(a: Mapping[str, Any]) -> dict[str, Any]:
 def ring_arguments(a: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
     """Returns canonical arguments of ring_attention over mesh axes, of one device's arguments."""
     if "key_value" in a:
-        q, k, v = expanded(drop_masked_rows(_without_mask(a), a["mask_info"]))
+        q, k, v = expand_rows(drop_masked_rows(_without_mask(a), a["mask_info"]))
         a = {**a, "query": q, "key": k, "value": v}
     shared = {name: a[name] for name in SHARED if name in a}
     axis = axes[0] if len(axes) == 1 else axes

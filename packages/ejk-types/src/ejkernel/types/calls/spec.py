@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
-from ejkernel.types.calls import canonicalize, drawn, values
+from ejkernel.types.calls import canonicalize, sample_inputs, values
 from ejkernel.types.calls.axes import bare, mask_words, meaning
 from ejkernel.types.calls.layout import Layout
 from ejkernel.types.calls.sharding import ShardingRule
@@ -534,11 +534,11 @@ class Call:
 
         Packed sequences are of equal length, contexts full, their pages in random order.
         """
-        samples = drawn.sequences(a, cls.boundary.names[0])
+        samples = sample_inputs.pack_sequences(a, cls.boundary.names[0])
         if "block_tables" in a:
-            samples |= drawn.tables(a, rng, cls.boundary.pools[0])
+            samples |= sample_inputs.draw_tables(a, rng, cls.boundary.pools[0])
         names = cls.boundary.float_names if cls.normal_samples else ()
-        return samples | drawn.normal(a, rng, names)
+        return samples | sample_inputs.draw_normal(a, rng, names)
 
 
 def leaf_axes(value: Any) -> list[tuple[str, ...]] | None:

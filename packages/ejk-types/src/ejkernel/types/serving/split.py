@@ -138,7 +138,7 @@ def split_schedule(lengths: np.ndarray, units: int, step: int) -> list[SplitUnit
     for start, end in itertools.pairwise(bounds):
         unit = len(schedule)
         first = min(int((ends <= start).sum()), b - 1)
-        at = SplitUnit(first, start - int(ends[first] - steps[first]), end - start, _NO_CUT)
+        work_range = SplitUnit(first, start - int(ends[first] - steps[first]), end - start, _NO_CUT)
         inside = int((ends < end).sum())  # the sequence of the unit's last step
         if end > start and ends[inside] > end:
             began = int(unit_of_step[ends[inside] - steps[inside]])
@@ -146,8 +146,8 @@ def split_schedule(lengths: np.ndarray, units: int, step: int) -> list[SplitUnit
             # whether another sequence begins the unit in which this one began
             later = int(ends[inside] - steps[inside] > bounds[began])
             cut = CutSequence(inside, 2 * began + later, ending - began + 1, unit - began)
-            at = at._replace(cut=cut)
-        schedule.append(at)
+            work_range = work_range._replace(cut=cut)
+        schedule.append(work_range)
     return schedule
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.states.line import Line, LocalSequences, like
+from ejkernel.types.states.line import Line, LocalSequences, expand_flags
 
 
 def convolve_over_devices(
@@ -31,7 +31,7 @@ def convolve_over_devices(
         initial = jnp.zeros((states, x.shape[2], history), dtype)
     initial = initial.astype(dtype)
     entering = _state_before(line, x.astype(dtype), initial, cu)
-    state = jnp.where(like(s.enters, initial), entering, initial)
+    state = jnp.where(expand_flags(s.enters, initial), entering, initial)
     part = {**a, "initial_state": state, "cu_seqlens": s.cu_seqlens, "return_state": True}
     y, final = run(part)
     return (y, s.last_states(final)) if a["return_state"] else (y,)

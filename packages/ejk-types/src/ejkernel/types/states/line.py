@@ -129,7 +129,7 @@ class LocalSequences:
         return cls(line, local, enters, leaves, ends_here, first, last)
 
     @property
-    def is_of_entering(self) -> jax.Array:
+    def is_entering_token(self) -> jax.Array:
         """Returns whether each token belongs to the sequence that enters, bool ``[length]``."""
         token = jnp.arange(self.line.length, dtype=jnp.int32)
         return (token >= self.first) & (token < self.last)
@@ -139,11 +139,13 @@ class LocalSequences:
         """Returns whether a sequence enters and leaves."""
         return jnp.any(self.enters & self.leaves)
 
-    def starting(self, initial: jax.Array | None) -> jax.Array | None:
+    def initial_states(self, initial: jax.Array | None) -> jax.Array | None:
         """Returns the initial states, zeros of sequences that begin on another device."""
-        return None if initial is None else jnp.where(like(self.enters, initial), 0, initial)
+        return (
+            None if initial is None else jnp.where(expand_flags(self.enters, initial), 0, initial)
+        )
 
-    def leaving(self, final: jax.Array) -> jax.Array:
+    def leaving_state(self, final: jax.Array) -> jax.Array:
         """Returns the states that leave, of packed sequences one: ``[batch or 1, ...]``."""
         if self.cu_seqlens is None:
             return final
@@ -152,9 +154,9 @@ class LocalSequences:
 
     def last_states(self, final: jax.Array) -> jax.Array:
         """Returns the last state of every sequence, from those that devices have."""
-        return self.line.sum(jnp.where(like(self.ends_here, final), final, 0))
+        return self.line.sum(jnp.where(expand_flags(self.ends_here, final), final, 0))
 
 
-def like(flags: jax.Array, x: jax.Array) -> jax.Array:
+def expand_flags(flags: jax.Array, x: jax.Array) -> jax.Array:
     """Returns bools of the first axis of ``x``, or of all of it, with as many axes as it has."""
     return flags.reshape(flags.shape + (1,) * (x.ndim - flags.ndim))

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.states.line import LocalSequences, like, states_before
+from ejkernel.types.states.line import LocalSequences, expand_flags, states_before
 
 Arguments = Mapping[str, Any]
 Run = Callable[[dict[str, Any]], Any]
@@ -100,18 +100,18 @@ def run_over_devices(
     """
     s, initial = sequences, a["initial_state"]
     cu = {"cu_seqlens": s.cu_seqlens, "return_state": True}
-    o, final = run({**a, **cu, "initial_state": s.starting(initial)})
+    o, final = run({**a, **cu, "initial_state": s.initial_states(initial)})
     effect = effect_of(a, s, run, final.dtype)
     through = jnp.where(s.passes_through, effect.transition, 0)
     state = states_before(
-        s.line, s.leaving(final), through, apply=effect.apply, compose=effect.compose
+        s.line, s.leaving_state(final), through, apply=effect.apply, compose=effect.compose
     )
     o = (o.astype(final.dtype) + effect.read(state)).astype(o.dtype)
     passed = Passed(state, effect)
     if not a["return_state"]:
         return (o,), passed
     changed = effect.apply(effect.transition, state)
-    return (o, s.last_states(final + jnp.where(like(s.enters, final), changed, 0))), passed
+    return (o, s.last_states(final + jnp.where(expand_flags(s.enters, final), changed, 0))), passed
 
 
 def run_from_state(
@@ -125,7 +125,7 @@ def run_from_state(
     if initial is None:
         rows = state.shape[0] if s.cu_seqlens is None else s.cu_seqlens.shape[0] - 1
         initial = jnp.zeros((rows, *state.shape[1:]), state.dtype)
-    start = jnp.where(like(s.enters, initial), state.astype(initial.dtype), initial)
+    start = jnp.where(expand_flags(s.enters, initial), state.astype(initial.dtype), initial)
     cu = {"cu_seqlens": s.cu_seqlens, "return_state": True}
     return run({**a, **cu, "initial_state": start})
 
@@ -141,8 +141,8 @@ def gradients_of_states(
     ends, back = None, effect.read_back(do, state)
     through = effect.transposed(effect.transition)
     if of_last is not None:
-        ends = jnp.where(like(s.ends_here, of_last), of_last, 0)
-        entered = jnp.where(like(s.enters, ends), ends, 0)
+        ends = jnp.where(expand_flags(s.ends_here, of_last), of_last, 0)
+        entered = jnp.where(expand_flags(s.enters, ends), ends, 0)
         if s.cu_seqlens is not None:
             entered = jnp.sum(entered, 0, keepdims=True)
         back = back + effect.apply(through, entered.astype(back.dtype))
@@ -170,20 +170,20 @@ class Decays(NamedTuple):
 
 def decay_effect(a: Arguments, s: LocalSequences, dtype: Any, *, decays: Decays) -> Effect:
     """Returns the effect of a state in linear attention with decays."""
-    is_of_entering = s.is_of_entering[None, :, None, None]
+    is_entering_token = s.is_entering_token[None, :, None, None]
 
     def accumulate(gate: jax.Array | None) -> tuple[Any, Any]:
         """Returns the sums up to each token, and over all of them."""
         if gate is None:
             return None, None
         # rows behind the last sequence may hold anything
-        gate = jnp.where(is_of_entering, gate.astype(dtype), 0)
+        gate = jnp.where(is_entering_token, gate.astype(dtype), 0)
         return jax.lax.cumsum(gate, axis=1, reverse=s.line.reverse), jnp.sum(gate, axis=1)
 
     key, through_key = accumulate(decays.key)
     value, through_value = accumulate(decays.value)
     query = a["query"]
-    wide = jnp.where(is_of_entering, query.astype(dtype), 0) * a["softmax_scale"]
+    wide = jnp.where(is_entering_token, query.astype(dtype), 0) * a["softmax_scale"]
     log = 0 if through_key is None else through_key[..., :, None]
     log = log if through_value is None else log + through_value[..., None, :]
     shape = (1,) * 4 if isinstance(log, int) else log.shape

@@ -46,11 +46,13 @@ def states_along_tokens(arrays: Sequence[jax.Array], types: Sequence[Any]) -> tu
     """Returns arrays of the types; states, whose shapes differ, along the tokens."""
     saved_states = []
     for x, kind in zip(arrays, types, strict=True):
-        saved_states.append((x if x.shape == kind.shape else _along(x, kind)).astype(kind.dtype))
+        saved_states.append(
+            (x if x.shape == kind.shape else _lay_along_tokens(x, kind)).astype(kind.dtype)
+        )
     return tuple(saved_states)
 
 
-def _along(state: jax.Array, kind: Any) -> jax.Array:
+def _lay_along_tokens(state: jax.Array, kind: Any) -> jax.Array:
     b, tokens, heads, width = kind.shape
     flat = state.reshape(b, heads, -1)
     padded = jnp.pad(flat, ((0, 0), (0, 0), (0, tokens * width - flat.shape[2])))

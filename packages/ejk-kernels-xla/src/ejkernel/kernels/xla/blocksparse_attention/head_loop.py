@@ -27,7 +27,8 @@ from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
 from ejkernel.ops.differentiate import Arrays
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import size_of
-from ejkernel.types.attention.rows import LN2, LOG2E
+from ejkernel.types.attention.problem import LOG2E
+from ejkernel.types.attention.rows import LN2
 from ejkernel.types.masks.blocks import cdiv, pad_to
 from ejkernel.types.masks.prepare import Tiling
 

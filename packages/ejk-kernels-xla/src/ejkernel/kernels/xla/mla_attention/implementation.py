@@ -15,7 +15,7 @@ from ejkernel.kernels.xla.flash_attention.implementation import flash_attention,
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
-from ejkernel.types.attention.latent import drop_masked_rows, expanded
+from ejkernel.types.attention.latent import drop_masked_rows, expand_rows
 from ejkernel.types.calls import arguments
 from ejkernel.types.calls.shared_sequence import ShardedCall
 from ejkernel.types.masks.combine import mask_of
@@ -49,7 +49,7 @@ class FlashMLA(XlaKernel):
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem
-        q, k, v = expanded(drop_masked_rows(arrays, arrays["mask_info"]))
+        q, k, v = expand_rows(drop_masked_rows(arrays, arrays["mask_info"]))
         options = {n: arrays.get(n) for n in ("bias", "softmax_aux", "dropout_seed", "mask_info")}
         static = ("softmax_scale", "dropout_prob", "logits_soft_cap")
         options |= {name: getattr(p, name) for name in static}

@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def starts(sequences: int, rows: int) -> np.ndarray:
-    """Cumulative lengths of sequences of equal length, int32 ``[sequences + 1]``."""
+def split_evenly(sequences: int, rows: int) -> np.ndarray:
+    """Returns the cumulative lengths of sequences of equal length, int32 ``[sequences + 1]``."""
     return (np.arange(sequences + 1) * rows // max(sequences, 1)).astype(np.int32)
 
 
-def sequences(a: Mapping[str, Any], first: str) -> dict[str, Any]:
-    """Packed sequences of equal length; ``first`` names the array that they are packed in."""
+def pack_sequences(a: Mapping[str, Any], first: str) -> dict[str, Any]:
+    """Returns cumulative lengths of packed sequences of equal length.
+
+    ``first``: name of the array that they are packed in.
+    """
     packed = {
         "cu_seqlens": (first, 0 if first == "x" else 1),
         "cum_seqlens_q": ("query", 1),
@@ -23,14 +26,14 @@ def sequences(a: Mapping[str, Any], first: str) -> dict[str, Any]:
         "query_start_loc": ("queries", 0),
     }
     return {
-        name: starts(a[name].shape[0] - 1, a[data].shape[axis])
+        name: split_evenly(a[name].shape[0] - 1, a[data].shape[axis])
         for name, (data, axis) in packed.items()
         if a.get(name) is not None
     }
 
 
-def tables(a: Mapping[str, Any], rng: np.random.Generator, cache: str) -> dict[str, Any]:
-    """Full contexts, and ``block_tables`` that visit the pages in random order."""
+def draw_tables(a: Mapping[str, Any], rng: np.random.Generator, cache: str) -> dict[str, Any]:
+    """Returns full contexts, and ``block_tables`` that visit the pages in random order."""
     lengths = "kv_lens" if "kv_lens" in a else "context_lens"
     (pages, page_size), rows = a[cache].shape[:2], a[lengths].shape[0]
     shape = a["block_tables"].shape
@@ -43,7 +46,9 @@ def tables(a: Mapping[str, Any], rng: np.random.Generator, cache: str) -> dict[s
     }
 
 
-def normal(a: Mapping[str, Any], rng: np.random.Generator, names: Iterable[str]) -> dict[str, Any]:
+def draw_normal(
+    a: Mapping[str, Any], rng: np.random.Generator, names: Iterable[str]
+) -> dict[str, Any]:
     """Returns normally distributed values for the named arrays that the call has."""
     arrays = {name: a[name] for name in names if hasattr(a[name], "shape")}
     return {name: jnp.asarray(rng.standard_normal(x.shape), x.dtype) for name, x in arrays.items()}
