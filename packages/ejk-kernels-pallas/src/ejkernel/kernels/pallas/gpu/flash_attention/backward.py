@@ -65,9 +65,10 @@ def _terms(
     if not in_sum:
         return terms
     is_large = jnp.isfinite(base) & (jnp.abs(base) >= units.LARGE / units.unit(problem))
-    adds_late = jnp.any(is_large, axis=-1)
-    start = jnp.where(adds_late[..., None], 0.0, neg_lse)
-    late = {"adds_late": adds_late.astype(jnp.int32), "late_neg_lse": neg_lse}
+    # in the dtype of the operand: a conversion of the flags would be a launch of its own
+    adds_late = jnp.max(is_large.astype(jnp.int32), axis=-1)
+    start = jnp.where(adds_late[..., None] != 0, 0.0, neg_lse)
+    late = {"adds_late": adds_late, "late_neg_lse": neg_lse}
     return terms | {"neg_lse": start} | late
 
 
