@@ -12,7 +12,12 @@ import pytest
 
 import ejkernel.modules as modules
 from ejkernel.modules._table import operation_class
-from ejkernel.ops import ConfigError, KernelNotFound, KernelNotSupported
+from ejkernel.ops import (
+    ConfigError,
+    KernelNotFound,
+    KernelNotSupported,
+    default_key_builder_with_sharding,
+)
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls.words import forms
 from ejktest.calls import CALLS, call
@@ -107,6 +112,19 @@ def test_explain_takes_an_operation_in_any_form(capsys):
     assert "q_blocksize=192, kv_blocksize=128, num_stages=2, warpgroups=3" in told
     told = modules.explain(FLASH, **c.arguments, cfg={"fwd_params": {"q_blocksize": 16}})
     assert told.tier == "override"
+
+
+@pytest.mark.parametrize("operation", ["flash_attention", "blocksparse_attention", "mla_attention"])
+def test_calls_that_drop_have_a_key_of_their_own(operation):
+    c, kernel = call(operation), operation_class(operation).shared()
+    key = lambda **options: default_key_builder_with_sharding(  # noqa: E731
+        kernel, (), {**c.arguments, **options}
+    )
+    seeds = (None, 3, np.uint32(3), jax.random.key(0), jnp.uint32(1))
+    dropping = {key(dropout_prob=0.1, dropout_seed=seed) for seed in seeds}
+    assert dropping == {key(dropout_prob=np.float32(0.5))}
+    kept = {key(dropout_prob=p, dropout_seed=seed) for p in (0, 0.0) for seed in seeds}
+    assert kept == {key()} and not kept & dropping
 
 
 def test_lengths_of_one_bucket_share_a_key():

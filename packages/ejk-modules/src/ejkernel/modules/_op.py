@@ -34,6 +34,8 @@ from ejkernel.types.calls.words import shown
 from ejkernel.types.serving.plan import AttentionPlan
 
 Arguments = dict[str, Any]
+SEED = jax.ShapeDtypeStruct((), np.int32)
+"""Every seed, as keys describe it."""
 
 
 def flatten(parameters: Arguments) -> Arguments:
@@ -176,6 +178,20 @@ class Operation(RegisteredKernel[Cfg, Any]):
 
     def constant_arguments(self, inv: Invocation) -> Collection[str]:
         return self.spec.constant_arguments(inv.arguments)
+
+    def key_arguments(self, inv: Invocation) -> Mapping[str, Any]:
+        """The arguments of the call, with a seed exactly where there is dropout.
+
+        The key holds no value of a float, so the seed is what tells a call that drops from one that
+        does not: other kernels, or other tiles, may be faster.
+        """
+        arguments = inv.arguments
+        if not self.spec.seeds:
+            return arguments
+        probability = arguments["dropout_prob"]
+        drops = isinstance(probability, (int, float)) and probability > 0
+        seeds = dict.fromkeys(self.spec.seeds, SEED if drops else None)
+        return {**arguments, **seeds, "dropout_prob": 0.0}
 
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]]:
         arguments = inv.arguments

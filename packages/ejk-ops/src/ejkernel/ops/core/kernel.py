@@ -126,6 +126,10 @@ class Kernel(Generic[Cfg, Out]):
         """Returns the arguments of a call that have no gradient though they are floats, by name."""
         return ()
 
+    def key_arguments(self, inv: Invocation) -> Mapping[str, Any]:
+        """Returns the arguments that the key describes, by name; default: those of the call."""
+        return inv.arguments
+
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]] | None:
         """Shapes that the key shall hold instead of the exact ones, by array name.
 
