@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ejkernel.modules as modules
 from ejkernel.modules import (
     InvalidArgument,
     KernelNotSupported,
     flash_attention,
     quantize_attention,
 )
+from ejkernel.ops import AutotunePolicy, Autotuner, Invocation
 from ejktest.drawn import normal
 from ejktest.oracles.attention import Case, attention, gradients, visible
 from ejktest.tolerance import check_close
@@ -196,3 +198,22 @@ def test_under_vmap_and_jit() -> None:
     both = (*arrays, *scales.values())
     mapped = jax.vmap(call)(*(jnp.stack([x, x[::-1]]) for x in both))
     assert (mapped[1][::-1] == call(*both)).all()
+
+
+@pytest.mark.parametrize("validate_backward", [None, True])
+def test_tuning_a_call_of_8_bits_times_what_it_has(validate_backward):
+    """Scales are floats, but nothing of attention, and of a grouped matmul only the rows."""
+    policy = AutotunePolicy(num_warmup=0, num_iters=1, validate_backward=validate_backward)
+    x = jnp.ones((1, 32, 2, 16), jnp.float8_e4m3fn)
+    scale, bias = jnp.ones((1, 2)), jnp.zeros((1, 2, 32, 32))
+    attend = Invocation(modules.FlashAttention(), (x, x, x, bias), {"k_scale": scale})
+    configs = [modules.FlashAttentionConfig("xla", fwd_params={"q_blocksize": 16})]
+    result = Autotuner(policy).tune(attend, configs)
+    assert not result.backward and result.timed == 2, result.trials
+
+    lhs, rhs = jnp.ones((32, 16)), jnp.ones((2, 16, 16), jnp.int8)
+    product = (lhs, rhs, jnp.full(2, 16))
+    served = Invocation(modules.GroupedMatmul(), product, {"rhs_scale": jnp.ones(2)})
+    configs = [modules.GroupedMatmulConfig("xla")]
+    result = Autotuner(policy).tune(served, configs)
+    assert result.backward == (validate_backward is True) and result.best is not None

@@ -204,9 +204,13 @@ def test_arguments_without_gradient_are_not_differentiated():
         def config_space(self, inv):
             return [FAST]
 
-    policy = AutotunePolicy(num_warmup=0, num_iters=1, validate_backward=True)
-    result = Autotuner(policy).tune(Invocation(Scaled(), (X,), {"scale": X}))
+    def tuned(validate_backward):
+        policy = AutotunePolicy(num_warmup=0, num_iters=1, validate_backward=validate_backward)
+        return Autotuner(policy).tune(Invocation(Scaled(), (X,), {"scale": X}))
+
+    result = tuned(True)
     assert result.best == FAST and result.backward
+    assert not tuned(None).backward, "what is frozen is served more often than trained around"
 
 
 def test_platforms_compete_and_a_forced_one_does_not():

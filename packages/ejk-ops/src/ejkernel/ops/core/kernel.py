@@ -55,7 +55,10 @@ class Kernel(Generic[Cfg, Out]):
 
     config_cls: type | None = None
     trained = True
-    """Whether calls are usually differentiated: tuning then ranks by both passes together."""
+    """Whether calls are usually differentiated: tuning then ranks by both passes together.
+
+    Not those with ``constant_arguments``, such as matrices stored in 8 bits.
+    """
     similarity = NO_RULES
     """Which arguments tiles do not depend on, for the nearest entry of a shipped table."""
 
@@ -127,7 +130,7 @@ class Kernel(Generic[Cfg, Out]):
         return ()
 
     def key_arguments(self, inv: Invocation) -> Mapping[str, Any]:
-        """Returns the arguments that the key describes, by name; default: those of the call."""
+        """Returns the arguments that the key describes, by name; default: all."""
         return inv.arguments
 
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]] | None:

@@ -145,7 +145,7 @@ class Workbench:
         call: the call.
         configs: the candidates; the first one's implementation says whether there are gradients.
         validate_backward: True, False, or None = when there are gradients and the kernel is one
-            that is trained.
+            that is trained, of a call without constant arguments.
         inputs: bound ``(args, kwargs)`` with concrete arrays; None = ``kernel.sample_inputs``.
     """
 
@@ -162,6 +162,7 @@ class Workbench:
         args, kwargs = self.kernel.sample_inputs(call, rng) if inputs is None else inputs
         self.parts = Parts.flatten((tuple(args), dict(kwargs)))
         self.arrays = [jnp.asarray(x) for x in self.parts.arrays]
+        self.constants = tuple(self.kernel.constant_arguments(call))
         self.differentiated = self._differentiated(args, kwargs)
         self.cotangents: list[Any] = []
         self.backward = bool(self.differentiated) and self._wants_backward(
@@ -182,7 +183,7 @@ class Workbench:
     def _differentiated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
         """Positions among ``arrays`` to differentiate: a custom_vjp must know positional ones."""
         by_name = bind_by_name(self.kernel, args, kwargs)
-        constants = [by_name[name] for name in self.kernel.constant_arguments(self.call)]
+        constants = jax.tree_util.tree_leaves([by_name[name] for name in self.constants])
         count = len(self.arrays)
         if self.kernel.has_custom_vjp:
             count = sum(is_array(x) for x in jax.tree_util.tree_leaves(tuple(args)))
@@ -195,7 +196,7 @@ class Workbench:
     def _wants_backward(self, configs: Sequence[Any], requested: bool | None) -> bool:
         if requested is not None:
             return requested
-        if not self.kernel.trained:
+        if not self.kernel.trained or self.constants:  # frozen arguments: calls that serve
             return False
         for cfg in configs:
             try:

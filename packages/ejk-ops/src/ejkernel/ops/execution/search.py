@@ -1,7 +1,8 @@
 """One search for the fastest config: compile in parallel, check one by one, time the valid ones.
 
 The winner is the config whose forward and backward passes together take least, because that is
-what training runs; of kernels without gradients, or that are not trained, the forward pass alone.
+what training runs; of kernels without gradients, or that are not trained, and of calls with frozen
+arguments, the forward pass alone.
 Configs with separate ``fwd_params`` and ``bwd_params`` are taken apart within their platform: the
 best forward tiles and the best backward tiles join, and win if together they are faster still.
 """
