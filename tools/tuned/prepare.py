@@ -53,7 +53,7 @@ def lower(inv: Invocation, cfg: Any) -> None:
     floats = [i for i, x in enumerate(parts.arrays) if _is_differentiable(x.dtype)]
 
     def forward(*arrays: Any) -> Any:
-        args, kwargs = parts.around(arrays)
+        args, kwargs = parts.with_arrays(arrays)
         return runner(*args, **kwargs)
 
     def smooth(*arrays: Any) -> Any:

@@ -19,7 +19,7 @@ from ejkernel.ops.errors import ConfigError, warn_caution
 from ejkernel.ops.params import warpgroups_of
 from ejkernel.ops.partition import may_be_sharded
 from ejkernel.ops.partitioned import run_partitioned
-from ejkernel.ops.second_order import not_differentiable, operation
+from ejkernel.ops.second_order import current_operation, not_differentiable
 from ejkernel.ops.utils.device import device_kind
 from ejkernel.ops.varying import vary_like, vary_over
 
@@ -280,7 +280,7 @@ class CallKernel:
             tiles = self.tiles(problem, target, cfg)
             # an explicit config has none: where it fails, the call fails
             fallback = self.tiles(problem, target) if is_config_from_file() else None
-            options, name = self.call.options(a), operation(self.call.name)
+            options, name = self.call.options(a), current_operation(self.call.name)
             work = Work(self, problem, options, tiles, target, name, fallback, invariant)
             if sharded:
                 outputs = run_partitioned(work, a, cfg)

@@ -16,7 +16,7 @@ from ejkernel.ops.errors import warn_once
 from ejkernel.ops.execution.lowering import lowering_error
 from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.ops.execution.progress import first_line
-from ejkernel.ops.second_order import differentiable_once, running
+from ejkernel.ops.second_order import attribute_to, differentiable_once
 from ejkernel.ops.varying import vary_alike
 
 Arrays = dict[str, Any]
@@ -51,7 +51,7 @@ class Work:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def differentiable(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
-    """The outputs of ``work.kernel.forward``, differentiated by ``work.kernel.backward``.
+    """Returns the outputs of ``work.kernel.forward``, differentiated by ``work.kernel.backward``.
 
     ``arrays`` are ``same_axes(arrays)``. A kernel that keeps much for its gradients has a forward
     pass ``without_gradients`` too.
@@ -66,37 +66,37 @@ def _once(work: Work, tree: Any) -> Any:
 
 
 def _forward(work: Work, arrays: Arrays) -> Any:
-    arrays, work = _once(work, arrays), _lowerable(work, arrays)
+    arrays, work = _once(work, arrays), _with_lowerable_tiles(work, arrays)
     outputs, saved = work.kernel.call.name_residuals(*work.kernel.forward(work, arrays))
     return outputs, (arrays, outputs, saved)
 
 
 def _backward(work: Work, residuals: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Arrays]:
-    cotangents, work = _once(work, cotangents), _lowerable(work, residuals[0])
-    with running(work.operation), batch_invariant(work.batch_invariant):
+    cotangents, work = _once(work, cotangents), _with_lowerable_tiles(work, residuals[0])
+    with attribute_to(work.operation), batch_invariant(work.batch_invariant):
         gradients: Mapping[str, Any] = work.kernel.backward(work, *residuals, cotangents)
     arrays = residuals[0]
     unknown = gradients.keys() - arrays.keys()
     if unknown:
         raise TypeError(f"{work.kernel!r} has gradients of {sorted(unknown)}, which it did not get")
-    return ({name: _as(gradients.get(name), x) for name, x in arrays.items()},)
+    return ({name: _cast_gradient(gradients.get(name), x) for name, x in arrays.items()},)
 
 
-def _lowerable(work: Work, arrays: Arrays) -> Work:
-    """``work``, with the fallback tiles where its gradients cannot be lowered with its own."""
+def _with_lowerable_tiles(work: Work, arrays: Arrays) -> Work:
+    """Returns ``work``; with its fallback tiles where gradients cannot be lowered with its own."""
     if work.fallback in (None, work.tiles):
         return work
     leaves, structure = jax.tree_util.tree_flatten(arrays)
-    return _chosen_by_lowering(
+    return _choose_by_lowering(
         work, structure, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     )
 
 
 @lru_cache(maxsize=512)
-def _chosen_by_lowering(work: Work, structure: Any, types: tuple[Any, ...]) -> Work:
+def _choose_by_lowering(work: Work, structure: Any, types: tuple[Any, ...]) -> Work:
     def passes(work: Work, *leaves: Any) -> Any:
         arrays = jax.tree_util.tree_unflatten(structure, leaves)
-        with running(work.operation):
+        with attribute_to(work.operation):
             outputs, saved = work.kernel.forward(work, arrays)
             ones = tuple(map(jnp.ones_like, outputs))
             return work.kernel.backward(work, arrays, outputs, saved, ones)
@@ -114,7 +114,7 @@ def _chosen_by_lowering(work: Work, structure: Any, types: tuple[Any, ...]) -> W
     return other
 
 
-def _as(gradient: Any, primal: Any) -> Any:
+def _cast_gradient(gradient: Any, primal: Any) -> Any:
     """Returns a gradient in the dtype of its primal; None is zero."""
     return None if gradient is None else gradient.astype(primal.dtype)
 
@@ -124,19 +124,22 @@ differentiable.defvjp(_forward, _backward)
 
 @bounded_jit
 def _compiled(arrays: Arrays, *, work: Work) -> tuple[Any, ...]:
-    with running(work.operation):
+    with attribute_to(work.operation):
         if work.kernel.has_backward:
             return differentiable(work, arrays)
         return work.kernel.forward(work, arrays)[0]
 
 
 def compiled(work: Work, arrays: Arrays) -> tuple[Any, ...]:
-    """The outputs as one program: JAX keeps its derivative and traces it once, outside jit too."""
+    """Returns the outputs of one program.
+
+    JAX keeps its derivative and traces it once, outside ``jit`` too.
+    """
     return _compiled(arrays, work=work)
 
 
 def same_axes(arrays: Arrays) -> Arrays:
-    """The arrays as ``differentiable`` wants them.
+    """Returns the arrays as ``differentiable`` takes them.
 
     Inside ``shard_map`` all of them vary over the same mesh axes, so that JAX sums the gradients of
     replicated arrays.

@@ -20,25 +20,25 @@ from jax.interpreters import ad, batching, mlir
 
 from ejkernel.ops.errors import KernelNotSupported
 
-_running: ContextVar[str] = ContextVar("ejkernel_operation", default="this operation")
+_current: ContextVar[str] = ContextVar("ejkernel_operation", default="this operation")
 
 
 @contextlib.contextmanager
-def running(operation: str) -> Generator[None]:
+def attribute_to(operation: str) -> Generator[None]:
     """Attributes operations traced inside the block to ``operation``."""
-    token = _running.set(operation)
+    token = _current.set(operation)
     try:
         yield
     finally:
-        _running.reset(token)
+        _current.reset(token)
 
 
-def operation(otherwise: str | None = None) -> str:
-    """The operation that is being traced, for what is static in it; without one, ``otherwise``."""
-    return _running.get() if otherwise is None else _running.get(otherwise)
+def current_operation(otherwise: str | None = None) -> str:
+    """Returns the name of the operation that is being traced; without one, ``otherwise``."""
+    return _current.get() if otherwise is None else _current.get(otherwise)
 
 
-def _once_only(name: str, again: str) -> str:
+def _second_order_reason(name: str, again: str) -> str:
     return (
         f"{name} is differentiable once: its gradient has no derivative {again}; for second order "
         "use attention or scaled_dot_product_attention (mean_pooling and grouped_matmul too) "
@@ -48,7 +48,7 @@ def _once_only(name: str, again: str) -> str:
 
 def _jvp(primals: Any, tangents: Any, *, reason: str, forward: bool) -> Any:
     (x,), (tangent,) = primals, tangents
-    bind = partial(_once.bind, reason=reason, forward=forward)
+    bind = partial(_guard.bind, reason=reason, forward=forward)
     if isinstance(tangent, ad.Zero):
         return bind(x), tangent
     if not forward:
@@ -63,37 +63,39 @@ def _transpose(cotangent: Any, x: Any, *, reason: str, forward: bool) -> Any:
 
 
 def _batch(args: Any, axes: Any, **params: Any) -> Any:
-    return _once.bind(*args, **params), axes[0]
+    return _guard.bind(*args, **params), axes[0]
 
 
-_once = Primitive("differentiable_once")
-_once.def_impl(lambda x, **_: x)
-_once.def_abstract_eval(lambda x, **_: x)
-ad.primitive_jvps[_once] = _jvp
-ad.primitive_transposes[_once] = _transpose
-batching.primitive_batchers[_once] = _batch
-mlir.register_lowering(_once, lambda _, x, **__: [x])
+_guard = Primitive("differentiable_once")
+_guard.def_impl(lambda x, **_: x)
+_guard.def_abstract_eval(lambda x, **_: x)
+ad.primitive_jvps[_guard] = _jvp
+ad.primitive_transposes[_guard] = _transpose
+batching.primitive_batchers[_guard] = _batch
+mlir.register_lowering(_guard, lambda _, x, **__: [x])
 
 
-def _floats(tree: Any, reason: str, forward: bool) -> Any:
+def _guard_floats(tree: Any, reason: str, forward: bool) -> Any:
+    """Returns ``tree``, whose floats raise ``reason`` where they are differentiated."""
+
     def guard(x: Any) -> Any:
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             return x
-        return _once.bind(jnp.asarray(x), reason=reason, forward=forward)
+        return _guard.bind(jnp.asarray(x), reason=reason, forward=forward)
 
     return jax.tree.map(guard, tree)
 
 
 def differentiable_once(tree: Any, name: str) -> Any:
-    """``tree`` as it is, what a kernel without any derivative of its own is about to read."""
-    return _floats(tree, _once_only(name, "on this platform"), forward=False)
+    """Returns the arrays that a kernel without any derivative of its own is about to read."""
+    return _guard_floats(tree, _second_order_reason(name, "on this platform"), forward=False)
 
 
 def not_differentiable(tree: Any, reason: str) -> Any:
-    """``tree`` as it is; KernelNotSupported with ``reason`` where a derivative is asked of it."""
-    return _floats(tree, reason, forward=False)
+    """Returns ``tree``; a derivative of it raises KernelNotSupported with ``reason``."""
+    return _guard_floats(tree, reason, forward=False)
 
 
 def reverse_once(tree: Any, name: str) -> Any:
-    """``tree`` as it is, what came out of a loop that JAX differentiates in forward mode only."""
-    return _floats(tree, _once_only(name, "in reverse mode"), forward=True)
+    """Returns what came out of a loop that JAX differentiates in forward mode only."""
+    return _guard_floats(tree, _second_order_reason(name, "in reverse mode"), forward=True)

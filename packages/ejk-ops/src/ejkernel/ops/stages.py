@@ -64,16 +64,18 @@ def _run_pipeline(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
     return tuple(arrays[name] for name in work.kernel.call.stage_outputs(work.problem))
 
 
-Run = Callable[[Work, Arrays], tuple[jax.Array, ...]]
+Pipeline = Callable[[Work, Arrays], tuple[jax.Array, ...]]
 
 
-def fold_mapped(run: Run, work: Work, operands: Arrays) -> tuple[jax.Array, ...]:
+def fold_mapped(run: Pipeline, work: Work, operands: Arrays) -> tuple[jax.Array, ...]:
     """Returns ``run(work, operands)``; under ``jax.vmap`` as ``fold_batch`` of the call has it."""
     return _foldable(run, work, tuple(operands))(*operands.values())
 
 
 @functools.lru_cache(maxsize=PROGRAMS_LIMIT)
-def _foldable(run: Run, work: Work, names: tuple[str, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+def _foldable(
+    run: Pipeline, work: Work, names: tuple[str, ...]
+) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns ``run`` as a function of the arrays of these names, with a rule for ``jax.vmap``."""
     mapped = custom_vmap(lambda *operands: run(work, dict(zip(names, operands, strict=True))))
 
@@ -119,8 +121,8 @@ class ComposedKernel(StagedKernel):
         return True
 
     def run_stage(self, name: str, work: Work, arrays: Arrays) -> Arrays:
-        is_own = name in self.stages and self.replaces(name, work.problem)
-        return (self if is_own else self.base).stages[name](work, arrays)
+        has_stage = name in self.stages and self.replaces(name, work.problem)
+        return (self if has_stage else self.base).stages[name](work, arrays)
 
     def unavailable_reason(self) -> str | None:
         reason = super().unavailable_reason()

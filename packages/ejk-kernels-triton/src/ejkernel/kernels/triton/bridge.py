@@ -90,7 +90,7 @@ def _eager(*arrays, launch):
 
 
 @_primitive.def_impl
-def _run(*arrays, launch):
+def _run_eagerly(*arrays, launch):
     return _eager(*arrays, launch=launch)
 
 

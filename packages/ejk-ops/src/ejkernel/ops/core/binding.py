@@ -47,7 +47,7 @@ class Binding(NamedTuple):
         return tuple(map(_comparable, self.program.in_avals))
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
-        return self.bound.around(jaxpr_as_fun(self.program)(*arrays))
+        return self.bound.with_arrays(jaxpr_as_fun(self.program)(*arrays))
 
 
 def array_types(arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -94,7 +94,7 @@ def bind_shapes(
     results: list[Any] = []
 
     def steps(*arrays: Any) -> Any:
-        args, kwargs = kernel.bind(*parts.around(arrays))
+        args, kwargs = kernel.bind(*parts.with_arrays(arrays))
         if route.distributed or kernel.distributes(args, kwargs):
             return kernel.distribute(args, kwargs, route.placement, reach)
         leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))

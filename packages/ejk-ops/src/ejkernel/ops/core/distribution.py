@@ -75,7 +75,7 @@ def distribute_by_specs(
         arrays = [placed(jnp.asarray(x), mesh, s) for x, s in zip(arrays, specs, strict=True)]
 
     def shard(*arrays: Any) -> Any:
-        local_args, values = parts.around(arrays)
+        local_args, values = parts.with_arrays(arrays)
         return call(local_args, dict(zip(names, values, strict=True)))
 
     mapped = jax.shard_map(

@@ -24,7 +24,7 @@ from ejkernel.ops.execution.lowering import config_error
 from ejkernel.ops.implementation import Resolved
 from ejkernel.ops.params import OpConfig
 from ejkernel.ops.platforms import Platform, parse_platform
-from ejkernel.ops.second_order import running
+from ejkernel.ops.second_order import attribute_to
 from ejkernel.ops.utils.allowed import allow_in_files
 from ejkernel.ops.utils.device import target_device
 
@@ -226,7 +226,7 @@ class Kernel(Generic[Cfg, Out]):
         """Last step: the function that runs bound arguments, differentiated by ``custom_vjp``."""
 
         def run(*args: Any, **kwargs: Any) -> Out:
-            with running(self.name):
+            with attribute_to(self.name):
                 if self.has_custom_vjp:
                     return call_with_custom_vjp(self, resolved.fn, args, kwargs, cfg)
                 return resolved.fn(*args, cfg=cfg, **kwargs)

@@ -27,15 +27,15 @@ class Parts(NamedTuple):
     def arrays(self) -> list[Any]:
         return [self.leaves[i] for i in self.positions]
 
-    def around(self, arrays: Iterable[Any]) -> Any:
-        """The tree with other arrays in their places."""
+    def with_arrays(self, arrays: Iterable[Any]) -> Any:
+        """Returns the tree with other arrays in the places of its own."""
         leaves = list(self.leaves)
         for position, array in zip(self.positions, arrays, strict=True):
             leaves[position] = array
         return jax.tree_util.tree_unflatten(self.treedef, leaves)
 
     def without_arrays(self) -> Parts:
-        """A copy that keeps no array alive."""
+        """Returns a copy that keeps no array alive."""
         leaves: list[Any] = list(self.leaves)
         for position in self.positions:
             leaves[position] = None

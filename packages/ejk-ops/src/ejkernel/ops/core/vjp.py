@@ -110,7 +110,7 @@ def call_with_custom_vjp(
     name = kernel.name
 
     def forward(*arrays: Any) -> Any:
-        a, k = layout.around(arrays)
+        a, k = layout.with_arrays(arrays)
         return run(*a, cfg=cfg, **k)
 
     def fwd(*primals: Any) -> Any:
@@ -120,7 +120,7 @@ def call_with_custom_vjp(
 
     def bwd(residuals: Any, cotangents: Any) -> Any:
         arrays, perturbed = residuals
-        a, k = layout.around(arrays)
+        a, k = layout.with_arrays(arrays)
         cts = tuple(
             _zero(ct)
             for ct in jax.tree_util.tree_leaves(

@@ -40,7 +40,7 @@ class _Mapped:
 
     def element(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the call of one element, abstract."""
-        return self.parts.around(
+        return self.parts.with_arrays(
             [_without_axis(x, axis) for x, axis in zip(self.arrays, self.axes, strict=True)]
         )
 
@@ -122,7 +122,7 @@ def vmap_with_config(
         options = _one_config(run, kernel, call, cfg)
 
         def run_element(*arrays: Any) -> Any:
-            a, k = call.parts.around(arrays)
+            a, k = call.parts.with_arrays(arrays)
             return run(kernel, *a, **options, **k)
 
         return jax.vmap(run_element, in_axes=tuple(call.axes))(*call.arrays)
@@ -201,7 +201,7 @@ def _spread(
             x if axis is None else jax.lax.squeeze(x, (0,))
             for x, axis in zip(arrays, axes, strict=True)
         ]
-        a, k = shell.around(local)
+        a, k = shell.with_arrays(local)
         out = run(kernel, *a, **options, **k)
         return jax.tree_util.tree_map(lambda x: jnp.asarray(x)[None], out)
 

@@ -212,7 +212,7 @@ class Workbench:
         runner = self.kernel.runner(self._resolve(cfg), cfg)
 
         def run(*arrays: Any) -> Any:
-            args, kwargs = self.parts.around(arrays)
+            args, kwargs = self.parts.with_arrays(arrays)
             return runner(*args, **kwargs)
 
         return run

@@ -53,7 +53,7 @@ def config_error(call: BoundCall, cfg: Any) -> Exception | None:
     layout = parts.without_arrays()
 
     def run_forward(*arrays: Any) -> Any:
-        args, kwargs = layout.around(arrays)
+        args, kwargs = layout.with_arrays(arrays)
         return call.kernel.runner(resolve(call.kernel, call, cfg), cfg)(*args, **kwargs)
 
     return lowering_error(run_forward, parts.arrays)

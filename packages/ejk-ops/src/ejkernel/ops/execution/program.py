@@ -190,7 +190,7 @@ class Program:
                     args, kwargs = binding(arrays)
                     out = run(*args, **kwargs)
                 else:
-                    args, kwargs = kernel.bind(*self.parts.around(arrays))
+                    args, kwargs = kernel.bind(*self.parts.with_arrays(arrays))
                     if route.distributed or kernel.distributes(args, kwargs):
                         out = kernel.distribute(args, kwargs, route.placement, _of_shard(run))
                     else:

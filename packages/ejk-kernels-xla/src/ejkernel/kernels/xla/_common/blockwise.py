@@ -30,7 +30,7 @@ from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.layout import Layout
 from ejkernel.kernels.xla._common.mods import TileScores
 from ejkernel.kernels.xla._common.tiles import Blocks
-from ejkernel.ops.second_order import operation
+from ejkernel.ops.second_order import current_operation
 from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types.attention.rows import DEAD, Rows, RowScales, exponent
 from ejkernel.types.masks.hidden import cleared
@@ -47,7 +47,7 @@ class Spec:
     dropout_prob: float = 0.0
     precision: Any = None
     logits_dtype: Any = jnp.float32
-    operation: str = field(default_factory=operation)
+    operation: str = field(default_factory=current_operation)
     scored: bool = False  # by a score_mod
 
     @classmethod

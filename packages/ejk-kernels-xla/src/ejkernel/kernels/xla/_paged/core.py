@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
-from ejkernel.ops.second_order import operation, reverse_once
+from ejkernel.ops.second_order import current_operation, reverse_once
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.attention.softmax import name_residuals
@@ -41,7 +41,7 @@ class Spec:
     soft_cap: float | None = None
     left: int | None = None
     accumulate: jnp.dtype = jnp.float32
-    operation: str = field(default_factory=operation)
+    operation: str = field(default_factory=current_operation)
 
 
 class Tree(NamedTuple):
@@ -133,7 +133,8 @@ def _wide(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize >= 2
 
 
-def _steps(spec: Spec, blocks, step, carry):
+def _loop_over_blocks(spec: Spec, blocks, step, carry):
+    """Returns the carry after ``step(block, carry)`` of a range of blocks."""
     return reverse_once(jax.lax.fori_loop(*blocks, step, carry), spec.operation)
 
 
@@ -155,7 +156,7 @@ def _group_forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles: T
 
     zero = zeros((n, hk, g, rows), spec.accumulate, q)
     init = (zero + NEG_INF, zero, zeros((n, hk, g, rows, dv), spec.accumulate, q))
-    top, total, o = _steps(spec, blocks, forward_step, init)
+    top, total, o = _loop_over_blocks(spec, blocks, forward_step, init)
     alive = total != 0
     # a compiler's maximum may drop NaN, and the row would look as if it saw no key
     top = jnp.where(jnp.isnan(total), total, top)
@@ -210,7 +211,7 @@ def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, 
     grads, dscale, dsinks = carry
     dq = zeros(q.shape, spec.accumulate, q)
     blocks = _block_range(spec, tiles, layout.capacity)
-    dq, grads, dscale = _steps(spec, blocks, backward_step, (dq, grads, dscale))
+    dq, grads, dscale = _loop_over_blocks(spec, blocks, backward_step, (dq, grads, dscale))
     if sinks is not None:
         below = jnp.minimum(sinks[None, :, :, None] - row_max[..., None], 0.0)
         p_sink = jnp.where(alive[..., None], jnp.exp(below - log_sum[..., None]), 0.0)
