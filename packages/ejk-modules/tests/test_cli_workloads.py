@@ -91,6 +91,9 @@ def test_concrete_arguments_have_the_abstract_shapes(operation):
         ({"causal": False}, 64),
         ({}, 36),
         ({"window": 1}, 15),
+        ({"window": 10}, 36),
+        ({"window": 10, "kv_len": 16}, 36),  # fewer rows than the window has keys
+        ({"window": 1, "kv_len": 4}, 8),  # rows behind the last key see one key, then none
         ({"documents": 2}, 20),
         ({"causal": False, "kv_len": 4}, 32),
         ({"kv_len": 4}, 26),

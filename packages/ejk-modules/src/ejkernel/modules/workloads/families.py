@@ -99,23 +99,27 @@ class AttentionShape(Shape):
         return batch, heads, self.q_len, self.keys
 
     def visible_pairs(self) -> float:
-        """Query-key pairs the mask leaves, per batch row and head (documents of equal length)."""
+        """Returns the pairs of query and key that the mask leaves, per batch row and head."""
         rows, keys = self.q_len / self.documents, self.keys / self.documents
         if not self.causal:
             pairs = rows * keys
             if self.window is not None:
                 pairs = rows * min(keys, 2 * self.window + 1)
-        elif self.window is not None and self.window < keys:
-            w = self.window
-            pairs = w * (w + 1) / 2 + (rows - w) * (w + 1)
         else:
-            pairs = rows * (rows + 1) / 2 if rows <= keys else keys * (rows - (keys - 1) / 2)
+            pairs = _causal_pairs(rows, keys)
+            if self.window is not None:  # without the pairs that are more than a window apart
+                pairs -= _causal_pairs(max(rows - self.window - 1, 0), keys)
         return pairs * self.documents
 
     def flops(self) -> float:
         """Returns the floating-point operations of the forward pass."""
         dims = self.head_dim + self.value_dim
         return 2.0 * self.batch * self.heads * self.visible_pairs() * dims
+
+
+def _causal_pairs(rows: float, keys: float) -> float:
+    """Returns the pairs of a query and a key that is not behind it."""
+    return rows * (rows + 1) / 2 if rows <= keys else keys * (rows - (keys - 1) / 2)
 
 
 @dataclass(frozen=True)
