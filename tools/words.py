@@ -23,7 +23,7 @@ TEXTS = ("docs/**/*.md", "README.md", "CONTRIBUTING.md")
 CEILINGS = {
     "docs": 0,
     "ejk-kernels-pallas": 1,
-    "ejk-kernels-triton": 7,
+    "ejk-kernels-triton": 3,
     "ejk-kernels-xla": 0,
     "ejk-modules": 4,
     "ejk-ops": 2,

@@ -237,14 +237,14 @@ def _captured_gradients(
         canonical["mask_mod"] = work.problem.mask_mod.mod(arrays)
     options = work.options._asdict() | canonical | {"return_lse": True}
 
-    def run(floats: Arrays) -> Any:
+    def attend(floats: Arrays) -> Any:
         mod = form.mod(arrays | floats)
         o, lse = reference.run_canonical(**(options | {"score_mod": mod}))
         return o, lse.swapaxes(1, 2) if heads_first else lse
 
-    (o, lse), pull = jax.vjp(run, floats)
+    (o, lse), pull_back = jax.vjp(attend, floats)
     do, dlse = cotangents_of(o, lse)
-    return pull((do.astype(o.dtype), dlse.astype(lse.dtype)))[0]
+    return pull_back((do.astype(o.dtype), dlse.astype(lse.dtype)))[0]
 
 
 def uses_lists(problem: Problem, target: Target) -> bool:

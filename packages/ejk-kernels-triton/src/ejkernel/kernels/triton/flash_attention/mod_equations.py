@@ -141,7 +141,7 @@ class Lowering:
 
     # ---- equations --------------------------------------------------------------------------
 
-    def run(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    def convert_jaxpr(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         """Returns the values of the outputs of a jaxpr."""
         values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -149,11 +149,12 @@ class Lowering:
             return np.asarray(x.val) if isinstance(x, Literal) else values[x]
 
         for equation in jaxpr.eqns:
-            results = self._equation(equation, [value(x) for x in equation.invars])
+            results = self._convert_equation(equation, [value(x) for x in equation.invars])
             values.update(zip(equation.outvars, results, strict=True))
         return [value(x) for x in jaxpr.outvars]
 
-    def _equation(self, e: Any, inputs: list[Any]) -> list[Any]:
+    def _convert_equation(self, e: Any, inputs: list[Any]) -> list[Any]:
+        """Returns the values of the outputs of one equation."""
         name = e.primitive.name
         if name in _CALLS and _CALLS[name] in e.params:
             inner = e.params[_CALLS[name]]
@@ -162,7 +163,7 @@ class Lowering:
             jaxpr = inner.jaxpr if closed else inner
             if jaxpr.constvars:
                 jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-            return self.run(jaxpr, [*consts, *inputs])
+            return self.convert_jaxpr(jaxpr, [*consts, *inputs])
         if all(isinstance(x, np.ndarray) for x in inputs) and not e.primitive.multiple_results:
             with jax.ensure_compile_time_eval():
                 return [np.asarray(e.primitive.bind(*map(jnp.asarray, inputs), **e.params))]

@@ -84,7 +84,7 @@ def source(form: ModForm, slope: bool = False) -> str:
     if scored:
         inputs.append(Scalar("score"))
     inputs += [Scalar(name, 0) for name in INDICES]
-    outputs = [lowering.scalar(x) for x in lowering.run(jaxpr, inputs)]
+    outputs = [lowering.scalar(x) for x in lowering.convert_jaxpr(jaxpr, inputs)]
     texts = [lowering.text(x) for x in outputs]
     needed = {x.name for x in outputs if isinstance(x, Scalar)}
     body = []

@@ -93,7 +93,7 @@ def store_unmatched(
 
 @triton.jit
 def grouped_matmul_fwd(lhs, rhs, group_sizes, offset, existing, out, params):
-    """Writes the products of the rows of all groups and their matrices."""
+    """Multiplies the rows of every group by the matrix of the group."""
     inner, columns = params.inner, params.columns
     program, programs = tl.program_id(0), tl.num_programs(0)
     starts, ends = lane_rows(group_sizes, params)

@@ -49,7 +49,7 @@ def grouped_matmul_8bit(
     KIND: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Writes the products of the rows of all groups and their 8-bit matrices."""
+    """Multiplies the rows of every group by the 8-bit matrix of the group."""
     inner, columns = params.inner, params.columns
     program, programs = tl.program_id(0), tl.num_programs(0)
     starts, ends = lane_rows(group_sizes, params)

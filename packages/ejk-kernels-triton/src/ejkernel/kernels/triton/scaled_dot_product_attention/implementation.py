@@ -10,7 +10,7 @@ from ejkernel.types.calls import arguments
 class ScaledDotProductAttention(FlashAttention):
     """The kernels of flash attention for the operation of this name, whose options are fewer.
 
-    Dtypes and head dims are those of ``flash_attention``; tiles are the kernel's own choice.
+    Dtypes and head dims are as in ``flash_attention``; tiles are the kernel's own choice.
     """
 
     call = calls.ScaledDotProductAttention

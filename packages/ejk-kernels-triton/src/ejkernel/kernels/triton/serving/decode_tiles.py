@@ -134,13 +134,14 @@ def choose(problem: PagedProblem, target: Target) -> DecodeTiles:
     """Returns the heuristic tiles."""
     # partial results of few rows are merged in one wait for memory, as soon as waiting for others
     few = problem.group * problem.tokens * power_of_two(problem.value_dim) <= 1024
-    tiles = replace(_chosen(problem, target), last_merges=few)
+    tiles = replace(_choose_split_tiles(problem, target), last_merges=few)
     # a call of 1024 tokens in a chain on an H200: 6.4 us for 10.3, of 4096 9.8 for 11.7
     is_short = few and problem.batch == 1 and problem.capacity <= SHORT_TOKENS
     return replace(tiles, num_launches=1) if is_short else tiles
 
 
-def _chosen(problem: PagedProblem, target: Target) -> DecodeTiles:
+def _choose_split_tiles(problem: PagedProblem, target: Target) -> DecodeTiles:
+    """Returns the tiles of ``paged_split``; how partial results are merged is not chosen here."""
     rows, _ = query_rows(problem)
     columns = power_of_two(max(map(sum, column_parts(problem))))
     # operands of the matmuls go through registers: 64 tokens of 128 columns fill a third of
