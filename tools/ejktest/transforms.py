@@ -37,6 +37,19 @@ def with_gradients(function: Callable[..., Any], arrays: Arrays) -> Any:
     return outputs, gradients
 
 
+def with_pullback(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of a cotangent and arrays that gives outputs and gradients.
+
+    The cotangent is a tree like the outputs, or a function of each of them.
+    """
+
+    def run(cotangent: Any, *arrays: Any) -> Any:
+        out, pull = jax.vjp(function, *arrays)
+        return out, pull(jax.tree.map(cotangent, out) if callable(cotangent) else cotangent)
+
+    return run
+
+
 def assert_close(actual: Any, expected: Any) -> None:
     """Asserts that trees have the same arrays, up to the order of additions."""
 

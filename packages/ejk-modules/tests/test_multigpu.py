@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import ejkernel.modules as modules
 from ejktest.at_size import BOUND, relative
 from ejktest.transfers import transfers
+from ejktest.transforms import with_pullback
 
 GPUS = [device for device in jax.devices() if device.platform == "gpu"]
 pytestmark = [
@@ -25,28 +28,17 @@ def mesh_of(axis):
 
 
 def drawn(heads=8, kv_heads=2, length=1024):
-    """q, k, v and the cotangent, on the first GPU."""
+    """The cotangent, q, k and v, on the first GPU."""
     keys = jax.random.split(jax.random.key(0), 4)
-    counts = (heads, kv_heads, kv_heads, heads)
+    counts = (heads, heads, kv_heads, kv_heads)
     shapes = [(2, length, n, 128) for n in counts]
     return [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
 
 
-def pulled(call):
-    """The output and all gradients of a call, as one jitted function of q, k, v and do."""
-
-    @jax.jit
-    def run(q, k, v, do):
-        out, back = jax.vjp(call, q, k, v)
-        return out, *back(do)
-
-    return run
-
-
 def same(found, wanted):
     """Up to the rounding of sums that XLA makes in another order."""
-    first = [jax.device_put(x, GPUS[0]) for x in found]
-    errors = list(map(relative, first, wanted))
+    first = [jax.device_put(x, GPUS[0]) for x in jax.tree.leaves(found)]
+    errors = list(map(relative, first, jax.tree.leaves(wanted)))
     assert max(errors) <= BOUND["bfloat16"], errors
 
 
@@ -57,7 +49,7 @@ def test_attention_over_batch_or_heads(axis, platform):
     arrays, mesh = drawn(), mesh_of(axis)
     spec = P("dp") if axis == "dp" else P(None, None, "tp")
     plain = lambda q, k, v: modules.flash_attention(q, k, v, causal=True, platform=platform)  # noqa: E731
-    wanted = pulled(plain)(*arrays)
+    wanted = jax.jit(with_pullback(plain))(*arrays)
     spread = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
 
     def on_mesh(q, k, v):
@@ -67,7 +59,7 @@ def test_attention_over_batch_or_heads(axis, platform):
 
     by_shard_map = jax.shard_map(plain, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     for call in (on_mesh, by_shard_map, plain):
-        found = pulled(call)(*spread)
+        found = jax.jit(with_pullback(call))(*spread)
         assert {shard.device for shard in found[0].addressable_shards} == set(GPUS[:2])
         same(found, wanted)
 
@@ -78,7 +70,7 @@ def test_plain_jit_gathers_nothing(axis, platform):
     mesh, spec = mesh_of(axis), P("dp") if axis == "dp" else P(None, None, "tp")
     spread = [jax.device_put(x, NamedSharding(mesh, spec)) for x in drawn()]
     attend = lambda q, k, v: modules.flash_attention(q, k, v, causal=True, platform=platform)  # noqa: E731
-    text = pulled(attend).lower(*spread).compile().as_text()
+    text = jax.jit(with_pullback(attend)).lower(*spread).compile().as_text()
     assert "all-gather" not in text
     assert "all-reduce" not in text
 
@@ -117,7 +109,7 @@ def test_plain_jit_of_a_server_and_of_matrices():
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_ring(layout):
     arrays, mesh = drawn(), mesh_of("sp")
-    wanted = pulled(lambda q, k, v: modules.flash_attention(q, k, v, causal=True))(*arrays)
+    wanted = jax.jit(with_pullback(partial(modules.flash_attention, causal=True)))(*arrays)
     zigzag = layout == "zigzag"
     there = (lambda x: modules.zigzag_shard(x, 2)) if zigzag else (lambda x: x)
     back = (lambda x: modules.zigzag_unshard(x, 2)) if zigzag else (lambda x: x)
@@ -129,7 +121,7 @@ def test_ring(layout):
         return back(out)
 
     spread = [jax.device_put(x, NamedSharding(mesh, P(None, "sp"))) for x in arrays]
-    same(pulled(ring)(*spread), wanted)
+    same(jax.jit(with_pullback(ring))(*spread), wanted)
 
 
 @pytest.mark.parametrize("platform", ["triton", "pallas"])

@@ -16,6 +16,7 @@ import ejkernel.modules as modules
 from ejkernel.ops import InvalidArgument
 from ejkernel.types import MaskInfo
 from ejktest.grids import cover
+from ejktest.transforms import with_pullback
 
 pytestmark = [
     pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices"),
@@ -42,16 +43,6 @@ def qkv(batch=2, length=32, heads=4, kv_heads=2, dim=8):
 def assert_same(a, b):
     for x, y in zip(jax.tree_util.tree_leaves(a), jax.tree_util.tree_leaves(b), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=3e-5, atol=3e-5)
-
-
-def pulled(call):
-    """Returns the results of a call and the gradients at a cotangent, as one function."""
-
-    def run(cotangent, *arrays):
-        out, pull = jax.vjp(call, *arrays)
-        return out, pull(cotangent)
-
-    return run
 
 
 def test_the_three_ways_to_give_the_axis():
@@ -85,17 +76,17 @@ def test_zigzag_under_plain_jit(strategy, kinds):
     )  # fmt: skip
     spec = P("dp", "sp", "tp")
     mesh = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Auto,) * 3)
-    expected = jax.jit(pulled(partial(modules.flash_attention, **options)))(*arrays)
+    expected = jax.jit(with_pullback(partial(modules.flash_attention, **options)))(*arrays)
     ordered = [modules.zigzag_shard(x, 2) for x in arrays]
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in ordered]
-    compiled = jax.jit(pulled(ours)).lower(*placed).compile()
+    compiled = jax.jit(with_pullback(ours)).lower(*placed).compile()
     assert set(COLLECTIVES.findall(compiled.as_text())) == kinds
     found = compiled(*placed)
     assert {x.sharding.spec for x in jax.tree.leaves(found)} == {spec}
     explicit = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(explicit):
         typed = [jax.device_put(x, NamedSharding(explicit, spec)) for x in ordered]
-        for result in (found, jax.jit(pulled(ours))(*typed)):
+        for result in (found, jax.jit(with_pullback(ours))(*typed)):
             whole = map(np.asarray, jax.tree.leaves(result))
             assert_same([modules.zigzag_unshard(x, 2) for x in whole], expected)
     assert_same(modules.zigzag_unshard(ours(*placed[1:]), 2), expected[0])
@@ -126,7 +117,7 @@ def test_options_and_gradients(layout):
         return modules.flash_attention(q, k, v, bias, softmax_aux=sinks, mask_info=mask, **options)
 
     arrays = ((jnp.cos(q), jnp.ones(q.shape[:3])), q, k, v, sinks, bias)
-    assert_same(jax.jit(pulled(ours))(*arrays), jax.jit(pulled(theirs))(*arrays))
+    assert_same(jax.jit(with_pullback(ours))(*arrays), jax.jit(with_pullback(theirs))(*arrays))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ring_packed", "all_gather", "ulysses"])

@@ -27,6 +27,7 @@ from ejkernel.types import MaskInfo
 from ejkernel.types.calls.signature import axes_of
 from ejktest import calls
 from ejktest.grids import cover
+from ejktest.transforms import with_pullback
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 
@@ -273,12 +274,7 @@ def attend(q, k, v, **options):
 
 def both(function):
     """The output and the gradients of all arguments."""
-
-    def differentiate(*arrays):
-        out, pull = jax.vjp(function, *arrays)
-        return out, pull(jnp.sin(out))
-
-    return differentiate
+    return partial(with_pullback(function), jnp.sin)
 
 
 def partitioned_program(function, arrays, specs, mesh=None):
