@@ -43,6 +43,7 @@ def convolve_backward(
     x, weight, bias, initial_state, dy, dstate, cu, dx, dinitial, partials, sizes,
     SILU: tl.constexpr,
 ):  # fmt: skip
+    """Writes dx of a segment and block of channels, and its terms of dweight and dbias."""
     WIDTH: tl.constexpr = sizes.WIDTH
     STEP: tl.constexpr = sizes.STEP
     BEFORE: tl.constexpr = WIDTH - 1

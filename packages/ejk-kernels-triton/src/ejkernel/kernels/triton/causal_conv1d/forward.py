@@ -36,6 +36,7 @@ from ejkernel.types.problems.convolution import ConvolutionProblem
 
 @triton.jit
 def convolve(x, weight, bias, initial_state, cu, y, state, sizes, SILU: tl.constexpr):
+    """Convolves the tokens of a segment, in a block of channels; writes the last state."""
     WIDTH: tl.constexpr = sizes.WIDTH
     position = find_position(cu, sizes)
     batch, last, valid = position.batch, position.last, position.valid

@@ -60,6 +60,7 @@ def channel_gradients(
     query, key, gate, beta, dout, updates, dvalue, states, dstates, cu, dquery, dkey, dgate, dbeta,
     sizes, scale, NORMALIZE: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Writes the gradients of one chunk and value head for a block of key channels."""
     CHUNK: tl.constexpr = sizes.CHUNK
     DTYPE: tl.constexpr = sizes.DTYPE
     PRECISION: tl.constexpr = sizes.PRECISION

@@ -59,6 +59,7 @@ def prepare_channels(
     sizes, scale, NORMALIZE: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Writes inverse, scores and decayed queries and keys of one chunk and value head."""
     CHUNK: tl.constexpr = sizes.CHUNK
     DTYPE: tl.constexpr = sizes.DTYPE
     heads = sizes.heads

@@ -31,6 +31,7 @@ def decode_tokens(
     query, key, value, gate, beta, initial, cu, out, final, sizes, scale,
     NORMALIZE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
+    """Takes some columns of the state of a sequence and head through its tokens."""
     DIM: tl.constexpr = sizes.DIM
     COLUMNS: tl.constexpr = sizes.COLUMNS
     across = (sizes.value_dim + COLUMNS - 1) // COLUMNS

@@ -108,6 +108,7 @@ def prepare_chunks(
     query, key, gate, beta, cu, inverse, scores, factors, decays, sizes, scale,
     NORMALIZE: tl.constexpr, FACTORS: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Writes inverse, scores and factors of one chunk, for the value heads of a key head."""
     CHUNK: tl.constexpr = sizes.CHUNK
     program = tl.program_id(0)
     kv_head = program % sizes.kv_heads

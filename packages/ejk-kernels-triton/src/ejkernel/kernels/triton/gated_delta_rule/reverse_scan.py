@@ -42,6 +42,7 @@ def scan_gradients(
     query, key, entering, dout, inverse, scores, factors, decays, dfinal, cu, dvalue, dstates,
     dinitial, sizes, FACTORS: tl.constexpr,
 ):  # fmt: skip
+    """Takes columns of the gradient of a state through the chunks of a sequence, last first."""
     DTYPE: tl.constexpr = sizes.DTYPE
     PRECISION: tl.constexpr = sizes.PRECISION
     column, head, owner = find_program(sizes)
@@ -72,10 +73,10 @@ def scan_gradients(
         du = tl.dot(k_entering, after, input_precision=PRECISION) * k_until[:, None]
         du = tl.dot(tl.trans(weights), do.to(DTYPE), acc=du, input_precision=PRECISION)
         dv = tl.dot(tl.trans(solved), du.to(DTYPE), input_precision=PRECISION)
-        reading = (do.to(tl.float32) * q_since[:, None]).to(DTYPE)
-        dstate = tl.dot(tl.trans(q), reading, acc=dstate * decay, input_precision=PRECISION)
-        reading = (dv * -k_since[:, None]).to(DTYPE)
-        dstate = tl.dot(tl.trans(k), reading, acc=dstate, input_precision=PRECISION)
+        do_since = (do.to(tl.float32) * q_since[:, None]).to(DTYPE)
+        dstate = tl.dot(tl.trans(q), do_since, acc=dstate * decay, input_precision=PRECISION)
+        dv_since = (dv * -k_since[:, None]).to(DTYPE)
+        dstate = tl.dot(tl.trans(k), dv_since, acc=dstate, input_precision=PRECISION)
         store_value_rows(dvalue, dv, chunk, head, column, sizes)
     if dinitial is not None:
         tl.store(dinitial + state_offset, dstate, mask=in_state)

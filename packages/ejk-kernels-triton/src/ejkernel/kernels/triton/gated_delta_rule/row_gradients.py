@@ -88,6 +88,7 @@ def row_gradients(
     query, key, gate, beta, dout, updates, dvalue, states, dstates, state_rows, cu, dquery, dkey,
     dgate, dbeta, sizes, scale, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
+    """Writes the gradients of one chunk and key head: queries, keys, gates and beta."""
     CHUNK: tl.constexpr = sizes.CHUNK
     DTYPE: tl.constexpr = sizes.DTYPE
     PRECISION: tl.constexpr = sizes.PRECISION

@@ -57,6 +57,7 @@ def scan_chunks(
     query, key, value, entering, inverse, scores, factors, decays, initial, cu, out, final, states,
     updates, sizes, FACTORS: tl.constexpr,
 ):  # fmt: skip
+    """Takes some columns of a state ``[dk, dv]`` through the chunks of a sequence, for one head."""
     DTYPE: tl.constexpr = sizes.DTYPE
     PRECISION: tl.constexpr = sizes.PRECISION
     column, head, owner = find_program(sizes)
@@ -80,14 +81,16 @@ def scan_chunks(
         if states is not None:
             target = states + number * tile.size + tile.offset
             tl.store(target, before.to(states.dtype.element_ty), mask=tile.inside)
-        read = tl.dot(k, before, input_precision=PRECISION)
-        error = v - k_since[:, None] * read
+        k_state = tl.dot(k, before, input_precision=PRECISION)
+        error = v - k_since[:, None] * k_state
         update = tl.dot(solved, error.to(DTYPE), input_precision=PRECISION)
         k_entering = k
         if entering is not None:
             k_entering = load_key_rows(entering, chunk, kv_head, sizes).to(DTYPE)
-        added = (k_until[:, None] * update).to(DTYPE)
-        state = tl.dot(tl.trans(k_entering), added, acc=state * decay, input_precision=PRECISION)
+        update_until = (k_until[:, None] * update).to(DTYPE)
+        state = tl.dot(
+            tl.trans(k_entering), update_until, acc=state * decay, input_precision=PRECISION
+        )
         narrow = update.to(DTYPE)
         if updates is not None:
             store_value_rows(updates, narrow, chunk, head, column, sizes)
