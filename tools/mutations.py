@@ -168,7 +168,7 @@ FAULTS = (
     ),
     Fault(
         "a sink's gradient turned round", f"{TYPES}/attention/softmax.py",
-        "return -jnp.sum(share", "return jnp.sum(share", f"{TRITON_TESTS}/test_flash_attention.py",
+        "return -jnp.sum(weight", "return jnp.sum(weight", f"{TRITON_TESTS}/test_flash_attention.py",
     ),
     Fault(
         "Hopper's stored tile is chosen again", f"{HOPPER}/flash_attention/tiles.py",

@@ -50,7 +50,7 @@ def refused(monkeypatch):
     monkeypatch.setattr(type(on_xla), "backward", checked)
     reset_warnings()
     jax.clear_caches()
-    differentiate._chosen_by_lowering.cache_clear()
+    differentiate._choose_by_lowering.cache_clear()
     return seen
 
 

@@ -184,7 +184,8 @@ def block_lists(
     full_tiles = full_tiles & is_whole.reshape((1,) * (full_tiles.ndim - 1) + (-1,))
     if masks_last_outer:
         outer_blocks = visible_tiles.shape[-2]
-        full_tiles = full_tiles & (np.arange(outer_blocks) < outer_blocks - 1)[:, None]
+        is_before_last = np.arange(outer_blocks) < outer_blocks - 1
+        full_tiles = full_tiles & is_before_last.reshape((1,) * (full_tiles.ndim - 2) + (-1, 1))
     is_known = isinstance(visible_tiles, np.ndarray) and isinstance(full_tiles, np.ndarray)
     xp: Any = np if is_known else jnp
     order = xp.argsort(~visible_tiles, axis=-1, stable=True)
