@@ -23,6 +23,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     row_of,
 )
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
+from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp
 from ejkernel.kernels.pallas.gpu.common.work_counter import fetch_index_in_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import LIMIT
@@ -48,6 +49,29 @@ class BackwardKernel:
     def dtype(self) -> Any:
         """The dtype of q, k, v and do."""
         return jnp.dtype(self.plan.problem.dtype)
+
+
+class PersistentKernel(BackwardKernel):
+    """A backward kernel whose programs take work units of a counter, in the order of lists."""
+
+    @property
+    def units(self) -> int:
+        """Work units of the call."""
+        raise NotImplementedError
+
+    def move(self, r: Any, _: None, wg: Any) -> None:
+        """Runs the warp that copies operands."""
+        counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
+        for_one_warp(lambda: self.produce(r, counter))
+
+    def produce(self, r: Any, counter: Any) -> None:
+        """Copies the operands of one unit after the other."""
+        raise NotImplementedError
+
+    def take_unit(self, r: Any, counter: Any) -> Any:
+        """Returns the program's next unit, or -1; for a single warp."""
+        unit_of = lambda n: r.order[0, n] if self.plan.listed else n  # noqa: E731
+        return next_unit(counter, self.units, unit_of)
 
 
 def for_each_visit(table: Any, at: tuple, step: Callable[..., None]) -> Any:

@@ -33,18 +33,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, LAYOUT, read, spread
 from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
-from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
     ROWS,
-    BackwardKernel,
+    PersistentKernel,
     base2,
     copy_step,
     for_each_visit,
     hide,
     launch_backward,
     needs_masks,
-    next_unit,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 
@@ -133,7 +131,7 @@ class UnitSteps(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WideKeyKernel(BackwardKernel):
+class WideKeyKernel(PersistentKernel):
     """The kernel of dk and dv of wide heads."""
 
     @property
@@ -146,7 +144,7 @@ class WideKeyKernel(BackwardKernel):
     def for_each_unit(self, r: Any, side: int, compute: Callable[[UnitSteps], Any]) -> None:
         """``compute(steps)`` for one unit after the other, which returns the count of steps.
 
-        ``side``: 0 of keys, 1 of values: each unit begins when they have arrived.
+        ``side``: the operand that a unit waits for, 0 of keys, 1 of values.
         """
 
         def wait_for_unit() -> Any:
@@ -274,18 +272,9 @@ class WideKeyKernel(BackwardKernel):
 
     # ---- producer ---------------------------------------------------------------------------
 
-    def move(self, r: Any, _: None, wg: Any) -> None:
-        """Runs the warp that copies operands."""
-        counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
-        for_one_warp(lambda: self.produce(r, counter))
-
     def produce(self, r: Any, counter: Any) -> None:
         """Copies the key block and the query blocks of one unit after the other."""
         plan = self.plan
-
-        def take_unit() -> Any:
-            unit_of = lambda n: r.order[0, n] if plan.listed else n  # noqa: E731
-            return next_unit(counter, self.units, unit_of)
 
         def announce(side: int, index: Any, number: Any, visited: Any = None) -> None:
             """Tells a consumer its next unit, once it is done with the operand of this one."""
@@ -308,9 +297,9 @@ class WideKeyKernel(BackwardKernel):
                 copy_step(r, unit.batch, h, i, before + t, ROWS, STAGES)
 
             steps = unit.for_each_block(copy_block)
-            return take_unit(), number + 1, before + steps
+            return self.take_unit(r, counter), number + 1, before + steps
 
-        start = take_unit(), jnp.int32(0), jnp.int32(FIRST)
+        start = self.take_unit(r, counter), jnp.int32(0), jnp.int32(FIRST)
         _, number, _ = lax.while_loop(lambda carry: carry[0] >= 0, copy_unit, start)
         for side, full in enumerate((r.k_full, r.v_full)):
             announce(side, jnp.int32(-1), number)

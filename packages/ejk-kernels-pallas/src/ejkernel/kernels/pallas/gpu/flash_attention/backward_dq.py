@@ -29,16 +29,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, ROW, read, spread
 from ejkernel.kernels.pallas.gpu.common.tma import padded_rows, tiled
-from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, read_thread
+from ejkernel.kernels.pallas.gpu.common.warps import read_thread
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_common import (
     CONSUMERS,
     ROWS,
-    BackwardKernel,
+    PersistentKernel,
     base2,
     hide,
     launch_backward,
     needs_masks,
-    next_unit,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     OF_QUERIES,
@@ -121,7 +120,7 @@ class QueryRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QueryGradientKernel(BackwardKernel):
+class QueryGradientKernel(PersistentKernel):
     """The kernel of dq.
 
     Attributes:
@@ -293,18 +292,9 @@ class QueryGradientKernel(BackwardKernel):
         pl.when(i > 0)(lambda: plgpu.barrier_wait(r.q_empty))
         r.rows_smem[len(self.row_values), 0] = index.astype(jnp.float32)
 
-    def move(self, r: Any, _: None, wg: Any) -> None:
-        """Runs the warp that copies operands."""
-        counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
-        for_one_warp(lambda: self.produce(r, counter))
-
     def produce(self, r: Any, counter: Any) -> None:
         """Copies the rows and the key blocks of one unit after the other."""
         plan = self.plan
-
-        def take_unit() -> Any:
-            unit_of = lambda n: r.order[0, n] if plan.listed else n  # noqa: E731
-            return next_unit(counter, self.units, unit_of)
 
         def copy_unit(carry: Any) -> Any:
             index, i, before = carry
@@ -312,10 +302,10 @@ class QueryGradientKernel(BackwardKernel):
             self.announce(r, index, i)
             self.copy_rows(r, unit)
             steps = unit.for_each_block(functools.partial(self.copy_block, r, unit, before))
-            return take_unit(), i + 1, before + steps
+            return self.take_unit(r, counter), i + 1, before + steps
 
         zero = jnp.int32(0)
-        start = (take_unit(), zero, zero)
+        start = (self.take_unit(r, counter), zero, zero)
         _, i, _ = lax.while_loop(lambda carry: carry[0] >= 0, copy_unit, start)
         self.announce(r, jnp.int32(-1), i)
         for _ in range(self.row_copies):
