@@ -147,7 +147,7 @@ class NotePassed:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What files make when they are imported stays: looking there for garbage finds none."""
+    """Turns the garbage collector off meanwhile: imported modules stay, it would find nothing."""
     gc.disable()
     try:
         return (yield)

@@ -43,11 +43,11 @@ def with_pullback(function: Callable[..., Any]) -> Callable[..., Any]:
     The cotangent is a tree like the outputs, or a function of each of them.
     """
 
-    def run(cotangent: Any, *arrays: Any) -> Any:
+    def pull_back(cotangent: Any, *arrays: Any) -> Any:
         out, pull = jax.vjp(function, *arrays)
         return out, pull(jax.tree.map(cotangent, out) if callable(cotangent) else cotangent)
 
-    return run
+    return pull_back
 
 
 def assert_close(actual: Any, expected: Any) -> None:

@@ -35,10 +35,10 @@ def drawn(heads=8, kv_heads=2, length=1024):
     return [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
 
 
-def same(found, wanted):
+def same(found, expected):
     """Up to the rounding of sums that XLA makes in another order."""
     first = [jax.device_put(x, GPUS[0]) for x in jax.tree.leaves(found)]
-    errors = list(map(relative, first, jax.tree.leaves(wanted)))
+    errors = list(map(relative, first, jax.tree.leaves(expected)))
     assert max(errors) <= BOUND["bfloat16"], errors
 
 
@@ -49,7 +49,7 @@ def test_attention_over_batch_or_heads(axis, platform):
     arrays, mesh = drawn(), mesh_of(axis)
     spec = P("dp") if axis == "dp" else P(None, None, "tp")
     plain = lambda q, k, v: modules.flash_attention(q, k, v, causal=True, platform=platform)  # noqa: E731
-    wanted = jax.jit(with_pullback(plain))(*arrays)
+    expected = jax.jit(with_pullback(plain))(*arrays)
     spread = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
 
     def on_mesh(q, k, v):
@@ -61,7 +61,7 @@ def test_attention_over_batch_or_heads(axis, platform):
     for call in (on_mesh, by_shard_map, plain):
         found = jax.jit(with_pullback(call))(*spread)
         assert {shard.device for shard in found[0].addressable_shards} == set(GPUS[:2])
-        same(found, wanted)
+        same(found, expected)
 
 
 @pytest.mark.parametrize("platform", ["triton", "pallas"])
@@ -98,18 +98,18 @@ def test_plain_jit_of_a_server_and_of_matrices():
         (decode, (normal(4, 1, 32, 128), *cache), (heads,) * 3),
         (multiply, (normal(1024, 256), normal(8, 256, 512)), (P(), heads)),
     ):
-        wanted = jax.jit(call)(*arrays)
+        expected = jax.jit(call)(*arrays)
         pairs = zip(arrays, specs, strict=True)
         spread = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
         compiled = jax.jit(call).lower(*spread).compile()
         assert "all-gather" not in compiled.as_text()
-        same([compiled(*spread)], [wanted])
+        same([compiled(*spread)], [expected])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_ring(layout):
     arrays, mesh = drawn(), mesh_of("sp")
-    wanted = jax.jit(with_pullback(partial(modules.flash_attention, causal=True)))(*arrays)
+    expected = jax.jit(with_pullback(partial(modules.flash_attention, causal=True)))(*arrays)
     zigzag = layout == "zigzag"
     there = (lambda x: modules.zigzag_shard(x, 2)) if zigzag else (lambda x: x)
     back = (lambda x: modules.zigzag_unshard(x, 2)) if zigzag else (lambda x: x)
@@ -121,7 +121,7 @@ def test_ring(layout):
         return back(out)
 
     spread = [jax.device_put(x, NamedSharding(mesh, P(None, "sp"))) for x in arrays]
-    same(jax.jit(with_pullback(ring))(*spread), wanted)
+    same(jax.jit(with_pullback(ring))(*spread), expected)
 
 
 @pytest.mark.parametrize("platform", ["triton", "pallas"])
@@ -138,7 +138,7 @@ def test_plain_jit_of_experts(platform):
         out, back = jax.vjp(multiply, lhs, rhs)
         return out, *back(dout)
 
-    wanted = run(*arrays)
+    expected = run(*arrays)
     specs = P(), P("ep"), P()
     spread = [
         jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
@@ -147,7 +147,7 @@ def test_plain_jit_of_experts(platform):
     assert "all-gather" not in compiled.as_text()
     found = compiled(*spread)
     assert found[2].sharding.is_equivalent_to(spread[1].sharding, 3)
-    same(found, wanted)
+    same(found, expected)
 
 
 def test_latent_pages_on_two():
@@ -159,7 +159,7 @@ def test_latent_pages_on_two():
     )
     tables = jnp.asarray(rng.permutation(256).reshape(2, 128), jnp.int32)
     lengths = jnp.asarray([8000, 4321], jnp.int32)
-    wanted = jax.jit(modules.mla_decode)(q, cache, lengths, tables)
+    expected = jax.jit(modules.mla_decode)(q, cache, lengths, tables)
     specs = P(), P("pages"), P(), P()
     spread = [
         jax.device_put(x, NamedSharding(mesh, spec))
@@ -169,7 +169,7 @@ def test_latent_pages_on_two():
     compiled = run.lower(*spread).compile()
     (sent,) = transfers(compiled.as_text())  # the outputs and their lse, of both
     assert (sent.kind, sent.size) == ("all-gather", 2 * 2 * 128 * (512 * 2 + 4))
-    same([compiled(*spread)], [wanted])
+    same([compiled(*spread)], [expected])
 
 
 @pytest.mark.parametrize("axis", ["heads", "pages"])
@@ -188,7 +188,7 @@ def test_a_server_writes_its_part_of_the_cache(axis):
     others = lengths, tables, starts, np.array([7, 7, 8], np.int32)
     spec = P(None, "x") if axis == "heads" else P()
     pool = P(None, None, "x") if axis == "heads" else P("x")
-    wanted = jax.jit(modules.ragged_page_attention_v3)(*rows, cache, *others)
+    expected = jax.jit(modules.ragged_page_attention_v3)(*rows, cache, *others)
     spread = [jax.device_put(x, NamedSharding(mesh, spec)) for x in rows]
     placed = jax.device_put(cache, NamedSharding(mesh, pool))
     run = jax.jit(
@@ -199,7 +199,7 @@ def test_a_server_writes_its_part_of_the_cache(axis):
     )
     compiled = run.lower(*spread, placed).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= cache.nbytes // 2
-    same(compiled(*spread, placed), wanted)
+    same(compiled(*spread, placed), expected)
 
 
 def test_grouped_product_of_matrices_on_two():
@@ -220,7 +220,7 @@ def test_grouped_product_of_matrices_on_two():
             product, mesh=mesh_of("ep"), in_specs=P("ep"), out_specs=P(), check_vma=False
         )(rhs)
 
-    wanted = modules.grouped_matmul(lhs, rhs, sizes)
+    expected = modules.grouped_matmul(lhs, rhs, sizes)
     rhs = jax.device_put(rhs, NamedSharding(mesh_of("ep"), P("ep")))
     lhs = jax.device_put(lhs, NamedSharding(mesh_of("ep"), P()))
-    same([run(lhs, rhs)], [wanted])
+    same([run(lhs, rhs)], [expected])

@@ -214,13 +214,13 @@ def _delay_on_cpus(p: Pass, visitors: Any, computed: Any) -> Any:
     if p.ring.size == 1:
         return visitors
 
-    def late(visitors: Any, computed: Any) -> Any:
+    def delay(visitors: Any, computed: Any) -> Any:
         value = _bits(jax.tree.leaves(computed)[0].reshape(-1)[0])
         zero = value * (p.device // p.ring.size).astype(value.dtype)
         wait = lambda x: _bits(x) + zero.astype(_bits(x).dtype)  # noqa: E731
         return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(wait(x), x.dtype), visitors)
 
-    return jax.lax.platform_dependent(visitors, computed, cpu=late, default=lambda x, _: x)
+    return jax.lax.platform_dependent(visitors, computed, cpu=delay, default=lambda x, _: x)
 
 
 def _bits(x: jax.Array) -> jax.Array:

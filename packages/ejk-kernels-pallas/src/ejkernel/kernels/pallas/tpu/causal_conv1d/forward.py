@@ -51,7 +51,7 @@ class Position(NamedTuple):
         return (self.start >= self.first) & (self.start < self.first + t.rows)
 
     def mask(self, offset: int, rows: int, channels: int) -> jax.Array:
-        """Returns which of ``rows`` rows, from ``offset`` in the block on, are the sequence's,
+        """Returns which of ``rows`` rows, starting at ``offset`` of the block, are the sequence's,
         ``[rows, channels]``."""
         return rows_inside(self.first + offset, (rows, channels), self.start, self.end)
 

@@ -53,7 +53,7 @@ class TileRules:
 def _chunk_indices(
     arrays: dict[str, Any], chunk: tuple[int, int], q_len: int, kv_len: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the chunks of queries and keys, of which a query sees its own, int32 from 0 on."""
+    """Returns the chunks of queries and keys, of which a query sees its own, int32, at least 0."""
     size, offset = chunk
     q = arrays.get("q_positions", jnp.arange(q_len, dtype=jnp.int32)[None])
     kv = arrays.get("kv_positions", jnp.arange(kv_len, dtype=jnp.int32)[None])
@@ -232,7 +232,7 @@ def finite(x: jax.Array) -> jax.Array:
 def touches(rules: TileRules, first_q: Any, first_kv: Any, q: int, kv: int) -> Any:
     """Returns whether a tile meets the band and the lengths; scalar.
 
-    The tile has ``q`` queries from ``first_q`` on and ``kv`` keys from ``first_kv`` on.
+    The tile has ``q`` queries starting at ``first_q`` and ``kv`` keys starting at ``first_kv``.
     """
     meets = (first_q < rules.q_len) & (first_kv < rules.kv_len)
     distance = first_kv - first_q

@@ -167,7 +167,7 @@ def masked_logits(
 def store_results(
     p: PagedProblem, refs: Refs, m: jax.Array, total: jax.Array, acc: jax.Array
 ) -> None:
-    """Stores output and lse from maxima and sums ``[rows, 1]`` and the output of the rows."""
+    """Stores output and lse from maxima and totals ``[rows, 1]`` and the output of the rows."""
     sinks, seen = refs.factor(SINKS), total != 0.0  # NaN has seen something
     top = jnp.maximum(m, sinks)
     rescale = jnp.exp(m - top)
