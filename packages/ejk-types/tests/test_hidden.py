@@ -8,7 +8,7 @@ import pytest
 
 from ejkernel.types import MaskInfo
 from ejkernel.types.masks.combine import mask_of
-from ejkernel.types.masks.hidden import without_dead_rows
+from ejkernel.types.masks.hidden import clear_dead_rows
 
 B, S, H, D = 1, 3, 2, 4
 HIDDEN, SEEN, NAN = -np.inf, 0.5, np.nan
@@ -24,7 +24,7 @@ def test_rows_without_a_key_are_zero(by_head):
     call = {"query": q, "key": q, "mask_info": mask_info}
     if by_head == "masked":
         call["attention_mask"] = jnp.ones((B, H, S, S), bool)
-    cleared = without_dead_rows(
+    cleared = clear_dead_rows(
         mask_of(call), S, lse, q, do, jnp.ones((B, H, S)), biased=by_head == "biased"
     )
     rows = [[0, 1, 1], [0, 1, 1]]  # of a mask for all heads

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.masks.hidden import cleared, seen_keys
+from ejkernel.types.masks.hidden import clear_unless, seen_keys
 
 Arrays = dict[str, Any]
 LATENT = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
@@ -69,7 +69,7 @@ def drop_masked_rows(arrays: Mapping[str, Any], mask: Any) -> Arrays:
     """
     seen = seen_keys(mask.terms, arrays["query"].shape[1], arrays["key_value"].shape[1])
     rows = [name for name in ("key_value", "b_k") if arrays.get(name) is not None]
-    values = cleared(seen, *(arrays[name] for name in rows))
+    values = clear_unless(seen, *(arrays[name] for name in rows))
     return {**arrays, **dict(zip(rows, values, strict=True))}
 
 

@@ -24,7 +24,7 @@ from ejkernel.types.attention.latent import (
 from ejkernel.types.attention.problem import LOG2E, Problem
 from ejkernel.types.attention.rows import DEAD, Rows, RowScales
 from ejkernel.types.attention.softmax import row_delta, sink_gradient
-from ejkernel.types.masks.hidden import cleared_rows, without_dead_rows
+from ejkernel.types.masks.hidden import clear_dead_rows, clear_rows_unless
 from ejkernel.types.masks.pattern import inside_blocks
 from ejkernel.types.masks.structure import HULL, LISTED
 
@@ -150,7 +150,7 @@ class SoftmaxKernel:
         p, q = work.problem, arrays["q"]
         (o, lse), (do, dlse) = outputs, cotangents
         if p.pattern_blocks is None and p.mask_mod is None:
-            q, do, dlse = without_dead_rows(
+            q, do, dlse = clear_dead_rows(
                 arrays["mask"], p.kv_len, lse, q, do, dlse, biased=p.biased
             )
         elif (
@@ -158,7 +158,7 @@ class SoftmaxKernel:
             or p.mask_mod is not None
             or not all(_rows_see_tiles(p, *tile) for tile in self.backward_tiles(work))
         ):
-            q, do, dlse = cleared_rows(lse, q, do, dlse)
+            q, do, dlse = clear_rows_unless(lse != -jnp.inf, q, do, dlse)
         arrays = arrays | {"q": q, "do": do, "base": saved}
         if "sink" not in arrays and self.finds_delta(work):
             return self.gradients(work, arrays | {"o": o, "dlse": dlse})

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ejkernel.types.masks.fields import ARRAYS
+
 
 class Kind(enum.Enum):
     """The kind of thing that an axis counts."""
@@ -126,10 +128,9 @@ def mask_axes(x: Any) -> tuple[str, ...]:
 def mask_words(mask: Any) -> list[tuple[str, ...]]:
     """Returns the words of every array of a mask, in the order in which JAX flattens it."""
     words: list[tuple[str, ...]] = []
-    for part in mask.terms:
-        for name in ("attention_mask", "q_segment_ids", "kv_segment_ids", "q_positions",
-                     "kv_positions"):  # fmt: skip
-            x = getattr(part, name)
+    for term in mask.terms:
+        for name in ARRAYS:
+            x = getattr(term, name)
             if x is not None:
                 axes = mask_axes(x)
                 words.append((*axes[:-1], "kv_len") if name.startswith("kv") else axes)

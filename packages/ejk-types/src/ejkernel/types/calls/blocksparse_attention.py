@@ -17,7 +17,7 @@ from ejkernel.types.calls.sharding_notes import over_note
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, Key, invalid
-from ejkernel.types.masks.fields import is_placed
+from ejkernel.types.masks.fields import has_positions
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.query_slice import slice_queries
 
@@ -120,7 +120,7 @@ class BlockSparseAttention(SoftmaxCall):
         Their indices become positions, of which kernels take one set.
         """
         mask = a["mask_info"]
-        return mask is None or not any(map(is_placed, mask.terms))
+        return mask is None or not any(map(has_positions, mask.terms))
 
     @classmethod
     def sequence_note(cls, a: Mapping[str, Any], layout: Layout) -> str:

@@ -9,12 +9,13 @@ import numpy as np
 
 from ejkernel.types.arrays import as_bool, int_array, namespace, static_int, static_length
 from ejkernel.types.errors import invalid
-from ejkernel.types.masks.convert import dense_mask, dense_part, id_pair, resolve_lengths
+from ejkernel.types.masks.convert import dense_mask, dense_term, id_pair, resolve_lengths
 from ejkernel.types.masks.fields import (
     NO_RULE,
     M,
     check_sizes,
-    is_placed,
+    has_positions,
+    join_terms,
     lengths_of,
     per_head,
     rule_fields,
@@ -22,50 +23,54 @@ from ejkernel.types.masks.fields import (
 )
 from ejkernel.types.masks.rules import Rule, both
 
+NO_POSITIONS = {"q_positions": None, "kv_positions": None}
+_NO_SEGMENTS = {"q_segment_ids": None, "kv_segment_ids": None}
+_NO_DENSE = {"attention_mask": None, "_broadcast": False}
+
 
 def apply_rule(mask: M, rule: Rule) -> M:
     """AND ``rule`` over the mask's positions; dense if its offset is not the stored one."""
-    parts = list(mask.terms)
-    at = next((i for i, part in enumerate(parts) if is_placed(part)), 0)
-    parts[at] = _with_rule(parts[at], rule, mask)
-    return with_private(parts[0], _and=tuple(parts[1:]))
+    terms = list(mask.terms)
+    i = next((i for i, term in enumerate(terms) if has_positions(term)), 0)
+    terms[i] = _with_rule(terms[i], rule, mask)
+    return join_terms(terms)
 
 
-def _with_rule(part: M, rule: Rule, mask: M) -> M:
-    stored = part.rule
+def _with_rule(term: M, rule: Rule, mask: M) -> M:
+    stored = term.rule
     same_offset = stored.trivial or stored.offset == rule.offset
     merged = stored.merge(rule) if same_offset else None
     if merged is not None:
-        return with_private(part, **rule_fields(merged))
+        return with_private(term, **rule_fields(merged))
     q_len, kv_len = resolve_lengths(mask, None, None)
-    only = with_private(part, attention_mask=None, q_segment_ids=None, kv_segment_ids=None)
-    new = dense_part(with_private(only, **rule_fields(rule)), q_len, kv_len)
-    if part.attention_mask is not None:
-        new = as_bool(part.attention_mask) & new
-    return with_private(part, attention_mask=new, _broadcast=False)
+    only = with_private(term, attention_mask=None, q_segment_ids=None, kv_segment_ids=None)
+    new = dense_term(with_private(only, **rule_fields(rule)), q_len, kv_len)
+    if term.attention_mask is not None:
+        new = as_bool(term.attention_mask) & new
+    return with_private(term, attention_mask=new, _broadcast=False)
 
 
-def _select_rows(part: M, rows: Any, inside: Any, total: int | None) -> M:
+def _select_rows(term: M, rows: Any, inside: Any, total: int | None) -> M:
     """Returns rows ``rows`` ``[b, q]`` of one term; rows not ``inside`` see nothing."""
     fields: dict[str, Any] = {"q_positions": rows}
     batch = rows.shape[0]
-    if part.q_positions is not None:
-        positions = part.q_positions
+    if term.q_positions is not None:
+        positions = term.q_positions
         xp = namespace(positions, rows)
         positions = xp.broadcast_to(positions, (batch, positions.shape[1]))
         fields["q_positions"] = xp.take_along_axis(positions, rows, axis=1)
-    if part.q_segment_ids is not None:
-        ids = per_head(part.q_segment_ids)
+    if term.q_segment_ids is not None:
+        ids = per_head(term.q_segment_ids)
         xp = namespace(ids, rows)
         ids = xp.broadcast_to(ids, (batch, *ids.shape[1:]))
         ids = xp.where(inside[:, None], xp.take_along_axis(ids, rows[:, None], axis=2), -1)
-        fields["q_segment_ids"] = ids[:, 0] if part.q_segment_ids.ndim == 2 else ids
-    if part.attention_mask is not None and part.attention_mask.shape[2] == total:
-        dense = part.attention_mask
+        fields["q_segment_ids"] = ids[:, 0] if term.q_segment_ids.ndim == 2 else ids
+    if term.attention_mask is not None and term.attention_mask.shape[2] == total:
+        dense = term.attention_mask
         xp = namespace(dense, rows)
         dense = xp.broadcast_to(dense, (batch, *dense.shape[1:]))
         fields["attention_mask"] = xp.take_along_axis(dense, rows[:, None, :, None], axis=2)
-    return with_private(part, **fields)
+    return with_private(term, **fields)
 
 
 def _int_vector(x: Any, argument: str) -> Any:
@@ -90,12 +95,11 @@ def apply_kv_lengths(mask: M, kv_lengths: Any, q_len: int | None, end_index: Any
         q_len = static_length(q_len, "q_len")
         end = lengths if end_index is None else _int_vector(end_index, "end_index")
         rows = end[:, None] - q_len + np.arange(q_len, dtype=np.int32)
-        xp = namespace(rows, *(x for part in mask.terms for x in (part.attention_mask,)))
+        xp = namespace(rows, *(term.attention_mask for term in mask.terms))
         rows = xp.broadcast_to(rows, (max(batch, end.shape[0]), q_len))
         inside = rows >= 0 if total is None else (rows >= 0) & (rows < total)
         rows = rows if total is None else xp.clip(rows, 0, max(total - 1, 0))
-        parts = [_select_rows(part, rows, inside, total) for part in mask.terms]
-        mask = with_private(parts[0], _and=tuple(parts[1:]))
+        mask = join_terms([_select_rows(term, rows, inside, total) for term in mask.terms])
     elif end_index is not None:
         raise ValueError("end_index: needs q_len, got None for it")
     rows_left = total if q_len is None else q_len
@@ -135,8 +139,8 @@ def apply_token_type_ids(mask: M, token_type_ids: Any, combine: str, zero_policy
     if combine != "replace":
         dense = dense_mask(mask, q.shape[1], kv.shape[1])
         same = dense | same if combine == "union" else dense & same
-    no_ids = {"q_segment_ids": None, "kv_segment_ids": None, "_and": (), "_broadcast": False}
-    result = with_private(mask, attention_mask=same, **NO_RULE, **no_ids)
+    cleared = {**NO_RULE, **_NO_SEGMENTS, "_and": (), "_broadcast": False}
+    result = with_private(mask, attention_mask=same, **cleared)
     check_sizes(result, None, None, None)
     return result
 
@@ -154,11 +158,7 @@ def chunked_attention_mask(
     return rule.visible(q, kv).astype(dtype)
 
 
-NO_POSITIONS = {"q_positions": None, "kv_positions": None}
-_NO_SEGMENTS = {"q_segment_ids": None, "kv_segment_ids": None}
-
-
-def _try_dense(mask: M, new: M) -> M | None:
+def _merge_dense(mask: M, new: M) -> M | None:
     if new.attention_mask is None:
         return mask
     if mask.attention_mask is None:
@@ -173,7 +173,7 @@ def _try_dense(mask: M, new: M) -> M | None:
     return with_private(mask, attention_mask=dense, _broadcast=mask._broadcast and new._broadcast)
 
 
-def _try_segments(mask: M, new: M) -> M | None:
+def _merge_segments(mask: M, new: M) -> M | None:
     if new.q_segment_ids is None:
         return mask
     if mask.q_segment_ids is None:
@@ -184,12 +184,12 @@ def _try_segments(mask: M, new: M) -> M | None:
     return mask if same else None
 
 
-def _try_rule(mask: M, new: M) -> M | None:
+def _merge_rule(mask: M, new: M) -> M | None:
     # positions without a rule are kept: a function's own rules count by them
     positions = {"q_positions": new.q_positions, "kv_positions": new.kv_positions}
-    if new.rule.trivial and not is_placed(new):
+    if new.rule.trivial and not has_positions(new):
         return mask
-    if mask.rule.trivial and not is_placed(mask):
+    if mask.rule.trivial and not has_positions(mask):
         return with_private(mask, **positions, **rule_fields(new.rule))
     if not all(getattr(mask, name) is value for name, value in positions.items()):
         return None
@@ -197,24 +197,22 @@ def _try_rule(mask: M, new: M) -> M | None:
     return None if merged is None else with_private(mask, **rule_fields(merged))
 
 
-def _join(parts: list[M], new: M) -> list[M]:
+def _join(terms: list[M], new: M) -> list[M]:
     """Merges each constraint of ``new`` into a term where that is exact, else adds a term."""
-    for attempt, empty in (
-        (_try_dense, {"attention_mask": None, "_broadcast": False}),
-        (_try_segments, _NO_SEGMENTS),
-        (_try_rule, NO_RULE | NO_POSITIONS),
+    for merge, other_constraints in (
+        (_merge_dense, _NO_SEGMENTS | NO_RULE | NO_POSITIONS),
+        (_merge_segments, _NO_DENSE | NO_RULE | NO_POSITIONS),
+        (_merge_rule, _NO_DENSE | _NO_SEGMENTS),
     ):
-        others = {k: v for e in (NO_RULE, NO_POSITIONS, _NO_SEGMENTS) for k, v in e.items()}
-        others |= {"attention_mask": None, "_broadcast": False}
-        only = with_private(new, **{k: v for k, v in others.items() if k not in empty})
-        for i, part in enumerate(parts):
-            joined = attempt(part, only)
-            if joined is not None:
-                parts = [*parts[:i], joined, *parts[i + 1 :]]
+        constraint = with_private(new, **other_constraints)
+        for i, term in enumerate(terms):
+            merged = merge(term, constraint)
+            if merged is not None:
+                terms = [*terms[:i], merged, *terms[i + 1 :]]
                 break
         else:
-            parts = [*parts, only]
-    return parts
+            terms = [*terms, constraint]
+    return terms
 
 
 def intersect(a: M, b: M) -> M:
@@ -226,9 +224,9 @@ def intersect(a: M, b: M) -> M:
     """
     if a is b:
         return a
-    parts = list(a.terms)
+    terms = list(a.terms)
     for new in b.terms:
-        parts = _join(parts, new)
-    result = with_private(parts[0], _and=tuple(parts[1:]))
+        terms = _join(terms, new)
+    result = join_terms(terms)
     check_sizes(result, None, None, None)
     return result

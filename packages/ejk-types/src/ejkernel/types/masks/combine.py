@@ -15,8 +15,8 @@ from ejkernel.types.masks.fields import (
     AXES,
     check_sizes,
     checked_rule,
+    positions_of_rules,
     rule_fields,
-    term_with_positions,
     with_private,
 )
 from ejkernel.types.masks.mask_info import MaskInfo
@@ -48,6 +48,20 @@ def _check_one_reading(mask: Any, sizes: Mapping[str, int | None]) -> None:
     raise invalid("attention_mask", f"a mask that has one reading ({legal})", mask)
 
 
+def _padding_mask(mask: Any, q_len: int, kv_len: int) -> MaskInfo:
+    """The mask ``[#b, #q_len, #kv_len]`` of one axis; the tokens of the other all have id 0."""
+    xp, (batch, rows, keys) = namespace(mask), mask.shape
+    hides_keys = keys != 1 or (rows == 1 and kv_len == 1)
+    name, length = ("kv_segment_ids", kv_len) if hides_keys else ("q_segment_ids", q_len)
+    ids = {
+        "q_segment_ids": xp.zeros((1, q_len), np.int32),
+        "kv_segment_ids": xp.zeros((1, kv_len), np.int32),
+    }
+    keep = xp.broadcast_to(mask[:, 0, :] if hides_keys else mask[:, :, 0], (batch, length))
+    ids[name] = xp.where(keep, np.int32(0), np.int32(-1))
+    return MaskInfo(**ids)
+
+
 def _from_mask_argument(mask: Any, sizes: Mapping[str, Any]) -> MaskInfo:
     """A function's ``attention_mask`` as a mask: padding stays structural."""
     q_len, kv_len = sizes["q_len"], sizes["kv_len"]
@@ -62,19 +76,8 @@ def _from_mask_argument(mask: Any, sizes: Mapping[str, Any]) -> MaskInfo:
         if mask.shape[axis] not in (1, size):
             name = ("q_len", "kv_len")[axis - 2]
             raise invalid("attention_mask", f"an array with {name} {size} (or 1)", mask)
-    xp = namespace(mask)
     if mask.shape[1] == 1 and 1 in mask.shape[2:]:
-        # a padding mask: one axis is hidden, the ids of the other are all zero
-        rows = mask[:, 0, :, 0] if mask.shape[3] == 1 else xp.ones((1, q_len), bool)
-        keys = mask[:, 0, 0, :] if mask.shape[3] != 1 else xp.ones((1, kv_len), bool)
-        if mask.shape[2:] == (1, 1) and kv_len == 1:
-            rows, keys = xp.ones((1, q_len), bool), mask[:, 0, 0, :]
-        rows = xp.broadcast_to(rows, (rows.shape[0], q_len))
-        keys = xp.broadcast_to(keys, (keys.shape[0], kv_len))
-        return MaskInfo(
-            q_segment_ids=xp.where(rows, np.int32(0), np.int32(-1)),
-            kv_segment_ids=xp.where(keys, np.int32(0), np.int32(-1)),
-        )
+        return _padding_mask(mask[:, 0], q_len, kv_len)
     broadcast = mask.shape[2:] != (q_len, kv_len)
     return with_private(EVERYTHING, attention_mask=mask, _broadcast=broadcast)
 
@@ -163,9 +166,7 @@ def combine_masks(
         if mask_info is None:
             result = rule_mask
         else:
-            placed = term_with_positions(result)
-            positions = {"q_positions": placed.q_positions, "kv_positions": placed.kv_positions}
-            result = intersect(result, with_private(rule_mask, **positions))
+            result = intersect(result, with_private(rule_mask, **positions_of_rules(result)))
     if attention_mask is not None:
         sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
         extra = _from_mask_argument(attention_mask, sizes)

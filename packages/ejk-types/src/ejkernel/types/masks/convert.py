@@ -142,18 +142,18 @@ def resolve_lengths(mask: MaskFields, q_len: int | None, kv_len: int | None) -> 
     return result[0], result[1]
 
 
-def dense_part(part: MaskFields, q_len: int, kv_len: int) -> Any:
+def dense_term(term: MaskFields, q_len: int, kv_len: int) -> Any:
     """Visibility of one term, broadcastable to ``[b, h, q, k]``; None = all visible."""
-    result = None if part.attention_mask is None else as_bool(part.attention_mask)
-    if part.q_segment_ids is not None:
-        q = per_head(part.q_segment_ids)[..., :, None]
-        kv = per_head(part.kv_segment_ids)[..., None, :]
+    result = None if term.attention_mask is None else as_bool(term.attention_mask)
+    if term.q_segment_ids is not None:
+        q = per_head(term.q_segment_ids)[..., :, None]
+        kv = per_head(term.kv_segment_ids)[..., None, :]
         result = both(result, (q == kv) & (q >= 0))
-    if not part.rule.trivial:
-        p, r = part.q_positions, part.kv_positions
+    if not term.rule.trivial:
+        p, r = term.q_positions, term.kv_positions
         p = np.arange(q_len, dtype=np.int32)[None, None] if p is None else per_head(p)
         r = np.arange(kv_len, dtype=np.int32)[None, None] if r is None else per_head(r)
-        result = both(result, part.rule.visible(p[..., :, None], r[..., None, :]))
+        result = both(result, term.rule.visible(p[..., :, None], r[..., None, :]))
     return result
 
 
@@ -162,12 +162,12 @@ def dense_mask(mask: MaskFields, q_len: int | None = None, kv_len: int | None = 
     q_len, kv_len = resolve_lengths(mask, q_len, kv_len)
     sizes = lengths_of(mask)
     result = None
-    for part in mask.terms:
-        result = both(result, dense_part(part, q_len, kv_len))
+    for term in mask.terms:
+        result = both(result, dense_term(term, q_len, kv_len))
     batch = 1 if sizes.batch is None else sizes.batch
     heads = 1 if sizes.heads is None else sizes.heads
     if result is None:
-        arrays = [x for part in mask.terms for x in (part.q_positions, part.kv_positions)]
+        arrays = [x for term in mask.terms for x in (term.q_positions, term.kv_positions)]
         return namespace(*arrays).ones((batch, heads, q_len, kv_len), bool)
     return namespace(result).broadcast_to(result, (batch, heads, q_len, kv_len))
 
@@ -208,15 +208,15 @@ def padding_mask(mask: MaskFields, side: str) -> Any:
     is not wholly invisible. Causal, window and chunk make no padding.
     """
     name, valid = f"{side}_segment_ids", None
-    for part in mask.terms:
-        ids = getattr(part, name)
+    for term in mask.terms:
+        ids = getattr(term, name)
         if ids is not None:
             valid_ids = ids >= 0
             valid = both(valid, valid_ids.any(axis=1) if valid_ids.ndim == 3 else valid_ids)
     if valid is None:
-        for part in mask.terms:
-            if part.attention_mask is not None:
-                dense = as_bool(part.attention_mask)
+        for term in mask.terms:
+            if term.attention_mask is not None:
+                dense = as_bool(term.attention_mask)
                 valid = both(valid, dense.any(axis=(1, 3) if side == "q" else (1, 2)))
     if valid is None:
         valid = np.ones((1, 1), bool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
@@ -183,14 +183,14 @@ class MaskFields:
         raise AttributeError(f"{type(self).__name__} is immutable: use replace({name}=None)")
 
     def __repr__(self) -> str:
-        parts = []
+        fields = []
         for name in (*ARRAYS, *RULE):
             value = getattr(self, name)
             if value is None or (name in RULE and not value):
                 continue
-            parts.append(f"{name}={describe(value) if name in ARRAYS else value}")
-        joined = "".join(f" & {part!r}" for part in self._and)
-        return f"{type(self).__name__}({', '.join(parts)}){joined}"
+            fields.append(f"{name}={describe(value) if name in ARRAYS else value}")
+        joined = "".join(f" & {term!r}" for term in self._and)
+        return f"{type(self).__name__}({', '.join(fields)}){joined}"
 
     def __reduce__(self):
         children, static = flatten(self)
@@ -243,6 +243,11 @@ def with_private(mask: M, **fields: Any) -> M:
     return new
 
 
+def join_terms(terms: Sequence[M]) -> M:
+    """Returns the mask whose ``terms`` are these, at least one."""
+    return with_private(terms[0], _and=tuple(terms[1:]))
+
+
 _children = attrgetter(*ARRAYS, "_and")
 _static = attrgetter(*RULE, *AXES, "_broadcast")
 
@@ -267,12 +272,12 @@ def unflatten(cls: type[M], static: tuple, children: tuple) -> M:
     return new
 
 
-NO_RULE: dict[str, Any] = dict(zip(RULE, (False, 0, None, None), strict=True))
-
-
 def rule_fields(rule: Rule) -> dict[str, Any]:
     """The field values that say ``rule``."""
     return dict(zip(RULE, (rule.causal, rule.offset, rule.window, rule.chunk), strict=True))
+
+
+NO_RULE = rule_fields(Rule())
 
 
 def register(cls: type[M]) -> type[M]:
@@ -295,16 +300,22 @@ def _tuples(x: Any) -> Any:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-def members(mask: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """``(name, array, axis names)`` of every array of ``mask`` and of its joined masks."""
-    for part in (mask, *mask._and):
-        if is_array(part.attention_mask):
-            yield "attention_mask", part.attention_mask, ("batch", "heads", "q", "kv")
-        for name in ARRAYS[1:]:
-            value = getattr(part, name)
-            if is_array(value):
-                length = "q" if name.startswith("q_") else "kv"
-                yield name, value, ("batch", *("heads",) * (value.ndim - 2), length)
+def _array_sizes(term: Any) -> Iterator[tuple[str, Any, list[tuple[str, int]]]]:
+    """``(name, array, sizes by axis name)`` of every array of one term."""
+    for name in ARRAYS:
+        value = getattr(term, name)
+        if not is_array(value):
+            continue
+        axes: tuple[str, ...] = ("batch", "heads", "q", "kv")
+        if name != "attention_mask":
+            length = "q" if name.startswith("q_") else "kv"
+            axes = ("batch", *("heads",) * (value.ndim - 2), length)
+        yield name, value, list(zip(axes, value.shape, strict=True))
+
+
+def _may_be_1(term: Any, name: str, axis: str) -> bool:
+    """Returns whether a size of 1 of this axis stands for any size."""
+    return axis in ("batch", "heads") or (name == "attention_mask" and term._broadcast)
 
 
 def per_head(tokens: Any) -> Any:
@@ -312,24 +323,24 @@ def per_head(tokens: Any) -> Any:
     return tokens if tokens is None or tokens.ndim == 3 else tokens[:, None]
 
 
-def is_placed(part: Any) -> bool:
+def has_positions(term: Any) -> bool:
     """Returns whether positions are given, for queries or for keys."""
-    return part.q_positions is not None or part.kv_positions is not None
+    return term.q_positions is not None or term.kv_positions is not None
 
 
-def term_with_positions(mask: Any) -> Any:
-    """The first term with positions, by which further rules count; else the mask itself."""
-    return next((part for part in mask.terms if is_placed(part)), mask)
+def positions_of_rules(mask: Any) -> dict[str, Any]:
+    """Returns the positions by which further rules of a call count: the first term's with any."""
+    term = next(filter(has_positions, mask.terms), mask)
+    return {"q_positions": term.q_positions, "kv_positions": term.kv_positions}
 
 
 def lengths_of(mask: Any) -> Lengths:
     """Axis sizes from any array of the mask and of its joined masks."""
     sizes: dict[str, int] = {}
-    for part in (mask, *mask._and):
-        for name, value, axes in members(with_private(part, _and=())):
-            for axis, size in zip(axes, value.shape, strict=True):
-                stretched = part._broadcast and name == "attention_mask" and size == 1
-                if stretched and axis in ("q", "kv"):
+    for term in (mask, *mask._and):
+        for name, _, array_sizes in _array_sizes(term):
+            for axis, size in array_sizes:
+                if size == 1 and axis in ("q", "kv") and _may_be_1(term, name, axis):
                     continue
                 if sizes.get(axis, 1) == 1:
                     sizes[axis] = size
@@ -348,18 +359,17 @@ def check_sizes(
 
     ``argument`` names the mask in the message; default: the field at fault.
     """
-    want: dict[str, int | None] = {"batch": batch, "heads": heads, "q": q_len, "kv": kv_len}
-    for part in (mask, *mask._and):
-        loose = ("batch", "heads", "q", "kv") if part._broadcast else ("batch", "heads")
-        for name, value, axes in members(with_private(part, _and=())):
-            for axis, size in zip(axes, value.shape, strict=True):
-                is_loose = axis in loose and (name == "attention_mask" or axis in loose[:2])
-                if is_loose and size == 1:
+    expected: dict[str, int | None] = {"batch": batch, "heads": heads, "q": q_len, "kv": kv_len}
+    for term in (mask, *mask._and):
+        for name, value, array_sizes in _array_sizes(term):
+            for axis, size in array_sizes:
+                may_be_1 = _may_be_1(term, name, axis)
+                if may_be_1 and size == 1:
                     continue
-                if want[axis] is None:
-                    want[axis] = size
-                elif want[axis] != size:
+                if expected[axis] is None:
+                    expected[axis] = size
+                elif expected[axis] != size:
                     label = {"q": "q_len", "kv": "kv_len"}.get(axis, axis)
                     path = name if argument is None else f"{argument}.{name}"
-                    or_one = " (or 1)" if is_loose else ""
-                    raise invalid(path, f"an array with {label} {want[axis]}{or_one}", value)
+                    or_one = " (or 1)" if may_be_1 else ""
+                    raise invalid(path, f"an array with {label} {expected[axis]}{or_one}", value)

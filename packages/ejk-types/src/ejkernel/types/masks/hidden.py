@@ -14,31 +14,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import as_bool
-from ejkernel.types.masks.fields import MaskFields, is_placed, per_head
+from ejkernel.types.masks.fields import MaskFields, has_positions, per_head
 from ejkernel.types.masks.rules import both, largest, smallest
 
 
-def seen_keys(parts: Sequence[MaskFields], q_len: Any, kv_len: Any) -> Any | None:
-    """Keys that some query may see under every one of ``parts``, bool ``[#b, #kv_len]``.
+def seen_keys(terms: Sequence[MaskFields], q_len: Any, kv_len: Any) -> Any | None:
+    """Keys that some query may see under every one of ``terms``, bool ``[#b, #kv_len]``.
 
     Conservative: padding ids, dense masks and rules by index count, each alone. None: all keys.
-    The arrays of ``parts`` may be padded; symbolic lengths have no rules by index.
+    The arrays of ``terms`` may be padded; symbolic lengths have no rules by index.
     """
     seen = None
-    for part in parts:
-        if part.attention_mask is not None:
-            seen = both(seen, as_bool(part.attention_mask).any(axis=(1, 2))[:, :kv_len])
-        if part.kv_segment_ids is not None:
-            seen = both(seen, (per_head(part.kv_segment_ids) >= 0).any(axis=1)[:, :kv_len])
-        seen = both(seen, _by_index(part, q_len, kv_len))
+    for term in terms:
+        if term.attention_mask is not None:
+            seen = both(seen, as_bool(term.attention_mask).any(axis=(1, 2))[:, :kv_len])
+        if term.kv_segment_ids is not None:
+            seen = both(seen, (per_head(term.kv_segment_ids) >= 0).any(axis=1)[:, :kv_len])
+        seen = both(seen, _by_index(term, q_len, kv_len))
     return seen
 
 
-def _by_index(part: MaskFields, q_len: Any, kv_len: Any) -> np.ndarray | None:
+def _by_index(term: MaskFields, q_len: Any, kv_len: Any) -> np.ndarray | None:
     static = isinstance(q_len, int) and isinstance(kv_len, int)
-    if part.rule.trivial or is_placed(part) or not static:
+    if term.rule.trivial or has_positions(term) or not static:
         return None
-    first, last = part.rule.query_bounds(np.arange(kv_len, dtype=np.int32))
+    first, last = term.rule.query_bounds(np.arange(kv_len, dtype=np.int32))
     seen = np.ones(kv_len, bool)
     if first is not None:
         seen &= first < q_len
@@ -47,20 +47,20 @@ def _by_index(part: MaskFields, q_len: Any, kv_len: Any) -> np.ndarray | None:
     return None if seen.all() else seen[None]
 
 
-def may_see_nothing(parts: Sequence[MaskFields], q_len: Any, kv_len: Any) -> bool:
+def may_see_nothing(terms: Sequence[MaskFields], q_len: Any, kv_len: Any) -> bool:
     """Returns whether some query may see no key: never by a causal mask alone, always by arrays."""
     if not (isinstance(q_len, int) and isinstance(kv_len, int)):
         return True
     low, high = np.zeros(q_len, np.int32), np.full(q_len, kv_len - 1, np.int32)
-    for part in parts:
-        if part.attention_mask is not None or part.q_segment_ids is not None or is_placed(part):
+    for term in terms:
+        if term.attention_mask is not None or term.q_segment_ids is not None or has_positions(term):
             return True
-        first, last = part.rule.key_bounds(np.arange(q_len, dtype=np.int32))
+        first, last = term.rule.key_bounds(np.arange(q_len, dtype=np.int32))
         low, high = largest(low, first), smallest(high, last)
     return bool((low > high).any())
 
 
-def without_dead_rows(
+def clear_dead_rows(
     mask: MaskFields,
     kv_len: Any,
     lse: jax.Array,
@@ -70,43 +70,36 @@ def without_dead_rows(
     *,
     biased: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, do ``[b, q, h, ...]`` and dlse ``[b, h, q]`` with zeros in rows that see no key.
+    """Returns q, do ``[b, q, h, ...]`` and dlse ``[b, h, q]``, zeros in rows that see no key.
 
     Their weights are 0, but 0 * NaN would reach the keys' gradients. lse ``[b, h, q]`` is -inf
     there. Free where the mask leaves every row a key. ``biased``: whether a bias of -inf may hide
     the keys of one head.
     """
-    parts = mask.terms
-    if not may_see_nothing(parts, q.shape[1], kv_len):
+    terms = mask.terms
+    if not may_see_nothing(terms, q.shape[1], kv_len):
         return q, do, dlse
     alive = lse != -jnp.inf
-    if not biased and all(part.attention_mask is None for part in parts):
+    if not biased and all(term.attention_mask is None for term in terms):
         # one value for all heads, which XLA need not spread over the columns of joined heads
         alive = jnp.any(alive, axis=1, keepdims=True)
-    return _rows_kept(alive, q, do, dlse)
+    return clear_rows_unless(alive, q, do, dlse)
 
 
-def cleared_rows(
-    lse: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Clears rows as ``without_dead_rows`` does, whatever the mask."""
-    return _rows_kept(lse != -jnp.inf, q, do, dlse)
-
-
-def _rows_kept(
+def clear_rows_unless(
     alive: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns q, do and dlse with zeros where ``alive`` ``[b, #h, q]`` is False."""
-    rows = jnp.swapaxes(alive, 1, 2)[..., None]
-    q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))
-    return q, do, jnp.where(alive, dlse, 0.0)
+    """Returns q, do ``[b, q, h, ...]`` and dlse ``[b, h, q]``, zero unless alive ``[b, #h, q]``."""
+    return *clear_unless(jnp.swapaxes(alive, 1, 2), q, do), *clear_unless(alive, dlse)
 
 
-def cleared(seen: Any | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """``arrays`` ``[b, k, ...]`` with zeros where ``seen`` ``[#b, #k]`` is False."""
-    if seen is None:
+def clear_unless(flags: Any | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the arrays with zeros where ``flags``, of their first axes, is False; None: as is."""
+    if flags is None:
         return arrays
-    return tuple(
-        jnp.where(jnp.expand_dims(seen, tuple(range(2, x.ndim))), x, jnp.zeros((), x.dtype))
-        for x in arrays
-    )
+
+    def clear(x: jax.Array) -> jax.Array:
+        trailing = tuple(range(flags.ndim, x.ndim))
+        return jnp.where(jnp.expand_dims(flags, trailing), x, jnp.zeros((), x.dtype))
+
+    return tuple(map(clear, arrays))

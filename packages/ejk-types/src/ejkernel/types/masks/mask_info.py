@@ -21,6 +21,7 @@ from ejkernel.types.masks.fields import (
     NO_RULE,
     Lengths,
     MaskFields,
+    join_terms,
     lengths_of,
     register,
     with_private,
@@ -134,7 +135,7 @@ class MaskInfo(Constructors):
     @property
     def is_structural(self) -> bool:
         """True if there is no dense mask."""
-        return all(part.attention_mask is None for part in self.terms)
+        return all(term.attention_mask is None for term in self.terms)
 
     def is_self_attention(self) -> bool:
         """True if queries and keys are the same tokens, judged by structure, not by values.
@@ -143,8 +144,8 @@ class MaskInfo(Constructors):
         absent, and the lengths equal.
         """
         return self.q_len == self.kv_len and all(
-            part.q_segment_ids is part.kv_segment_ids and part.q_positions is part.kv_positions
-            for part in self.terms
+            term.q_segment_ids is term.kv_segment_ids and term.q_positions is term.kv_positions
+            for term in self.terms
         )
 
     # dense forms
@@ -184,11 +185,11 @@ class MaskInfo(Constructors):
 
     def to_dtype(self, dtype: Any) -> MaskInfo:
         """The dense mask recast (1 = visible, 0 = hidden); ids and positions are unchanged."""
-        parts = [
-            with_private(p, attention_mask=convert.recast(p.attention_mask, dtype))
-            for p in self.terms
-        ]
-        return with_private(parts[0], _and=tuple(parts[1:]))
+
+        def recast(term: MaskInfo) -> MaskInfo:
+            return with_private(term, attention_mask=convert.recast(term.attention_mask, dtype))
+
+        return join_terms([recast(term) for term in self.terms])
 
     # segments, padding, positions
 

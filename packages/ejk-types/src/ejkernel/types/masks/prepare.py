@@ -73,16 +73,16 @@ class PreparedMask:
     static structure the ranges are Python ints.
     """
 
-    __slots__ = ("by_key", "by_query", "parts", "tiling")
+    __slots__ = ("by_key", "by_query", "terms", "tiling")
 
     def __init__(
         self,
         tiling: Tiling,
-        parts: tuple[MaskFields, ...],
+        terms: tuple[MaskFields, ...],
         by_query: BlockRange,
         by_key: BlockRange,
     ) -> None:
-        self.tiling, self.parts, self.by_query, self.by_key = tiling, parts, by_query, by_key
+        self.tiling, self.terms, self.by_query, self.by_key = tiling, terms, by_query, by_key
 
     @property
     def has_tail(self) -> bool:
@@ -93,7 +93,7 @@ class PreparedMask:
     @property
     def needs_tile(self) -> bool:
         """False if every pair of every block is visible, so that ``tile`` is always None."""
-        return bool(self.parts) or self.has_tail
+        return bool(self.terms) or self.has_tail
 
     @property
     def is_static(self) -> bool:
@@ -130,7 +130,7 @@ class PreparedMask:
 
     def seen_keys(self) -> Any:
         """Keys that some query may see, bool ``[#b, #kv_len]``; None if all are."""
-        return seen_keys(self.parts, self.tiling.q_len, self.tiling.kv_len)
+        return seen_keys(self.terms, self.tiling.q_len, self.tiling.kv_len)
 
     def _tail(self, qi: Any, ki: Any) -> Any:
         t, tail, xp = self.tiling, None, namespace(qi, ki, self.tiling.q_len, self.tiling.kv_len)
@@ -149,15 +149,15 @@ class PreparedMask:
         invisible.
         """
         t, result = self.tiling, self._tail(qi, ki)
-        for part in self.parts:
-            result = both(result, _tile_of(part, t, qi, ki))
+        for term in self.terms:
+            result = both(result, _tile_of(term, t, qi, ki))
         if result is None:
             return None
         xp = namespace(result)
         return xp.broadcast_to(result, (*result.shape[:2], t.block_q, t.block_kv))
 
 
-def _tile_of(part: MaskFields, t: Tiling, qi: Any, ki: Any) -> Any:
+def _tile_of(term: MaskFields, t: Tiling, qi: Any, ki: Any) -> Any:
     result, xp = None, namespace(qi, ki, t.block_q, t.block_kv)
 
     def rows(x: Any) -> Any:
@@ -166,52 +166,52 @@ def _tile_of(part: MaskFields, t: Tiling, qi: Any, ki: Any) -> Any:
     def keys(x: Any) -> Any:
         return dynamic_block(per_head(x), 2, ki, t.block_kv)[..., None, :]
 
-    if part.attention_mask is not None:
-        result = part.attention_mask
+    if term.attention_mask is not None:
+        result = term.attention_mask
         if result.shape[2] != 1 or t.q_len == 1:
             result = dynamic_block(result, 2, qi, t.block_q)
         if result.shape[3] != 1 or t.kv_len == 1:
             result = dynamic_block(result, 3, ki, t.block_kv)
-    if part.q_segment_ids is not None:
-        ids = rows(part.q_segment_ids)
-        result = both(result, (ids == keys(part.kv_segment_ids)) & (ids >= 0))
-    if not part.rule.trivial:
+    if term.q_segment_ids is not None:
+        ids = rows(term.q_segment_ids)
+        result = both(result, (ids == keys(term.kv_segment_ids)) & (ids >= 0))
+    if not term.rule.trivial:
         index_q = xp.arange(t.block_q, dtype=np.int32)[None, None, :, None]
         index_kv = xp.arange(t.block_kv, dtype=np.int32)[None, None, None, :]
-        p = qi * t.block_q + index_q if part.q_positions is None else rows(part.q_positions)
-        r = ki * t.block_kv + index_kv if part.kv_positions is None else keys(part.kv_positions)
-        result = both(result, part.rule.visible(p, r))
+        p = qi * t.block_q + index_q if term.q_positions is None else rows(term.q_positions)
+        r = ki * t.block_kv + index_kv if term.kv_positions is None else keys(term.kv_positions)
+        result = both(result, term.rule.visible(p, r))
     return result
 
 
 def _flatten(mask: PreparedMask):
     if mask.is_static:
-        return (mask.parts, None, None), (mask.tiling, _Static(*mask.by_query, *mask.by_key))
-    return (mask.parts, mask.by_query, mask.by_key), (mask.tiling, None)
+        return (mask.terms, None, None), (mask.tiling, _Static(*mask.by_query, *mask.by_key))
+    return (mask.terms, mask.by_query, mask.by_key), (mask.tiling, None)
 
 
 def _unflatten(static: Any, children: Any) -> PreparedMask:
     tiling, ranges = static
-    parts, by_query, by_key = children
+    terms, by_query, by_key = children
     if ranges is not None:
         by_query, by_key = BlockRange(*ranges.arrays[:4]), BlockRange(*ranges.arrays[4:])
     new = object.__new__(PreparedMask)
-    PreparedMask.__init__(new, tiling, parts, by_query, by_key)
+    PreparedMask.__init__(new, tiling, terms, by_query, by_key)
     return new
 
 
 def _flatten_with_keys(mask: PreparedMask):
     children, static = _flatten(mask)
-    names = ("parts", "by_query", "by_key")
+    names = ("terms", "by_query", "by_key")
     return tuple((jtu.GetAttrKey(n), c) for n, c in zip(names, children, strict=True)), static
 
 
 jtu.register_pytree_with_keys(PreparedMask, _flatten_with_keys, _unflatten, _flatten)
 
 
-def _padded(part: M, t: Tiling) -> M:
+def _padded(term: M, t: Tiling) -> M:
     q, kv = t.num_q * t.block_q, t.num_kv * t.block_kv
-    dense = part.attention_mask
+    dense = term.attention_mask
     if dense is not None:
         dense = as_bool(dense)
         if dense.shape[2] == t.q_len:
@@ -223,22 +223,22 @@ def _padded(part: M, t: Tiling) -> M:
         return None if x is None else pad_to(x, x.ndim - 1, length, value)
 
     return with_private(
-        part,
+        term,
         attention_mask=dense,
-        q_segment_ids=pad(part.q_segment_ids, q, -1),
-        kv_segment_ids=pad(part.kv_segment_ids, kv, -1),
-        q_positions=None if part.rule.trivial else pad(part.q_positions, q, 0),
-        kv_positions=None if part.rule.trivial else pad(part.kv_positions, kv, 0),
+        q_segment_ids=pad(term.q_segment_ids, q, -1),
+        kv_segment_ids=pad(term.kv_segment_ids, kv, -1),
+        q_positions=None if term.rule.trivial else pad(term.q_positions, q, 0),
+        kv_positions=None if term.rule.trivial else pad(term.kv_positions, kv, 0),
         _broadcast=True,
     )
 
 
-def _constrains(part: MaskFields) -> bool:
-    return not (part.rule.trivial and part.attention_mask is None and part.q_segment_ids is None)
+def _constrains(term: MaskFields) -> bool:
+    return not (term.rule.trivial and term.attention_mask is None and term.q_segment_ids is None)
 
 
-def _index_only(part: MaskFields) -> bool:
-    arrays = (part.attention_mask, part.q_segment_ids, part.q_positions, part.kv_positions)
+def _index_only(term: MaskFields) -> bool:
+    arrays = (term.attention_mask, term.q_segment_ids, term.q_positions, term.kv_positions)
     return all(x is None for x in arrays)
 
 
@@ -267,14 +267,14 @@ def prepare_mask(
         length(block_kv, "block_kv", low=1),
     )
     check_sizes(mask, None, q_len, kv_len, None, "mask_info")
-    parts = tuple(part for part in mask.terms if _constrains(part))
-    structural = [part.rule for part in parts if _index_only(part)]
+    terms = tuple(term for term in mask.terms if _constrains(term))
+    structural = [term.rule for term in terms if _index_only(term)]
     by_query, by_key = structural_ranges(structural, *tiling)
-    if len(structural) < len(parts):
-        valued = tuple(part for part in parts if not _index_only(part))
+    if len(structural) < len(terms):
+        valued = tuple(term for term in terms if not _index_only(term))
         any_, all_ = classify_blocks(valued, *tiling)
         by_query, by_key = _intersected(tiling, any_, all_, by_query, by_key)
-    return PreparedMask(tiling, tuple(_padded(part, tiling) for part in parts), by_query, by_key)
+    return PreparedMask(tiling, tuple(_padded(term, tiling) for term in terms), by_query, by_key)
 
 
 def _inside(index: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.types.masks.fields import is_placed, with_private
+from ejkernel.types.masks.fields import has_positions, with_private
 from ejkernel.types.masks.mask_info import MaskInfo
 
 
@@ -22,8 +22,8 @@ def slice_queries(mask: MaskInfo, first: Any, q_len: int, kv_len: int) -> MaskIn
         "kv_positions": jnp.arange(kv_len, dtype=jnp.int32)[None],
     }
 
-    def of_rows(part: MaskInfo) -> MaskInfo:
-        by_index = not part.rule.trivial and not is_placed(part)
-        return with_private(part, _and=(), **(positions if by_index else {}))
+    def of_rows(term: MaskInfo) -> MaskInfo:
+        by_index = not term.rule.trivial and not has_positions(term)
+        return with_private(term, _and=(), **(positions if by_index else {}))
 
     return reduce(lambda a, b: a & b, map(of_rows, mask.terms))

@@ -12,7 +12,9 @@ import numpy as np
 from ejkernel.types.arrays import as_bool
 from ejkernel.types.masks.blocks import matrix_range
 from ejkernel.types.masks.classify import classify_blocks
+from ejkernel.types.masks.fields import has_positions
 from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.rules import largest, smallest
 
 LISTED = (
     "tiles that nobody sees are skipped, wherever they are: the mask is made into lists of tiles, "
@@ -51,9 +53,7 @@ class Band:
 
     def narrowed(self, lo: int | None, hi: int | None) -> Band:
         """The intersection with another band."""
-        los = [x for x in (self.lo, lo) if x is not None]
-        his = [x for x in (self.hi, hi) if x is not None]
-        return Band(max(los) if los else None, min(his) if his else None)
+        return Band(largest(self.lo, lo), smallest(self.hi, hi))
 
 
 @dataclass(frozen=True)
@@ -81,59 +81,35 @@ def split_mask(mask: MaskInfo) -> tuple[Rules, dict[str, Any]]:
         Unsupported: more than one set of segment ids, of positions, or of dense masks; ids that
             differ between heads.
     """
-    rules = Rules()
+    band, position_band = Band(), Band()
     arrays: dict[str, Any] = {}
-    for part in mask.terms:
-        _add_ids(arrays, part)
-        if part.attention_mask is not None:
-            _add_dense(arrays, part.attention_mask)
-        rule = part.rule
-        if rule.trivial:
-            continue
-        lo, hi = rule.low_distance, rule.high_distance
-        chunk = None if rule.chunk is None else (rule.chunk, rule.offset)
-        placed = part.q_positions is not None or part.kv_positions is not None
-        if placed:
-            if "q_positions" in arrays:
-                raise Unsupported("mask_info: more than one set of positions")
-            arrays["q_positions"], arrays["kv_positions"] = part.q_positions, part.kv_positions
-            rules = Rules(rules.band, Band(lo, hi), chunk or rules.chunk)
-        else:
-            rules = Rules(rules.band.narrowed(lo, hi), rules.position_band, chunk or rules.chunk)
-    chunks = [p.rule.chunk for p in mask.terms if p.rule.chunk is not None]
-    if len(chunks) > 1 or (
-        chunks
-        and "q_positions" in arrays
-        and any(p.rule.chunk is not None and p.q_positions is None for p in mask.terms)
-    ):
+
+    def add(kind: str, **new: Any) -> None:
+        if new.keys() & arrays.keys():
+            raise Unsupported(f"mask_info: more than one {kind}")
+        arrays.update(new)
+
+    for term in mask.terms:
+        rule, lo, hi = term.rule, term.rule.low_distance, term.rule.high_distance
+        if term.q_segment_ids is not None:
+            add("set of segment ids", q_ids=term.q_segment_ids, kv_ids=term.kv_segment_ids)
+        if term.attention_mask is not None:
+            add("dense mask", mask=term.attention_mask)
+        if not rule.trivial and has_positions(term):
+            add("set of positions", q_positions=term.q_positions, kv_positions=term.kv_positions)
+            position_band = Band(lo, hi)
+        elif not rule.trivial:
+            band = band.narrowed(lo, hi)
+    chunked = [term for term in mask.terms if term.chunk_size is not None]
+    by_index = any(term.q_positions is None for term in chunked)
+    if len(chunked) > 1 or (by_index and "q_positions" in arrays):
         raise Unsupported("mask_info: chunks of two kinds, or chunks beside other positions")
     if any(getattr(a, "ndim", 2) == 3 for a in arrays.values()):
         raise Unsupported("mask_info: segment ids or positions that differ between heads")
+    chunk = (chunked[0].chunk_size, chunked[0].causal_offset) if chunked else None
     # a chunk by index is static, but its blocks are found with the arrays
-    return (
-        Rules(
-            rules.band,
-            rules.position_band,
-            rules.chunk,
-            bool(arrays) or bool(chunks),
-            tuple(arrays),
-        ),
-        arrays,
-    )
-
-
-def _add_ids(arrays: dict[str, Any], part: MaskInfo) -> None:
-    if part.q_segment_ids is None:
-        return
-    if "q_ids" in arrays:
-        raise Unsupported("mask_info: more than one set of segment ids")
-    arrays["q_ids"], arrays["kv_ids"] = part.q_segment_ids, part.kv_segment_ids
-
-
-def _add_dense(arrays: dict[str, Any], mask: Any) -> None:
-    if "mask" in arrays:
-        raise Unsupported("mask_info: more than one dense mask")
-    arrays["mask"] = mask
+    reads_arrays = bool(arrays) or bool(chunked)
+    return Rules(band, position_band, chunk, reads_arrays, tuple(arrays)), arrays
 
 
 def operands(

@@ -11,7 +11,7 @@ from ejkernel.types.arrays import concrete_values, namespace, static_int
 from ejkernel.types.masks.blocks import matrix_range
 from ejkernel.types.masks.classify import classify_blocks
 from ejkernel.types.masks.convert import resolve_lengths
-from ejkernel.types.masks.fields import M, MaskFields, lengths_of
+from ejkernel.types.masks.fields import M, MaskFields, has_positions, lengths_of
 from ejkernel.types.masks.prepare import prepare_mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -46,10 +46,11 @@ def _one_exact_constraint(mask: MaskFields) -> bool:
     """True if the block matrices are exact without looking at elements."""
     if mask._and:
         return False
-    positions = mask.q_positions is not None or mask.kv_positions is not None
     rule = not mask.rule.trivial
     count = rule + (mask.attention_mask is not None) + (mask.q_segment_ids is not None)
-    return count == 0 or (count == 1 and mask.q_segment_ids is None and not (rule and positions))
+    if count != 1:
+        return count == 0
+    return mask.q_segment_ids is None and not (rule and has_positions(mask))
 
 
 def _refine(mask: MaskFields, any_: np.ndarray, all_: np.ndarray, sizes: dict) -> None:

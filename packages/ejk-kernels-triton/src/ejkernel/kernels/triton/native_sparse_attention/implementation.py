@@ -26,7 +26,7 @@ from ejkernel.ops.differentiate import Arrays, Work, compiled
 from ejkernel.types import calls
 from ejkernel.types.attention.softmax import name_lse
 from ejkernel.types.calls import arguments
-from ejkernel.types.masks.hidden import cleared
+from ejkernel.types.masks.hidden import clear_unless
 from ejkernel.types.masks.token_blocks import (
     find_blocks,
 )
@@ -72,9 +72,9 @@ class NativeSparseAttention(TritonKernel):
             return (jnp.zeros((b, s, h, dv), p.query.dtype),), ()
         blocks = find_blocks(s, p.block_size, cu)
         valid = (blocks.sequence >= 0)[None] if blocks.packed else None
-        q, k, v = cleared(valid, q, k, v)
+        q, k, v = clear_unless(valid, q, k, v)
         others = {
-            name: cleared(valid, arrays[name].astype(jnp.float32))[0]
+            name: clear_unless(valid, arrays[name].astype(jnp.float32))[0]
             for name in ("g_cmp", "g_slc", "g_swa")
             if name in arrays
         }
@@ -93,7 +93,7 @@ class NativeSparseAttention(TritonKernel):
             others |= sliding(p, q, k, v, cu)
         selected = {"q": q, "k": k, "v": v, "chosen": chosen, "places": blocks}
         out = attend(inner, selected | others)
-        return (cleared(valid, out)[0].astype(p.query.dtype),), ()
+        return (clear_unless(valid, out)[0].astype(p.query.dtype),), ()
 
 
 native_sparse_attention = NativeSparseAttention()

@@ -33,7 +33,7 @@ from ejkernel.kernels.xla._common.tiles import Blocks
 from ejkernel.ops.second_order import current_operation
 from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types.attention.rows import DEAD, Rows, RowScales, exponent
-from ejkernel.types.masks.hidden import cleared
+from ejkernel.types.masks.hidden import clear_unless
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _slice(x: jax.Array, number: Any, block: int, count: int) -> jax.Array:
 def _seen(mask: blk.BlockMask, *keys: jax.Array) -> tuple[jax.Array, ...]:
     """Returns ``keys`` with zeros where no query sees the key, if the mask tells."""
     seen = getattr(mask, "seen_keys", None)
-    return keys if seen is None else cleared(seen(), *keys)
+    return keys if seen is None else clear_unless(seen(), *keys)
 
 
 def _flat(blocks: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.softmax import narrowed
 from ejkernel.types import MaskInfo, prepare_mask
-from ejkernel.types.masks.hidden import cleared
+from ejkernel.types.masks.hidden import clear_unless
 
 
 def dense_tile(mask: MaskInfo, q_len: int, kv_len: int) -> jax.Array | None:
@@ -64,7 +64,7 @@ def probabilities(
     b, q_len, h, d = q.shape
     kv_len, hk = k.shape[1], k.shape[2]
     if visibility is not None:
-        (k,) = cleared(visibility.keys, k)
+        (k,) = clear_unless(visibility.keys, k)
         q = visibility.clear_rows(q)
     rows = q.reshape(b, q_len, hk, h // max(hk, 1), d).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(b, hk, (h // max(hk, 1)) * q_len, d)
@@ -95,7 +95,7 @@ def weighted_values(
     b, h, q_len, kv_len = p.shape
     hk, dv = v.shape[2:]
     if visibility is not None:
-        (v,) = cleared(visibility.keys, v)
+        (v,) = clear_unless(visibility.keys, v)
     rows = p.reshape(b, hk, (h // max(hk, 1)) * q_len, kv_len)
     o = dots.weigh(rows, v.transpose(0, 2, 1, 3))
     o = o.reshape(b, h, q_len, dv).transpose(0, 2, 1, 3)

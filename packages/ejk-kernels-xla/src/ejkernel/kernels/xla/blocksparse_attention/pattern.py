@@ -55,7 +55,7 @@ def visible_tiles(grid: Grid, mask: MaskInfo, pattern: jax.Array | None) -> jax.
     return grid.per_head(jnp.asarray(visited_tiles(mask, pattern, blocks, *grid.tiling)[0])).any(2)
 
 
-def _parts(grid: Grid, mask: MaskInfo) -> tuple[MaskFields, ...]:
+def _terms(grid: Grid, mask: MaskInfo) -> tuple[MaskFields, ...]:
     """The masks cut into tiles, with every array ``[#b, #hk, 1, ...]`` as one head needs it."""
 
     def tokens(x: Any) -> Any:
@@ -68,20 +68,20 @@ def _parts(grid: Grid, mask: MaskInfo) -> tuple[MaskFields, ...]:
 
     return tuple(
         with_private(
-            part,
-            attention_mask=dense(part.attention_mask),
-            q_segment_ids=tokens(part.q_segment_ids),
-            kv_segment_ids=tokens(part.kv_segment_ids),
-            q_positions=tokens(part.q_positions),
-            kv_positions=tokens(part.kv_positions),
+            term,
+            attention_mask=dense(term.attention_mask),
+            q_segment_ids=tokens(term.q_segment_ids),
+            kv_segment_ids=tokens(term.kv_segment_ids),
+            q_positions=tokens(term.q_positions),
+            kv_positions=tokens(term.kv_positions),
         )
-        for part in prepare_mask(mask, **grid.tiling._asdict()).parts
+        for term in prepare_mask(mask, **grid.tiling._asdict()).terms
     )
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("seen", "inner", "count", "order", "pattern", "parts"),
+    data_fields=("seen", "inner", "count", "order", "pattern", "terms"),
     meta_fields=("grid", "by_key"),
 )
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class HeadMask:
     order: int32 ``[outer]``, tiles with most visits first, so that heads mapped together have
         about equally many at any time; None for heads mapped one by one.
     pattern: bool ``[1|g, blocks of queries, blocks of keys]``; None if ``seen`` says it all.
-    parts: the other masks.
+    terms: the other masks.
     """
 
     seen: jax.Array
@@ -104,7 +104,7 @@ class HeadMask:
     count: jax.Array
     order: jax.Array | None
     pattern: jax.Array | None
-    parts: tuple[MaskFields, ...]
+    terms: tuple[MaskFields, ...]
     grid: Grid
     by_key: bool
 
@@ -124,7 +124,7 @@ class HeadMask:
             pattern = grid.per_head(pattern)
             if grid.aligned and pattern.shape[2] == 1:
                 pattern = None
-        return cls(seen, inner, count, order, pattern, _parts(grid, mask), grid, by_key)
+        return cls(seen, inner, count, order, pattern, _terms(grid, mask), grid, by_key)
 
     def _range(self, outer: Any) -> tuple[Any, Any]:
         return 0, take_block(self.count, outer)
@@ -151,7 +151,7 @@ class HeadMask:
         """Returns bool ``[1, k]``: a head mapped with others also visits keys that no row sees."""
         t = self.grid.tiling
         seen = jnp.repeat(self.seen.any(0), t.block_kv)[None]
-        keys = seen_keys(self.parts, t.q_len, t.kv_len)
+        keys = seen_keys(self.terms, t.q_len, t.kv_len)
         if keys is None:
             return seen
         missing = seen.shape[1] - t.kv_len  # keys come padded to whole tiles
@@ -160,7 +160,7 @@ class HeadMask:
     def tile(self, qi: Any, ki: Any) -> jax.Array | None:
         """bool ``[1, 1|g, block_q, block_kv]`` of a tile to visit; None if nothing is hidden."""
         t = self.grid.tiling
-        shown = PreparedMask(t, self.parts, *_NO_RANGES).tile(qi, ki)
+        shown = PreparedMask(t, self.terms, *_NO_RANGES).tile(qi, ki)
         if self.pattern is not None:
             rows = self._blocks(qi, t.block_q, self.grid.q_block, self.pattern.shape[1])
             cols = self._blocks(ki, t.block_kv, self.grid.kv_block, self.pattern.shape[2])

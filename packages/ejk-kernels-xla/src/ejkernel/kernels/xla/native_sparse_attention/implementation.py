@@ -21,7 +21,7 @@ from ejkernel.types.arrays import at_most, is_symbolic
 from ejkernel.types.attention.softmax import name_lse
 from ejkernel.types.calls import arguments
 from ejkernel.types.masks.combine import mask_of
-from ejkernel.types.masks.hidden import cleared
+from ejkernel.types.masks.hidden import clear_unless
 from ejkernel.types.masks.token_blocks import (
     Blocks,
     block_means,
@@ -102,10 +102,11 @@ class NativeSparseAttention(XlaKernel):
         scale, wide = p.softmax_scale, accumulation_dtype(q, k, v)
         blocks = find_blocks(s, p.block_size, cu)
         is_valid = (blocks.sequence >= 0)[None] if blocks.packed else None
-        q, k, v = cleared(is_valid, q, k, v)
+        q, k, v = clear_unless(is_valid, q, k, v)
         gates = (arrays.get(name) for name in ("g_cmp", "g_slc", "g_swa"))
         g_cmp, g_slc, g_swa = (
-            None if g is None else cleared(is_valid, g.astype(wide))[0][..., None] for g in gates
+            None if g is None else clear_unless(is_valid, g.astype(wide))[0][..., None]
+            for g in gates
         )
         out = jnp.zeros((b, s, h, dv), wide)
         compressed = None
@@ -132,7 +133,7 @@ class NativeSparseAttention(XlaKernel):
                 query=q, key=k, value=v, mask_info=mask, softmax_scale=scale
             )
             out = out + (1.0 if g_swa is None else g_swa) * o_swa.astype(wide)
-        return (cleared(is_valid, out)[0].astype(q.dtype),), ()
+        return (clear_unless(is_valid, out)[0].astype(q.dtype),), ()
 
 
 def _select(p: Any, q: Any, blocks: Blocks, compressed: Any) -> jax.Array:

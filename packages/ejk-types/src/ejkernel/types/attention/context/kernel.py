@@ -22,7 +22,7 @@ from ejkernel.types.attention.context.strategy import (
     requested_strategy,
 )
 from ejkernel.types.attention.context.transport import TRANSPORTS, rows_of_keys
-from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.fields import checked_rule
 from ejkernel.types.mod_blocks import with_known_blocks
 from ejkernel.types.mods import MASK, MODS, Mod, ModForm, leaves_of
 
@@ -302,8 +302,5 @@ def _mods(a: Mapping[str, Any], ring: Ring) -> dict[str, Mod]:
 
 
 def _mask_terms(a: Mapping[str, Any]) -> masks.Terms:
-    # a MaskInfo without arrays checks the rule's values
-    rule = MaskInfo(
-        causal=a["causal"], causal_offset=a["causal_offset"], sliding_window=a["sliding_window"]
-    ).rule
+    rule = checked_rule(a["causal"], a["causal_offset"], a["sliding_window"], None)
     return masks.mask_terms(a["mask_info"], rule, a["q_segment_ids"], a["kv_segment_ids"])

@@ -8,14 +8,17 @@ where positions are not given, they are indices in the whole sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
 import jax
 
 from ejkernel.types.attention.context.ring import Ring
+from ejkernel.types.attention.rows import RowScales
 from ejkernel.types.errors import invalid
-from ejkernel.types.masks.fields import NO_RULE, with_private
+from ejkernel.types.masks.combine import mask_of_rule
+from ejkernel.types.masks.fields import NO_RULE, has_positions, with_private
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.rules import Rule
 
@@ -38,20 +41,14 @@ def mask_terms(
         kv = q_segment_ids if kv_segment_ids is None else kv_segment_ids
         terms += (MaskInfo(q_segment_ids=q_segment_ids, kv_segment_ids=kv),)
     if not rule.trivial:
-        rule_mask = MaskInfo(
-            causal=rule.causal,
-            causal_offset=rule.offset,
-            sliding_window=rule.window,
-            chunk_size=rule.chunk,
-        )
-        # set after validation: the arrays of mask_info may be numpy, tracers or per head
-        terms += (with_private(rule_mask, **positions),)
+        # not validated: the arrays of mask_info may be numpy, tracers or per head
+        terms += (with_private(mask_of_rule(rule), **positions),)
     return terms
 
 
 def is_by_index(term: MaskInfo) -> bool:
     """Returns whether a mask has a rule between indices in the whole sequence."""
-    return term.q_positions is None and term.kv_positions is None and not term.rule.trivial
+    return not has_positions(term) and not term.rule.trivial
 
 
 def index_rules(terms: Terms) -> tuple[Rule, ...]:
@@ -68,6 +65,14 @@ def sees_itself(terms: Terms) -> bool:
         if term.rule.chunk is not None or (low or 0) > 0 or (high or 0) < 0:
             return False
     return True
+
+
+def alive_rows(mods: Sequence[Any], terms: Terms, scales: RowScales) -> jax.Array | None:
+    """Returns the rows that a backward pass may read, bool ``[b, q, h]``; None: all of them.
+
+    A row without keys has weights of 0, and 0 * NaN would reach the keys' gradients.
+    """
+    return scales.alive if mods or not sees_itself(terms) else None
 
 
 def check_keys(terms: Terms, total: int) -> None:

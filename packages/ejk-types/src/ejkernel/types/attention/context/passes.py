@@ -36,6 +36,7 @@ from ejkernel.types.attention.rows import (
     merge,
     sink_gradient,
 )
+from ejkernel.types.masks.hidden import clear_unless
 from ejkernel.types.mods import SCORE, ModForm, is_float
 
 Arrays = dict[str, Any]
@@ -328,11 +329,8 @@ def backward(
     delta = (do.astype(acc) * o.astype(acc)).sum(-1) - dlse
     sinks = arrays.get("softmax_aux")
     gradients = {} if sinks is None else {"softmax_aux": sink_gradient(sinks, scales, delta)}
-    if p.problem.mods or not masks.sees_itself(p.mask_terms):
-        # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
-        alive = scales.alive[..., None]
-        p.query, do = (jnp.where(alive, x, jnp.zeros((), x.dtype)) for x in (p.query, do))
-        dlse, delta = (jnp.where(scales.alive, x, 0.0) for x in (dlse, delta))
+    alive = masks.alive_rows(p.problem.mods, p.mask_terms, scales)
+    p.query, do, dlse, delta = clear_unless(alive, p.query, do, dlse, delta)
     rows = {"scales": scales._replace(sinks=None), "delta": delta, "dlse": dlse, "o": o, "do": do}
     transport = work.kernel.transport(work, p, backward=True)
     # arrays that do not travel: every piece adds to their gradients

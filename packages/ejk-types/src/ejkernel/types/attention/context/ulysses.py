@@ -25,6 +25,7 @@ from ejkernel.types.attention.context.passes import captured_floats
 from ejkernel.types.attention.context.ring import Ring
 from ejkernel.types.attention.rows import RowScales, finalize_rows, sink_gradient
 from ejkernel.types.masks.fields import with_private
+from ejkernel.types.masks.hidden import clear_unless
 from ejkernel.types.masks.mask_info import MaskInfo
 
 Arrays = dict[str, Any]
@@ -244,17 +245,12 @@ def _backward_of_group(
     flash = work.kernel.flash
     scales, delta, do = jax.tree.map(exchange.to_heads, (scales, delta, do))
     floats, pull_back = jax.vjp(exchange.exchange_floats, select_floats(arrays))
-    gradients, live = {}, dict(floats)
+    gradients = {}
     if "softmax_aux" in floats:
         gradients["softmax_aux"] = sink_gradient(floats["softmax_aux"], scales, delta)
-    if work.problem.mods or not masks.sees_itself(arrays["mask_terms"]):
-        # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
-        alive = scales.alive[..., None]
-        live["query"], do = (
-            jnp.where(alive, x, jnp.zeros((), x.dtype)) for x in (live["query"], do)
-        )
-        delta = jnp.where(scales.alive, delta, 0.0)
-    call, operands = _make_call(work, exchange, live, arrays)
+    alive = masks.alive_rows(work.problem.mods, arrays["mask_terms"], scales)
+    query, do, delta = clear_unless(alive, floats["query"], do, delta)
+    call, operands = _make_call(work, exchange, {**floats, "query": query}, arrays)
     rows = {"scales": scales._replace(sinks=None), "delta": delta, "do": do}
     gradients |= flash.part_gradients(call, operands, o=None, dlse=None, **rows)
     if "bias" in floats and floats["bias"].shape[2] == 1:

@@ -54,7 +54,7 @@ from ejkernel.types.attention.row_products import products_in_order
 from ejkernel.types.attention.rows import Rows
 from ejkernel.types.calls import arguments
 from ejkernel.types.calls.shared_sequence import ShardedCall
-from ejkernel.types.masks.hidden import cleared, seen_keys
+from ejkernel.types.masks.hidden import clear_unless, seen_keys
 
 DTYPES = ("bfloat16", "float32")
 MAX_DIM = 256
@@ -250,7 +250,7 @@ def _clear_hidden(p: Problem, arrays: Arrays) -> Arrays:
     XLA fuses this into the transposes of ``_to_layout``.
     """
     seen = seen_keys(arrays["mask"].terms, p.q_len, p.kv_len)
-    return arrays | dict(zip("kv", cleared(seen, arrays["k"], arrays["v"]), strict=True))
+    return arrays | dict(zip("kv", clear_unless(seen, arrays["k"], arrays["v"]), strict=True))
 
 
 def _operands(layout: Layout, arrays: Arrays) -> tuple[jax.Array, ...]:

@@ -18,7 +18,7 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention import selected
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem
 from ejkernel.ops.differentiate import Arrays, Work, same_axes
 from ejkernel.types.masks.combine import mask_of
-from ejkernel.types.masks.hidden import cleared
+from ejkernel.types.masks.hidden import clear_unless
 from ejkernel.types.masks.token_blocks import Blocks, block_means, find_blocks, means_mask
 from ejkernel.types.problems.selected_blocks import promoted_dtype
 
@@ -47,9 +47,11 @@ class Rows(NamedTuple):
         blocks = find_blocks(p.query.shape[1], p.block_size, arrays.get("cu_seqlens"))
         is_token = (blocks.sequence >= 0)[None] if blocks.packed else None
         dtype = jnp.dtype(promoted_dtype(p))
-        qkv = cleared(is_token, *(arrays[name].astype(dtype) for name in ("query", "key", "value")))
+        qkv = clear_unless(
+            is_token, *(arrays[name].astype(dtype) for name in ("query", "key", "value"))
+        )
         gates = {
-            name: cleared(is_token, arrays[name].astype(jnp.float32))[0]
+            name: clear_unless(is_token, arrays[name].astype(jnp.float32))[0]
             for name in ("g_cmp", "g_slc", "g_swa")
             if name in arrays
         }

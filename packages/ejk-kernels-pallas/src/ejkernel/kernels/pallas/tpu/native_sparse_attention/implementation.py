@@ -34,7 +34,7 @@ from ejkernel.ops.differentiate import Arrays, Work, compiled
 from ejkernel.types import calls
 from ejkernel.types.attention.softmax import name_lse, name_residuals
 from ejkernel.types.calls import arguments
-from ejkernel.types.masks.hidden import cleared
+from ejkernel.types.masks.hidden import clear_unless
 from ejkernel.types.problems.selected_blocks import chosen_blocks, sorts_blocks
 
 
@@ -89,14 +89,14 @@ class NativeSparseAttention(PallasKernel):
         # the barrier keeps XLA from moving the output as float32, twice the bytes
         out = lax.optimization_barrier(out.astype(p.query.dtype))
         out = out.reshape(b, s, h, dv) if t.joins_heads else out.swapaxes(1, 2)
-        return (cleared(rows.is_token, out)[0],), (chosen, saved)
+        return (clear_unless(rows.is_token, out)[0],), (chosen, saved)
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         if saved is None:
             return {}
         p, t, (chosen, of_branches) = work.problem, work.tiles, saved
         rows = Rows.from_call(p, arrays)
-        (do,) = cleared(rows.is_token, *cotangents)
+        (do,) = clear_unless(rows.is_token, *cotangents)
         do = do.astype(rows.q.dtype)
         gates: dict[str, Any] = {}
         dq: Any = None
@@ -111,7 +111,7 @@ class NativeSparseAttention(PallasKernel):
             if name in rows.gates:
                 gates[name] = delta
         gradients = {"query": dq, "key": dk, "value": dv, **gates}
-        return dict(zip(gradients, cleared(rows.is_token, *gradients.values()), strict=True))
+        return dict(zip(gradients, clear_unless(rows.is_token, *gradients.values()), strict=True))
 
 
 def _gated(t: Tiles, gate: jax.Array | None, o: jax.Array) -> jax.Array:
