@@ -30,6 +30,7 @@ from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation, given_fields
 from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
 from ejkernel.ops.execution.program import (
+    Flat,
     OtherOutputs,
     Program,
     flatten,
@@ -116,51 +117,21 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         options = (cfg, platform, mesh, specs_key(in_specs), specs_key(out_specs))
         try:
             flat = flatten(args, kwargs)
-            call_key = (
-                kernel_identity(kernel),
-                kernel.state,
-                flat.parts.treedef,
-                flat.statics,
-                None if cfg is None else freeze(cfg),
-                options[1:],
-                selection_state(),
-                env.env_state(),
-                ambient_device(),
-                ambient_mesh(),
-                settings.jax_enable_x64,
-            )
+            surroundings = _surroundings(options)
             state = self._state()
-            call = (call_key, flat.signature, state)
-            function = None if state is None else self._programs.find(call)
+            call = _static_key(kernel, flat, surroundings), flat.signature, state
         except Unhashable:
             return self._run_unremembered(kernel, args, kwargs, options)
-        arrays = flat.parts.arrays
+        function = None if state is None else self._programs.find(call)
         try:
             if function is not None:
-                return function(*arrays)
+                return function(*flat.parts.arrays)
             decision = self._decide(kernel, args, kwargs, options)
             if cfg is not None:
                 _warn_unread(decision)
-            binding = decision.call.binding
-            types = array_types(arrays) if binding is None else binding.types
-            try:
-                program_key = _program_key(call_key, decision, flat.parts.positions, types)
-            except Unhashable:  # the chosen config
-                function = self._program(decision, flat.parts)
-            else:
-                parts = flat.parts.without_arrays()
-                # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a
-                # second layer of a model is one equation; XLA inlines calls before it optimises.
-                function = self._programs.get(
-                    program_key, lambda: jax.jit(self._program(decision, parts, True))
-                )
-                if state is not None:
-                    # Choosing may have stored a config or loaded a package: the state is read
-                    # again.
-                    now = (call_key[0], kernel.state, *call_key[2:])
-                    self._programs.remember((now, flat.signature, self._state()), program_key)
-            with offer_binding(inspect.unwrap(function), binding):
-                return function(*arrays)
+            function = self._jitted(decision, flat, surroundings)
+            with offer_binding(inspect.unwrap(function), decision.call.binding):
+                return function(*flat.parts.arrays)
         except JaxRuntimeError as error:
             refusal = take_refusal()
             if refusal is None:
@@ -260,6 +231,29 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
             return Choice(cfg, "override", call.key)
         return Choice(self.selector.choose(call, kernel), "heuristics", call.key)
 
+    def _jitted(self, decision: _Decision, flat: Flat, surroundings: Hashable) -> Any:
+        """Returns the function of a new call, and remembers it where the config has a key."""
+        try:
+            config = freeze(decision.choice.cfg)
+        except Unhashable:
+            return self._program(decision, flat.parts)
+        # not the key of before: choosing may have stored a config or loaded a package
+        static, state = _static_key(decision.call.kernel, flat, surroundings), self._state()
+        binding = decision.call.binding
+        types = array_types(flat.parts.arrays) if binding is None else binding.types
+        # a stamp carries the key, which also holds the shardings
+        stamp = decision.choice.key if env.ops_stamp() != "none" else None
+        program_key = static, config, decision.resolved.impl, stamp, types
+        parts = flat.parts.without_arrays()
+        # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a second
+        # layer of a model is one equation; XLA inlines calls before it optimises.
+        function = self._programs.get(
+            program_key, lambda: jax.jit(self._program(decision, parts, True))
+        )
+        if state is not None:
+            self._programs.remember((static, flat.signature, state), program_key)
+        return function
+
     def _program(self, decision: _Decision, parts: Parts, compiled: bool = False) -> Program:
         call, choice = decision.call, decision.choice
         return Program(
@@ -319,14 +313,25 @@ def route_of(kernel: AnyKernel, options: Options) -> tuple[Any, Route]:
     return cfg, Route(*where, batch_invariant=invariant)
 
 
-def _program_key(
-    call_key: Hashable, decision: _Decision, positions: tuple[int, ...], types: Hashable
-) -> Hashable:
-    """Everything that decides a compiled program; Unhashable where the config has no key."""
-    # A stamp carries the key, which also holds the shardings.
-    stamp = decision.choice.key if env.ops_stamp() != "none" else None
-    chosen = freeze(decision.choice.cfg), decision.resolved.impl, stamp
-    return call_key, chosen, positions, types
+def _surroundings(options: Options) -> Hashable:
+    """Returns all that a call depends on besides its kernel and its arguments."""
+    cfg, *others = options
+    return (
+        None if cfg is None else freeze(cfg),
+        tuple(others),
+        selection_state(),
+        env.env_state(),
+        ambient_device(),
+        ambient_mesh(),
+        settings.jax_enable_x64,
+    )
+
+
+def _static_key(kernel: AnyKernel, flat: Flat, surroundings: Hashable) -> Hashable:
+    """Returns all of a call but its arrays; Unhashable where the kernel has no key."""
+    parts = flat.parts
+    identity = kernel_identity(kernel), kernel.state
+    return *identity, parts.treedef, parts.positions, flat.statics, surroundings
 
 
 def _record(kernel: AnyKernel, inv: Invocation) -> None:
