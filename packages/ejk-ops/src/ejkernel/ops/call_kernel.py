@@ -254,8 +254,7 @@ class CallKernel:
         """
         a = {**self.call.boundary.defaults, **arguments}
         for name, reason in self.call.constant_arguments(a).items():
-            if isinstance(a[name], jax.Array):  # arrays of NumPy stay constants of the program
-                a[name] = not_differentiable(a[name], reason)
+            a[name] = not_differentiable(a[name], reason)
         if sequence_axes:
             ring, a = self._on_shard(a, sequence_axes)
             return ring.run_canonical(cfg=cfg, **a)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -92,8 +93,15 @@ def differentiable_once(tree: Any, name: str) -> Any:
 
 
 def not_differentiable(tree: Any, reason: str) -> Any:
-    """Returns ``tree``; a derivative of it raises KernelNotSupported with ``reason``."""
-    return _guard_floats(tree, reason, forward=False)
+    """Returns ``tree``; a derivative of it raises KernelNotSupported with ``reason``.
+
+    Arrays of NumPy stay: they are constants of the program, which kernels may read.
+    """
+
+    def guard(x: Any) -> Any:
+        return x if isinstance(x, np.ndarray) else _guard_floats(x, reason, forward=False)
+
+    return jax.tree.map(guard, tree)
 
 
 def reverse_once(tree: Any, name: str) -> Any:

@@ -1,6 +1,6 @@
 """Exact attention in linear memory: the public function and its Kernel class."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never
 
 import jax
@@ -10,10 +10,9 @@ from jax.typing import DTypeLike
 
 from ejkernel.modules._configs import FlashAttentionConfig
 from ejkernel.modules._op import Operation, flatten
-from ejkernel.ops import Invocation, Platform
+from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.arrays import is_eight_bit
 from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key, Quantized
 
 
@@ -145,8 +144,3 @@ def flash_attention(
 class FlashAttention(Operation[FlashAttentionConfig]):
     spec = calls.FlashAttention
     function = staticmethod(flash_attention)
-
-    def constant_arguments(self, inv: Invocation) -> Collection[str]:
-        """Every argument of a call of 8-bit operands, which has no gradient at all."""
-        arguments = inv.arguments
-        return tuple(arguments) if is_eight_bit(arguments["query"]) else ()

@@ -70,6 +70,13 @@ class FlashAttention(SoftmaxCall):
         scaled_operands.canonicalize_scales(a)
 
     @classmethod
+    def constant_arguments(cls, a: Mapping[str, Any]) -> Mapping[str, str]:
+        """All arrays of a call of 8-bit operands, which is for inference."""
+        if a["query"].dtype != scaled_operands.FLOAT8:
+            return {}
+        return dict.fromkeys(cls.array_arguments(a), scaled_operands.FORWARD_ONLY)
+
+    @classmethod
     def check_values(cls, a: Arguments) -> None:
         """Functions of a logit's indices become programs and the arrays they close over."""
         super().check_values(a)

@@ -69,7 +69,7 @@ def clear_dead_rows(
     dlse: jax.Array,
     *,
     biased: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Returns q, do ``[b, q, h, ...]`` and dlse ``[b, h, q]``, zeros in rows that see no key.
 
     Their weights are 0, but 0 * NaN would reach the keys' gradients. lse ``[b, h, q]`` is -inf
@@ -88,7 +88,7 @@ def clear_dead_rows(
 
 def clear_rows_unless(
     alive: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Returns q, do ``[b, q, h, ...]`` and dlse ``[b, h, q]``, zero unless alive ``[b, #h, q]``."""
     return *clear_unless(jnp.swapaxes(alive, 1, 2), q, do), *clear_unless(alive, dlse)
 

@@ -41,14 +41,12 @@ from ejkernel.kernels.triton.kernel import DTYPES, TritonKernel, unsupported_ope
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.kernel_registry import kernel_registry
-from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
 from ejkernel.types.attention.context.kernel import GpuContextParallel
 from ejkernel.types.attention.mixins import SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.attention.rows import LN2
 from ejkernel.types.calls import arguments
-from ejkernel.types.calls.scaled_operands import FORWARD_ONLY
 from ejkernel.types.calls.shared_sequence import ShardedCall
 from ejkernel.types.calls.softmax import QKV
 from ejkernel.types.masks.structure import HULL, LISTED, block_ranges, operands, split_mask
@@ -98,8 +96,6 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
 
     def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
         operands = super().operands(a, problem)
-        if problem.is_eight_bit:
-            operands = not_differentiable(operands, FORWARD_ONLY)
         if problem.dtype == FLOAT8:
             operands["v"] = tokens_innermost(operands["v"])
         return operands

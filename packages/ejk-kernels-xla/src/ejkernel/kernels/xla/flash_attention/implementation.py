@@ -12,13 +12,11 @@ from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.mods import ModMask, TileScores
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls, prepare_mask
 from ejkernel.types.attention.context.kernel import ContextParallel
 from ejkernel.types.calls import arguments
 from ejkernel.types.calls.scaled_operands import (
     FLOAT8,
-    FORWARD_ONLY,
     dequantized,
     output_dtype,
 )
@@ -52,8 +50,6 @@ class FlashAttention(BlockwiseKernel):
         packed = ("cum_seqlens_q", "cum_seqlens_k", "attention_mask")
         mask = a["mask_info"] if a["cum_seqlens_q"] is None else mask_of(a)
         arrays = {name: x for name, x in self.call.array_arguments(a).items() if name not in packed}
-        if a["query"].dtype == FLOAT8:
-            arrays = not_differentiable(arrays, FORWARD_ONLY)
         leaves = leaves_of(*(arrays.pop(name, None) for name in MODS))
         return {**arrays, **leaves, "mask_info": mask}
 

@@ -245,7 +245,7 @@ def _backward_of_group(
     flash = work.kernel.flash
     scales, delta, do = jax.tree.map(exchange.to_heads, (scales, delta, do))
     floats, pull_back = jax.vjp(exchange.exchange_floats, select_floats(arrays))
-    gradients = {}
+    gradients: Arrays = {}
     if "softmax_aux" in floats:
         gradients["softmax_aux"] = sink_gradient(floats["softmax_aux"], scales, delta)
     alive = masks.alive_rows(work.problem.mods, arrays["mask_terms"], scales)

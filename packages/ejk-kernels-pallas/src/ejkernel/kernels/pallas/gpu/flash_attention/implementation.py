@@ -25,7 +25,6 @@ from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
 from ejkernel.types.attention.context.kernel import (
@@ -36,7 +35,6 @@ from ejkernel.types.attention.context.kernel import (
 from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.calls.scaled_operands import FORWARD_ONLY
 from ejkernel.types.calls.shared_sequence import ShardedCall
 
 DTYPES = ("float16", "bfloat16")
@@ -126,10 +124,6 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             "mask_info: chunks are not supported": rules.chunk is not None,
         }
         return next((reason for reason, lacks in lacking.items() if lacks), None)
-
-    def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
-        operands = super().operands(a, problem)
-        return not_differentiable(operands, FORWARD_ONLY) if problem.is_eight_bit else operands
 
     def priority_for(self, call: BoundCall) -> int:
         """Behind the kernels for every GPU where those are faster."""
