@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.attention.context import masks, passes, ulysses
+from ejkernel.types.attention.context.piece_calls import Pass, piece_arguments
 from ejkernel.types.attention.context.pieces import Chunks, Piece
 from ejkernel.types.attention.context.ring import Plan, Ring
 from ejkernel.types.attention.context.strategy import (
@@ -133,10 +134,10 @@ class ContextParallel:
 
         def probe(arrays: Mapping[str, Any]) -> None:
             arrays = {**arrays, "mask_terms": _mask_terms({**a, **arrays})}
-            p = passes.Pass(self, static, arrays)
+            p = Pass(self, static, arrays)
             for piece in pieces:
                 keys = rows_of_keys(p.local_keys, p.slice_chunks(piece.kv, 1))
-                arguments = passes.piece_arguments(p, piece, *keys, 0)
+                arguments = piece_arguments(p, piece, *keys, 0)
                 problems.append(self.flash.problem(arguments))
             if not divides_heads(a, static.ring):
                 problems.append(None)
@@ -206,7 +207,7 @@ class ContextParallel:
                 return problem, tiles
         raise KeyError(piece)
 
-    def transport(self, work: Any, p: passes.Pass, *, backward: bool = False) -> Any:
+    def transport(self, work: Any, p: Pass, *, backward: bool = False) -> Any:
         name = work.tiles.strategy if p.ring.size > 1 else "ring"
         # a strategy of one kernel is a ring in its backward pass
         kind = TRANSPORTS.get(name, TRANSPORTS["ring"])

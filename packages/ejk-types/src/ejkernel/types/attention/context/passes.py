@@ -17,8 +17,7 @@ local lengths: own keys, the visiting and the next, and their accumulators.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,14 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.attention.context import masks
+from ejkernel.types.attention.context.piece_calls import (
+    KEYS,
+    Arrays,
+    KeyRows,
+    Pass,
+    Pieces,
+    captured_floats,
+)
 from ejkernel.types.attention.context.pieces import Chunks, Piece
 from ejkernel.types.attention.context.ring import StepRange, run_steps
 from ejkernel.types.attention.context.transport import RingTransport
@@ -37,125 +44,6 @@ from ejkernel.types.attention.rows import (
     sink_gradient,
 )
 from ejkernel.types.masks.hidden import clear_unless
-from ejkernel.types.mods import SCORE, ModForm, is_float
-
-Arrays = dict[str, Any]
-Pieces = tuple[Piece, ...]
-KEYS = ("key", "value")
-KeyRows = Callable[[slice], Any]
-"""Returns rows of the keys and values of a step, and the arrays of masks of all its keys."""
-
-
-class Pass:
-    """One pass over the steps of a ring on one device."""
-
-    def __init__(self, kernel: Any, problem: Any, arrays: Arrays, work: Any = None) -> None:
-        self.kernel, self.problem, self.work = kernel, problem, work
-        self.ring, self.plan = problem.ring, problem.plan
-        self.arrays, self.mask_terms = arrays, arrays["mask_terms"]
-        self.query, self.bias = arrays["query"], arrays.get("bias")
-        self.lengths = (self.query.shape[1], arrays["key"].shape[1])
-        self.device = self.ring.device_index() if self.ring.size > 1 else 0
-
-    @property
-    def local_keys(self) -> tuple[Any, ...]:
-        """Keys, values ``[b, kv, hk, d]`` and the arrays of masks that belong to keys."""
-        return (*(self.arrays[name] for name in KEYS), masks.key_arrays(self.mask_terms))
-
-    def vary(self, x: Any) -> Any:
-        """Returns ``x`` as an array that varies over the mesh axes of the queries."""
-        return self.kernel.vary_like(x, self.query)
-
-    def slice_chunks(self, chunks: Chunks, axis: int) -> slice:
-        """Rows of a shard of queries (``axis`` 0) or keys (1)."""
-        length = self.lengths[axis] // self.ring.chunks
-        return slice(chunks.first * length, (chunks.first + chunks.count) * length)
-
-    def source(self, step: Any) -> Any:
-        """Returns the device whose keys are visiting."""
-        return self.plan.schedule.source(self.ring, step) if self.ring.size > 1 else 0
-
-    def switch(
-        self,
-        step: Any,
-        steps: Sequence[int],
-        branch: Callable[[Pieces], Any],
-        *operands: Any,
-        is_late: bool = False,
-        row: Sequence[Pieces] | None = None,
-    ) -> Any:
-        """Runs ``branch`` of this device's pieces; ``step`` is one of ``steps``, perhaps traced.
-
-        ``row``: the pieces of each device; None: the plan's.
-        ``is_late``: what it needs is in memory already when the pass begins. XLA for CPUs would
-        make its copies then and keep them; inside a conditional it makes them in time.
-        """
-        table = [self.plan.pieces[t] for t in steps] if row is None else [row]
-        every = tuple(dict.fromkeys(pieces for row in table for pieces in row))
-        if len(every) == 1 and not is_late:
-            return branch(every[0])(*operands)
-        if len(every) == 1:
-            # no device takes the second branch; other compilers see it, and drop the conditional
-            zero = jax.lax.platform_dependent(
-                self.device, cpu=lambda x: x // self.ring.size, default=lambda x: x * 0
-            )
-            return jax.lax.switch(zero, [branch(every[0]), branch(())], *operands)
-        index = jnp.asarray([[every.index(pieces) for pieces in row] for row in table], jnp.int32)
-        chosen = index[step - steps[0], self.device]
-        return jax.lax.switch(chosen, [branch(pieces) for pieces in every], *operands)
-
-    def piece_call(self, piece: Piece, keys: KeyRows, source: Any) -> tuple[Any, Arrays]:
-        """Returns the work and the operands of the kernel call of one piece."""
-        flash = self.kernel.flash
-        arguments = piece_arguments(self, piece, *keys(self.slice_chunks(piece.kv, 1)), source)
-        problem, tiles = self.kernel.find_call(self.work, piece)
-        work = replace(self.work, kernel=flash, problem=problem, tiles=tiles, fallback=None)
-        operands = flash.operands(arguments, problem)
-        return work, {name: x for name, x in operands.items() if x is not None}
-
-
-def piece_arguments(
-    p: Pass, piece: Piece, k: Any, v: Any, visiting: Any, source: Any
-) -> dict[str, Any]:
-    """Returns the canonical arguments of flash attention of one piece, which has k and v."""
-    rows, keys = p.slice_chunks(piece.q, 0), p.slice_chunks(piece.kv, 1)
-    bias = p.bias
-    if bias is not None:
-        bias = bias if bias.shape[2] == 1 else bias[:, :, rows]
-        bias = masks.slice_columns(bias, source, p.lengths[1], keys)
-    mask = masks.piece_mask(
-        p.ring, p.mask_terms, visiting, source, piece.shift, lengths=p.lengths, rows=rows, keys=keys
-    )
-    options = p.problem.options
-    first = _first_tokens(p, piece, source)
-    sizes = (rows.stop - rows.start, keys.stop - keys.start)
-    arguments = {
-        "query": p.query[:, rows],
-        "key": k,
-        "value": v,
-        "bias": bias,
-        "mask_info": mask,
-        "dropout_seed": _piece_seed(p, first) if options["dropout_prob"] else None,
-        "return_lse": True,
-        **{name: form.mod(p.arrays).on_piece(*first, *sizes) for name, form in p.problem.mods},
-    }
-    return {**p.kernel.flash.call.boundary.defaults, **options, **arguments}
-
-
-def _first_tokens(p: Pass, piece: Piece, source: Any) -> tuple[Any, Any]:
-    """Returns the indices, in the whole sequence, of the first query and the first key."""
-    query = p.ring.starts(p.device, p.lengths[0])[piece.q.first][0]
-    return query, p.ring.starts(source, p.lengths[1])[piece.kv.first][0]
-
-
-def _piece_seed(p: Pass, first: tuple[Any, Any]) -> jax.Array:
-    """Returns the seed words, followed by the indices of the first query and the first key."""
-    words = jnp.asarray(p.arrays["dropout_seed"]).reshape(-1)
-    if words.shape[0] == 1:
-        words = jnp.concatenate([words, words * 0, words * 0])
-    positions = jnp.stack([jnp.asarray(x, jnp.int32) for x in first])
-    return jnp.concatenate([words, positions.astype(words.dtype)])
-
 
 # ---- forward ------------------------------------------------------------------------------------
 
@@ -175,17 +63,13 @@ def forward(work: Any, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Array], Row
         # slices that are operands of the next conditional would be copies
         is_full = span.hops_before is None and not has_loop and _covers_queries(p, span.steps[0])
 
-        def branch(pieces: Pieces) -> Callable[..., Any]:
+        def compute_pieces(pieces: Pieces, merged: Any, stored: Any, source: Any) -> Any:
+            keys = partial(transport.keys, stored, t)
             options = {"wide": wide, "is_full": is_full, "finish": span.hops_after is None}
+            return _forward_pieces(p, pieces, merged, keys, source, **options)
 
-            def compute_pieces(merged: Any, stored: Any, source: Any) -> Any:
-                keys = partial(transport.keys, stored, t)
-                return _forward_pieces(p, pieces, merged, keys, source, **options)
-
-            return compute_pieces
-
-        parts = p.switch(t, span.steps, branch, parts, transport.stored(visitors, t), p.source(t))
-        return parts, next_visitors
+        operands = (parts, transport.stored(visitors, t), p.source(t))
+        return p.switch(t, span.steps, compute_pieces, *operands), next_visitors
 
     ranges = transport.step_ranges()
     shortest = work.kernel.shortest_loop
@@ -332,38 +216,64 @@ def backward(
     alive = masks.alive_rows(p.problem.mods, p.mask_terms, scales)
     p.query, do, dlse, delta = clear_unless(alive, p.query, do, dlse, delta)
     rows = {"scales": scales._replace(sinks=None), "delta": delta, "dlse": dlse, "o": o, "do": do}
-    transport = work.kernel.transport(work, p, backward=True)
     # arrays that do not travel: every piece adds to their gradients
     local_inputs = {} if p.bias is None else {"bias": p.bias}
     local_inputs |= captured_floats(p.problem.mods, arrays)
     local_gradients = {name: p.vary(jnp.zeros(x.shape, acc)) for name, x in local_inputs.items()}
+    steps = _BackwardSteps(p, work.kernel.transport(work, p, backward=True), rows)
+    return gradients | steps.run(local_gradients, shortest_loop=work.kernel.shortest_loop)
 
-    dtypes = [arrays[name].dtype for name in KEYS]
 
-    divided = p.plan.divided if isinstance(transport, RingTransport) else ()
-    local_step, everything = transport.local_step, Chunks(0, p.ring.chunks)
+class _BackwardSteps:
+    """The steps of a backward pass.
 
-    def branches(t: Any, **options: Any) -> Callable[[Pieces], Callable[..., Any]]:
-        def branch(pieces: Pieces) -> Callable[..., Any]:
-            def compute_pieces(dq: Any, local_gradients: Any, stored: Any, source: Any) -> Any:
-                keys = partial(transport.keys, stored, t)
-                return _backward_pieces(
-                    p, rows, pieces, dq, local_gradients, keys, source, **options
-                )
+    Attributes:
+        p, transport: the pass, and how its keys travel.
+        rows: values of the full rows, by their names as arguments of ``part_gradients``.
+        divided: as in ``Plan``, where the transport allows it.
+        first_chunk: dk and dv of the first chunk of the local keys; empty where they are undivided.
+    """
 
-            return compute_pieces
+    def __init__(self, p: Pass, transport: Any, rows: dict[str, Any]) -> None:
+        self.p, self.transport, self.rows = p, transport, rows
+        divides = isinstance(transport, RingTransport)
+        self.divided: Sequence[Sequence[Pieces]] = p.plan.divided if divides else ()
+        self.first_chunk: tuple[Any, ...] = ()
 
-        return branch
+    def run(self, local_gradients: Arrays, *, shortest_loop: int) -> Arrays:
+        """Returns the gradients of queries, keys and values, and ``local_gradients`` with sums."""
+        transport, dq = self.transport, None
+        ranges = transport.step_ranges()
+        visitors = transport.start(ranges[0].steps[0], self.rows["delta"] if self.divided else None)
+        if self.divided:
+            dq, local_gradients, self.first_chunk = self._differentiate_first_chunk(local_gradients)
+        state = ((dq, None), local_gradients, visitors)
+        (dq, accumulators), local_gradients, _ = run_steps(
+            ranges, self._compute_step, state, convert=_convert_accumulators, shortest=shortest_loop
+        )
+        kv_gradients = transport.collect(accumulators, ranges[-1].steps[-1])
+        kv_gradients = dict(zip(KEYS, kv_gradients, strict=True))
+        return {"query": dq, **kv_gradients, **local_gradients}
 
-    def differentiate_first_chunk(local_gradients: Any) -> tuple[Any, Any, Any]:
+    def _differentiate_first_chunk(self, local_gradients: Arrays) -> tuple[Any, Any, Any]:
         """Returns dq, ``local_gradients``, and dk and dv of the first chunk of the local keys."""
-        row, chunks = p.plan.divided[0], Chunks(0, 1)
-        wide = (_is_merged([row]), False)
-        branch = branches(local_step, wide=wide, finish=False, chunks=chunks)
-        operands = (None, local_gradients, p.local_keys, p.source(local_step))
-        return p.switch(local_step, range(local_step, local_step + 1), branch, *operands, row=row)
+        p, step, row = self.p, self.transport.local_step, self.divided[0]
+        options = {"wide": (_is_merged([row]), False), "finish": False, "chunks": Chunks(0, 1)}
+        compute = partial(self._compute_pieces, step, options)
+        operands = (None, local_gradients, p.local_keys, p.source(step))
+        return p.switch(step, range(step, step + 1), compute, *operands, row=row)
 
-    def compute_step(t: Any, state: Any, span: StepRange) -> Any:
+    def _compute_pieces(
+        self, step: Any, options: Mapping[str, Any], pieces: Pieces, dq: Any,
+        local_gradients: Arrays, stored: Any, source: Any,
+    ) -> Any:  # fmt: skip
+        keys = partial(self.transport.keys, stored, step)
+        return _backward_pieces(
+            self.p, self.rows, pieces, dq, local_gradients, keys, source, **options
+        )
+
+    def _compute_step(self, t: Any, state: Any, span: StepRange) -> Any:
+        p, transport, rows = self.p, self.transport, self.rows
         (dq, accumulators), local_gradients, visitors = state
         if dq is not None:
             dq, visitors = _order_after(dq, visitors)
@@ -371,46 +281,32 @@ def backward(
             # the first kernel waits for delta too, so the keys are sent on while it runs
             rows["delta"], visitors = _order_after(rows["delta"], visitors)
         visitors, next_visitors, arriving = transport.exchange(visitors, accumulators, span)
-        is_second_chunk = bool(divided) and isinstance(t, int) and t == local_step
-        row, chunks = (p.plan.divided[1], Chunks(1, 1)) if is_second_chunk else (None, everything)
+        is_second_chunk = bool(self.divided) and transport.is_local(t)
+        row, chunks = None, Chunks(0, p.ring.chunks)
+        if is_second_chunk:
+            row, chunks = self.divided[1], Chunks(1, 1)
         table = [p.plan.pieces[i] for i in span.steps] if row is None else [row]
         wide = dq is not None or _is_merged(table), _is_merged(table, "kv")
-        branch = branches(t, wide=wide, finish=span.hops_after is None, chunks=chunks)
+        options = {"wide": wide, "finish": span.hops_after is None, "chunks": chunks}
         stored, source = transport.stored(visitors, t), p.source(t)
         is_late = span.hops_before is not None and span.hops_after is None
         if is_late:
             # a compiler may not run this step before the others: nothing would hide the transfer
             dq, stored = jax.lax.optimization_barrier((dq, stored))
-        operands = (dq, local_gradients, stored, source)
+        compute, operands = (
+            partial(self._compute_pieces, t, options),
+            (dq, local_gradients, stored, source),
+        )
         dq, local_gradients, new = p.switch(
-            t, span.steps, branch, *operands, is_late=is_late, row=row
+            t, span.steps, compute, *operands, is_late=is_late, row=row
         )
         if next_visitors is None:
             next_visitors = transport.send_on(_delay_on_cpus(p, visitors, dq), span)
         if is_second_chunk:
-            new = [_concatenate_rows(parts) for parts in zip(first_chunk, new, strict=True)]
+            new = [_concatenate_rows(parts) for parts in zip(self.first_chunk, new, strict=True)]
+        dtypes = [p.arrays[name].dtype for name in KEYS]
         accumulators = transport.accumulate(arriving, new, t, span, dtypes)
         return (dq, accumulators), local_gradients, next_visitors
-
-    ranges = transport.step_ranges()
-    shortest = work.kernel.shortest_loop
-    visitors = transport.start(ranges[0].steps[0], delta if divided else None)
-    dq, first_chunk = None, ()
-    if divided:
-        dq, local_gradients, first_chunk = differentiate_first_chunk(local_gradients)
-    state = ((dq, None), local_gradients, visitors)
-    (dq, accumulators), local_gradients, _ = run_steps(
-        ranges, compute_step, state, convert=_convert_accumulators, shortest=shortest
-    )
-    kv_gradients = transport.collect(accumulators, ranges[-1].steps[-1])
-    kv_gradients = dict(zip(KEYS, kv_gradients, strict=True))
-    return {**gradients, "query": dq, **kv_gradients, **local_gradients}
-
-
-def captured_floats(mods: Sequence[tuple[str, ModForm]], arrays: Arrays) -> Arrays:
-    """Returns the arrays of a score_mod that have gradients, by name."""
-    names = [name for argument, form in mods if argument == SCORE for name in form.names]
-    return {name: arrays[name] for name in names if is_float(arrays[name])}
 
 
 def _backward_pieces(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.attention.context import masks
-from ejkernel.types.attention.context.passes import captured_floats
+from ejkernel.types.attention.context.piece_calls import captured_floats
 from ejkernel.types.attention.context.ring import Ring
 from ejkernel.types.attention.rows import RowScales, finalize_rows, sink_gradient
 from ejkernel.types.masks.fields import with_private

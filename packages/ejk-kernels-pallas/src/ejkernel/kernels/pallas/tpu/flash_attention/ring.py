@@ -16,7 +16,7 @@ import jax
 
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types.attention.context.masks import is_by_index
-from ejkernel.types.attention.context.passes import Pass, piece_arguments
+from ejkernel.types.attention.context.piece_calls import Pass, piece_arguments
 from ejkernel.types.attention.context.pieces import Chunks, Piece
 from ejkernel.types.attention.context.ring import Ring, StepRange, run_steps
 from ejkernel.types.attention.rows import RowScales, finalize_rows, merge
