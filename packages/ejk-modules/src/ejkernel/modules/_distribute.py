@@ -25,13 +25,13 @@ from ejkernel.modules.compat import over_axes
 from ejkernel.ops.compat import explicit_axes, mapped_mesh_axes, placed
 from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
+from ejkernel.types.arrays import is_array
 from ejkernel.types.calls.axes import bare, meaning
+from ejkernel.types.calls.distributed import leaf_axes
 from ejkernel.types.calls.layout import Layout, Shard
 from ejkernel.types.calls.shared_sequence import without_packing
 from ejkernel.types.calls.signature import axes_of
-from ejkernel.types.calls.spec import Call, leaf_axes
-
-Arguments = dict[str, Any]
+from ejkernel.types.calls.spec import Arguments, Call
 
 
 class DistributedOperation(Protocol):
@@ -249,7 +249,7 @@ def _split(
             names.append(name)
             arrays.append(value)
             specs.append(jax.tree_util.tree_unflatten(structure, of_leaves))
-        elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        elif is_array(value):
             words = argument.words if argument else ("_",) * len(value.shape)
             names.append(name)
             arrays.append(value)

@@ -29,11 +29,10 @@ from ejkernel.types import InvalidArgument as InvalidCall
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls.axes import mask_axes, meaning
 from ejkernel.types.calls.signature import axes_of
-from ejkernel.types.calls.spec import Call
+from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import shown
 from ejkernel.types.serving.plan import AttentionPlan
 
-Arguments = dict[str, Any]
 SEED = jax.ShapeDtypeStruct((), np.int32)
 """Every seed, as keys describe it."""
 

@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 from ejkernel.types import mods
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import scaled_operands
+from ejkernel.types.calls.canonicalize import Arguments
+from ejkernel.types.calls.distributed import shift_mods
 from ejkernel.types.calls.softmax import SoftmaxCall
-from ejkernel.types.calls.spec import Arguments, shift_mods
 from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key, Quantized
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.mod_blocks import known_block_size

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel.types.arrays import MAX_LENGTH
+from ejkernel.types.calls.canonicalize import Arguments
+from ejkernel.types.calls.distributed import leaf_axes, shift_mods
 from ejkernel.types.calls.softmax import AttentionCall
-from ejkernel.types.calls.spec import Arguments, leaf_axes, shift_mods
 from ejkernel.types.calls.words import Array, F, I, Key, invalid, out_of_range
 from ejkernel.types.masks.combine import mask_of
 from ejkernel.types.masks.mask_info import MaskInfo

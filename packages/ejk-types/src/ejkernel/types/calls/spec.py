@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
+from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_array, is_symbolic
 from ejkernel.types.calls import canonicalize, sample_inputs, values
-from ejkernel.types.calls.axes import bare, mask_words, meaning
-from ejkernel.types.calls.layout import Layout
-from ejkernel.types.calls.sharding import ShardingRule
-from ejkernel.types.calls.sharding_notes import pages_notes, place_arrays, sharding_notes
+from ejkernel.types.calls.axes import bare
+from ejkernel.types.calls.canonicalize import Arguments
+from ejkernel.types.calls.distributed import DistributedCall
 from ejkernel.types.calls.signature import Boundary, axes_of
 from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.structure import Unsupported
-from ejkernel.types.mods import MODS, Mod
+from ejkernel.types.mods import Mod
 from ejkernel.types.serving.plan import AttentionPlan
 
-Arguments = dict[str, Any]
 Step = Callable[[Arguments], None]
-_NUMBER = {int}
 TREES = (MaskInfo, Mod, AttentionPlan)
 """Arguments that consist of arrays."""
 
 
-class Call:
+class Call(DistributedCall):
     """The calls of one operation; a subclass is used as it is and never instantiated.
 
     A subclass has ``signature``, a function with the parameters of the operation, annotated with
@@ -39,63 +35,39 @@ class Call:
     to an argument name in every operation are in ``values.BY_NAME`` and ``canonicalize.BY_NAME``.
 
     Attributes:
-        name: of the operation, as users call it.
         algorithm: its name in a registry; default: ``name``.
         symbolic: the axes that an exported program may leave open.
         outputs: axes of every output, in the words of the signature; ``=name``: an argument's.
         extra_outputs_flag: the flag without which there is only the first output; "": none.
-        seeds: the arguments, any integer, that dropout starts from.
         untuned_arguments: arguments that change what is computed and not how it is cut into tiles.
         size_arguments: static integers that are sizes, such as a window.
         divisors: scales that something is divided by, so that they are never 0.
         normal_samples: whether sample inputs are normally distributed, of both signs.
         merged: arguments that ``check_values`` or ``canonicalize`` moves into another one, and the
             name of that one. A kernel that reads the latter has no need to read the former.
-        sequence_hint: what a caller does in place of sharding a sequence, for messages.
-        shards_pages: whether pages of a cache may be spread over devices (``attend_to_shard``).
-        whole_groups: whether a device of a mesh needs all query heads of its key heads.
-        sequence_axes: words of the axes of queries and of keys, or of tokens, if devices may share
-            a sequence.
-        passes_states: whether such devices pass states on (``share_sequence``), whatever the
-            kernel; otherwise it takes a kernel that can share a sequence.
-        shares_queries: whether devices may share the queries alone: ``to_shard`` adapts a call to
-            some of its rows.
-        refused_axes: words of axes that are an error under plain ``jit`` where they are sharded,
-            and what to do instead.
-        boundary: the parameters, read from ``signature``.
         StaticArguments: tuple with a field for every parameter but ``mask_info``.
         Options: tuple with a field for every parameter whose annotation is no array.
         Unsupported: what ``problem`` raises for a call that no kernel of its kind can do.
     """
 
-    name: ClassVar[str]
     algorithm: ClassVar[str] = ""
     outputs: ClassVar[tuple[str, ...]] = ()
     extra_outputs_flag: ClassVar[str] = ""
-    seeds: ClassVar[tuple[str, ...]] = ()
     untuned_arguments: ClassVar[frozenset[str]] = frozenset({"softmax_scale", "return_lse"})
     size_arguments: ClassVar[frozenset[str]] = frozenset({"sliding_window", "chunk_size"})
     divisors: ClassVar[tuple[str, ...]] = ()
     normal_samples: ClassVar[bool] = False
     merged: ClassVar[Mapping[str, str]] = {}
-    sequence_hint: ClassVar[str] = Layout.sequence_hint
-    shards_pages: ClassVar[bool] = False
-    whole_groups: ClassVar[bool] = False
-    sequence_axes: ClassVar[tuple[str, ...]] = ()
-    passes_states: ClassVar[bool] = False
-    shares_queries: ClassVar[bool] = False
-    refused_axes: ClassVar[Mapping[str, str]] = {}
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
         "pages", "max_blocks", "inner", "columns", "channels",
     )  # fmt: skip
     signature: ClassVar[Any]
-    boundary: ClassVar[Boundary]
     StaticArguments: ClassVar[Any]
     Options: ClassVar[Any]
     Unsupported: ClassVar[type[Exception]] = Unsupported
-    _before: ClassVar[tuple[Step, ...]] = ()
-    _inside: ClassVar[tuple[Step, ...]] = ()
+    _value_checks: ClassVar[tuple[Step, ...]] = ()
+    _canonicalizers: ClassVar[tuple[Step, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -110,7 +82,7 @@ class Call:
         cls.StaticArguments = namedtuple(f"{cls.__name__}Arguments", names)
         static = [name for name in names if name in cls.boundary.static_names]
         cls.Options = namedtuple(f"{cls.__name__}Options", static)
-        cls._before, cls._inside = (
+        cls._value_checks, cls._canonicalizers = (
             tuple(dict.fromkeys(step for name, step in table.items() if name in cls.boundary.names))
             for table in (values.BY_NAME, canonicalize.BY_NAME)
         )
@@ -120,7 +92,7 @@ class Call:
     @classmethod
     def check_values(cls, a: Arguments) -> None:
         """Check Python and numpy values, call builders, turn scalars that vary into arrays."""
-        for step in cls._before:
+        for step in cls._value_checks:
             step(a)
 
     @classmethod
@@ -133,7 +105,7 @@ class Call:
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:
         """Check how arguments agree, then canonicalize what is optional, in place."""
-        for step in cls._inside:
+        for step in cls._canonicalizers:
             step(a)
 
     @classmethod
@@ -156,16 +128,6 @@ class Call:
         return {}
 
     @classmethod
-    def argument_axes(cls, a: Arguments) -> Mapping[str, str]:
-        """Returns axes of arguments that an annotation cannot express."""
-        return {}
-
-    @classmethod
-    def distributed_axes(cls, a: Arguments) -> Mapping[str, str]:
-        """Returns axes of arguments that have another meaning where the call is distributed."""
-        return cls.argument_axes(a)
-
-    @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         """Axes of the outputs of this call."""
         return cls.select_outputs(a, cls.outputs)
@@ -182,163 +144,6 @@ class Call:
     def forward_axes(cls, a: Arguments, count: int) -> tuple[str, ...]:
         """Returns the axes of the ``count`` outputs of a kernel's forward pass."""
         return cls.returned_axes(a, count)
-
-    @classmethod
-    def array_axes(cls, a: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-        """Returns the words of the axes of every array, by argument; a mask has several arrays."""
-        override, axes = cls.distributed_axes(dict(a)), {}
-        for p in cls.boundary.parameters:
-            value = a[p.name]
-            leaves = leaf_axes(value)
-            if leaves is not None:
-                axes[p.name] = leaves
-            elif hasattr(value, "shape") and hasattr(value, "dtype"):
-                axes[p.name] = [tuple(axes_of(p, value, override))]
-        return axes
-
-    @classmethod
-    def shares_sequence(cls, a: Mapping[str, Any]) -> bool:
-        """Returns whether devices may share the sequence of a call."""
-        return bool(cls.sequence_axes)
-
-    @classmethod
-    def sharding_rule(cls, a: Mapping[str, Any], *, sequence: bool = False) -> ShardingRule:
-        """Returns how the arrays of a call may be sharded, from their shapes alone.
-
-        ``sequence``: whether the kernel runs on a share of the sequence.
-        """
-        sizes: dict[str, int] = {}
-        for name, words in cls.array_axes(a).items():
-            for axes, x in zip(words, jax.tree.leaves(a[name]), strict=True):
-                for word, size in zip(axes, x.shape, strict=True):
-                    if not (word.startswith("#") and size == 1):
-                        sizes.setdefault(word.lstrip("#"), size)
-        words = tuple(word for word in cls.sequence_axes if word in sizes) if sequence else ()
-        return ShardingRule(cls.name, sizes, cls.whole_groups, words, cls.whole_axes(sizes))
-
-    @classmethod
-    def whole_axes(cls, sizes: Mapping[str, int]) -> dict[str, str]:
-        """Returns words of axes that are an error where they are sharded, and what to do instead.
-
-        They are ``refused_axes``, and the axes of a sequence that devices never share.
-        """
-        if cls.sequence_axes:
-            return dict(cls.refused_axes)
-        tokens = (word for word in sizes if meaning(word).in_order)
-        return {**dict.fromkeys(tokens, cls.sequence_hint), **cls.refused_axes}
-
-    @classmethod
-    def sharding_notes(
-        cls, a: Mapping[str, Any], arrays: Mapping[str, Any], *, sequence: bool = False
-    ) -> tuple[str, ...]:
-        """Returns sentences about the sharding of a call: what stays sharded, which collectives.
-
-        ``a``: the canonical arguments; ``arrays``: the caller's, which say how they are sharded.
-        """
-        axes = cls.array_axes(a)
-        alike = {
-            name: arrays[name]
-            for name in axes
-            if name in arrays
-            and [x.shape for x in jax.tree.leaves(arrays[name])]
-            == [x.shape for x in jax.tree.leaves(a[name])]
-        }
-        first = next(iter(cls.output_axes(dict(a))), "")
-        output = () if first.startswith("=") else tuple(first.split())
-        rule = cls.sharding_rule(a, sequence=sequence)
-        described = cls.passes_states or cls.shares_queries
-        describe = partial(cls.sequence_note, a) if described else None
-        return sharding_notes(rule, axes, alike, output, a, describe)
-
-    @classmethod
-    def placement_notes(
-        cls, a: Mapping[str, Any], arrays: Mapping[str, Any], mesh: Any, in_specs: Any
-    ) -> tuple[str, ...]:
-        """Returns sentences about the sharding of a call by ``mesh=`` and ``in_specs=``.
-
-        ``a``: the canonical arguments of one shard; ``arrays``: the caller's.
-        """
-        names = [p.name for p in cls.boundary.array_parameters]
-        specs = dict(zip(names, in_specs or (), strict=False))
-        # a mask is several arrays, whose sharding follows from the others
-        arrays = {name: x for name, x in arrays.items() if not isinstance(x, MaskInfo)}
-        unsharded = {**a, **arrays, "mask_info": None}
-        axes = {name: words[0] for name, words in cls.array_axes(unsharded).items()}
-        arrays = {name: arrays[name] for name in arrays if name in axes}
-        placed, over_pages = place_arrays(arrays, axes, specs, mesh)
-        shares = cls.shares_sequence(unsharded)
-        notes = cls.sharding_notes({**unsharded, **placed}, placed, sequence=shares)
-        if not over_pages:
-            return notes
-        rule = cls.sharding_rule(unsharded)
-        words = {name: (x, axes[name]) for name, x in placed.items()}
-        output = cls.output_axes(unsharded)[0]
-        return (*pages_notes(rule, output, over_pages, mesh, words, unsharded), *notes)
-
-    @classmethod
-    def to_shard(cls, a: Arguments, shard: Any) -> None:
-        """Adapt canonical arguments of one shard to what the operation means for all of them.
-
-        ``shard`` has ``parts(word)``, over how many devices an axis is spread, and of this one
-        ``offset(word)``, its first index, and ``local(word)``, its size.
-        """
-        canonicalize.local_seeds(a, shard, *cls.seeds)
-
-    @classmethod
-    def attend_to_shard(cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]) -> Any:
-        """Returns the result of a call of which each device has some of the pages.
-
-        ``a``: the arguments of one shard; ``run``: computes a call of one device.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def sequence_note(cls, a: Mapping[str, Any], layout: Layout) -> str:
-        """Returns what devices that share the sequence of a call send each other."""
-        raise NotImplementedError
-
-    @classmethod
-    def share_sequence(
-        cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]
-    ) -> tuple[Any, ...]:
-        """Returns the requested outputs of a call of which each device has some of the tokens.
-
-        ``a``: the arguments of one shard; ``run``: computes a call of one device.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def saved_state_types(cls, a: Mapping[str, Any], devices: int) -> list[tuple[str, Any]]:
-        """Returns what devices that share a sequence keep for its gradients: axes and types.
-
-        Empty: gradients are JAX's, through ``share_sequence``. ``a``: the arguments of the full
-        call; ``devices``: the most that may share it.
-        """
-        return []
-
-    @classmethod
-    def share_and_save(
-        cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any], saved_states: Sequence[Any]
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns ``share_sequence``, and arrays of the types ``saved_states`` on one device."""
-        raise NotImplementedError
-
-    @classmethod
-    def share_gradients(
-        cls,
-        arguments: Callable[..., Arguments],
-        floats: Sequence[Any],
-        shard: Any,
-        run: Callable[[Arguments], Any],
-        saved_states: Sequence[Any],
-        cotangents: Sequence[Any],
-    ) -> tuple[Any, ...]:
-        """Returns the gradients of ``floats``, of which ``arguments`` makes one shard's arguments.
-
-        ``saved_states``: of ``share_and_save``; ``cotangents``: of the output, and of the last
-        states on every device.
-        """
-        raise NotImplementedError
 
     # ---- the two steps of a call ------------------------------------------------------------
 
@@ -422,7 +227,7 @@ class Call:
         for p in cls.boundary.array_parameters:
             # a MaskInfo where an array belongs has a shape without sizes
             shape = a[p.name].shape if hasattr(a[p.name], "dtype") else ()
-            if set(map(type, shape)) <= _NUMBER and max(shape, default=0) <= MAX_LENGTH:
+            if set(map(type, shape)) <= {int} and max(shape, default=0) <= MAX_LENGTH:
                 continue
             override = cls.argument_axes(a) if override is None else override
             words = map(bare, axes_of(p, a[p.name], override))
@@ -453,17 +258,9 @@ class Call:
         Dtypes are names: to NumPy ``np.dtype("float64") == None`` is true, and ``jax.jit`` finds
         its programs by the equality of static arguments alone.
         """
-        values = []
-        for name in cls.StaticArguments._fields:
-            x = a[name]
-            if isinstance(x, np.dtype):
-                x = x.name
-            elif isinstance(x, (Mod, AttentionPlan)):
-                x = x.form
-            elif hasattr(x, "shape") and hasattr(x, "dtype"):
-                x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            values.append(x)
-        return cls.StaticArguments(*values)
+        return cls.StaticArguments(
+            *(_static_value(a[name]) for name in cls.StaticArguments._fields)
+        )
 
     @classmethod
     def options(cls, a: Mapping[str, Any]) -> Any:
@@ -471,27 +268,15 @@ class Call:
 
         None stands for a PRNG key, which is an array in canonical form, and for a plan.
         """
-        values = []
-        for name in cls.Options._fields:
-            x = a[name]
-            if isinstance(x, np.dtype):
-                x = x.name
-            elif isinstance(x, Mod):
-                x = x.form
-            elif isinstance(x, AttentionPlan) or (hasattr(x, "shape") and hasattr(x, "dtype")):
-                x = None
-            values.append(x)
-        return cls.Options(*values)
+        options = (a[name] for name in cls.Options._fields)
+        is_operand = lambda x: isinstance(x, AttentionPlan) or is_array(x)  # noqa: E731
+        return cls.Options(*(None if is_operand(x) else _static_value(x) for x in options))
 
     @classmethod
     def array_arguments(cls, a: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays among the arguments, the mask, the mods and the plan, by name."""
-        arrays = {}
-        for name in cls.boundary.names:
-            x = a[name]
-            if isinstance(x, TREES) or (hasattr(x, "shape") and hasattr(x, "dtype")):
-                arrays[name] = x
-        return arrays
+        arguments = {name: a[name] for name in cls.boundary.names}
+        return {n: x for n, x in arguments.items() if isinstance(x, TREES) or is_array(x)}
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Any:
@@ -541,22 +326,10 @@ class Call:
         return samples | sample_inputs.draw_normal(a, rng, names)
 
 
-def leaf_axes(value: Any) -> list[tuple[str, ...]] | None:
-    """Returns the words of the axes of each array of a mask, mod or plan; None for other values.
-
-    The arrays of a mod are whole on every device: its function indexes them by global indices.
-    """
-    if isinstance(value, MaskInfo):
-        return mask_words(value)
-    if isinstance(value, Mod):
-        return [("_",) * len(x.shape) for x in jax.tree.leaves(value)]
-    if isinstance(value, AttentionPlan):
-        return list(value.AXES)
-    return None
-
-
-def shift_mods(a: Arguments, shard: Any) -> None:
-    """Lets functions of indices count rows and heads from those that a shard begins with."""
-    for name in MODS:
-        if a.get(name) is not None:
-            a[name] = a[name].on_shard(shard.offset("batch"), shard.offset("heads"))
+def _static_value(x: Any) -> Any:
+    """Returns an argument as a hashable value: arrays as their types, dtypes as their names."""
+    if isinstance(x, np.dtype):
+        return x.name
+    if isinstance(x, (Mod, AttentionPlan)):
+        return x.form
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.types.calls.canonicalize import Arguments
 from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import ModMaskInfo
 from ejkernel.types.masks.segments import check_starts
 
-Arguments = dict[str, Any]
 _LARGEST = tuple(float(np.finfo(dtype).max) for dtype in (np.float32, np.float64))
 
 

@@ -293,10 +293,8 @@ class _BackwardSteps:
         if is_late:
             # a compiler may not run this step before the others: nothing would hide the transfer
             dq, stored = jax.lax.optimization_barrier((dq, stored))
-        compute, operands = (
-            partial(self._compute_pieces, t, options),
-            (dq, local_gradients, stored, source),
-        )
+        compute = partial(self._compute_pieces, t, options)
+        operands = (dq, local_gradients, stored, source)
         dq, local_gradients, new = p.switch(
             t, span.steps, compute, *operands, is_late=is_late, row=row
         )
