@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -301,6 +303,33 @@ def test_ctrl_c_carries_what_was_measured(clock, monkeypatch):
     partial = stopped.value.partial
     assert partial.interrupted and partial.best == Tile(tile=16)  # the only one with a sample
     assert [t.error for t in partial.trials] == [None, *["tuning was stopped"] * 3]
+
+
+INTERRUPTED = """
+import os, signal, time
+import jax
+from ejkernel.ops.execution.isolation import Surroundings, outside_trace
+
+def press(x):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.5)
+    return x
+
+def run():
+    return jax.jit(lambda x: jax.pure_callback(press, x, x))(1.0).block_until_ready()
+
+try:
+    outside_trace(run, Surroundings.capture())
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_process_ends_after_a_program_that_outlasts_ctrl_c():
+    """Python aborts when it ends below a thread that runs a program of XLA."""
+    run = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "interrupted\n"), run.stderr
+    assert "waiting for the interrupted program to end" in run.stderr
 
 
 def test_total_budget_leaves_out_what_is_not_begun(clock):

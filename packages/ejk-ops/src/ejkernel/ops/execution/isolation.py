@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +65,8 @@ def outside_trace(
 ) -> T:
     """``fn()`` in a new thread, so that no surrounding trace sees its operations.
 
-    Ctrl-C calls ``on_interrupt``, waits ``grace_s`` for the thread to end, and is raised again.
+    Ctrl-C calls ``on_interrupt``, waits ``grace_s`` for the thread to end, and is raised again. If
+    the thread is still running then, the process ends after it.
     """
     outcome: dict[str, Any] = {}
     done = threading.Event()  # an interrupted Thread.join takes the thread for ended
@@ -83,7 +87,24 @@ def outside_trace(
         if on_interrupt is not None:
             on_interrupt()
             done.wait(grace_s)
+        if not done.is_set():
+            atexit.register(_wait_at_exit, thread)
         raise
     if "error" in outcome:
         raise outcome["error"]
     return outcome["value"]
+
+
+def _wait_at_exit(thread: threading.Thread) -> None:
+    """Waits for the program that ``thread`` runs; another Ctrl-C ends the process at once.
+
+    Python ends a thread that comes back from C++ after the interpreter has ended by unwinding its
+    stack, which C++ answers with abort.
+    """
+    if not thread.is_alive():
+        return
+    note = "ejkernel: waiting for the interrupted program to end; Ctrl-C again ends it at once"
+    print(note, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    thread.join()
