@@ -56,6 +56,18 @@ def test_selection_and_all_branches(group, count, window):
     compare(ours, theirs, args)
 
 
+def test_heads_that_each_want_one_block_tie_at_large_logits():
+    """Every score is a whole number: the logits' rounding must not order equal ones."""
+    q, k, v = inputs(2, gates=0)
+    q, k = q * 300, k * 300
+    out = native_sparse_attention(q, k, v, block_counts=2, block_size=SIZE)
+    expected = oracle.sequence(
+        q[0], k[0], v[0], (None, None, None), size=SIZE, scale=D**-0.5, length=S,
+        count=lambda t, m: 2,
+    )  # fmt: skip
+    np.testing.assert_allclose(out[0], expected, atol=1e-5)
+
+
 def test_given_blocks_with_counts_duplicates_and_strangers():
     args = inputs(2, gates=0)
     slots = 5

@@ -42,13 +42,12 @@ class RowTile(Steps):
 
 
 def _compressed(q, k, v, blocks: Blocks, scale: float):
-    """Output ``[b, s, h, dv]``, lse ``[b, s, h]`` and the block means of the keys."""
+    """Output ``[b, s, h, dv]`` of the compressed branch."""
     k_cmp, v_cmp = block_means(k, blocks), block_means(v, blocks)
     mask = means_mask(blocks, q.shape[0])
-    o, lse = flash_attention.run_canonical(
-        query=q, key=k_cmp, value=v_cmp, mask_info=mask, softmax_scale=scale, return_lse=True
+    return flash_attention.run_canonical(
+        query=q, key=k_cmp, value=v_cmp, mask_info=mask, softmax_scale=scale
     )
-    return o, lse, k_cmp
 
 
 def _selected(q, k, v, chosen, blocks: Blocks, scale: float, rows: int | None):
@@ -109,12 +108,9 @@ class NativeSparseAttention(XlaKernel):
             for g in gates
         )
         out = jnp.zeros((b, s, h, dv), wide)
-        compressed = None
-        if blocks.count != 0 and (g_cmp is not None or "block_indices" not in arrays):
-            o_cmp, *compressed = _compressed(q, k, v, blocks, scale)
-            if g_cmp is not None:
-                out = out + g_cmp * o_cmp.astype(wide)
-        chosen = chosen_blocks(p, arrays, blocks, lambda: _select(p, q, blocks, compressed))
+        if blocks.count != 0 and g_cmp is not None:
+            out = out + g_cmp * _compressed(q, k, v, blocks, scale).astype(wide)
+        chosen = chosen_blocks(p, arrays, blocks, lambda: _select(p, q, k, blocks))
         chosen = name_lse(chosen)  # a loop of its own
         o_slc = _selected(q, k, v, chosen, blocks, scale, work.tiles.q_tile)
         out = out + (1.0 if g_slc is None else g_slc) * o_slc.astype(wide)
@@ -136,7 +132,7 @@ class NativeSparseAttention(XlaKernel):
         return (clear_unless(is_valid, out)[0].astype(q.dtype),), ()
 
 
-def _select(p: Any, q: Any, blocks: Blocks, compressed: Any) -> jax.Array:
+def _select(p: Any, q: Any, k: Any, blocks: Blocks) -> jax.Array:
     """Returns the blocks of every token with the largest probability ``[b, s, hk, slots]``."""
     (b, s, h, d), hk = q.shape, p.key.shape[2]
     bound = p.max_block_count if sorts_blocks(p) else p.block_counts
@@ -144,9 +140,8 @@ def _select(p: Any, q: Any, blocks: Blocks, compressed: Any) -> jax.Array:
         raise ValueError("max_block_count: needed where the length of the sequence is symbolic")
     slots = max(1, blocks.longest if bound is None else at_most(bound, blocks.longest))
     slots = at_most(slots, blocks.count)
-    lse, k_cmp = compressed
-    grouped, lse = q.reshape(b, s, hk, h // hk, d), lse.reshape(b, s, hk, h // hk)
-    return select_blocks(grouped, k_cmp, lse, blocks, scale=p.softmax_scale, count=slots)
+    grouped, k_cmp = q.reshape(b, s, hk, h // hk, d), block_means(k, blocks)
+    return select_blocks(grouped, k_cmp, blocks, scale=p.softmax_scale, count=slots)
 
 
 native_sparse_attention = NativeSparseAttention()

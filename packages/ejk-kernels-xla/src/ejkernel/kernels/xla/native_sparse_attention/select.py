@@ -19,15 +19,18 @@ from ejkernel.types.masks.token_blocks import Blocks
 TILE_ELEMENTS = 1 << 20
 
 
-def _tile_scores(q, k, lse, sequence, position, blocks: Blocks, scale: float):
-    """Scores ``[b, rows, hk, n]`` of one tile; -inf where unseen, +inf for the own block."""
+def _tile_scores(q, k, sequence, position, blocks: Blocks, scale: float):
+    """Scores ``[b, rows, hk, n]`` of one tile; -inf where unseen, +inf for the own block.
+
+    The largest logit is one of the tile's own, so that it cancels exactly: large logits leave the
+    probabilities of different heads as equal as they are.
+    """
     x = scale * jnp.einsum("brkgd,bnkd->brkgn", q, k, precision=lax.Precision.HIGHEST)
     same = sequence[:, None] == blocks.block_sequence[None]
     seen = same & (blocks.seen_from[None] <= position[:, None] + 1) & (sequence >= 0)[:, None]
     same_block = same & (blocks.block[None] == (position // blocks.size)[:, None])
     same_block &= (sequence >= 0)[:, None]
-    shift = jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]
-    p = jnp.where(seen[None, :, None, None], jnp.exp(jnp.minimum(x - shift, 0.0)), 0.0)
+    p = jax.nn.softmax(x, axis=-1, where=seen[None, :, None, None])
     score = jnp.where(seen[None, :, None], jnp.sum(p, axis=3), -jnp.inf)
     return jnp.where(same_block[None, :, None], jnp.inf, score)
 
@@ -51,13 +54,13 @@ def _best(score, count: int):
 
 
 @bounded_jit
-def select_blocks(q, k_cmp, lse, blocks: Blocks, *, scale: float, count: int) -> jax.Array:
+def select_blocks(q, k_cmp, blocks: Blocks, *, scale: float, count: int) -> jax.Array:
     """The ``count`` best blocks ``int32 [b, s, hk, count]``, numbered in the sequence; -1 = none.
 
-    q ``[b, s, hk, g, d]``, k_cmp ``[b, n, hk, d]``, lse ``[b, s, hk, g]`` of the compressed branch.
-    The own block comes first, then by score, ties to the lower number.
+    q ``[b, s, hk, g, d]``, k_cmp ``[b, n, hk, d]``: the means of the keys of every block. The own
+    block comes first, then by score, ties to the lower number.
     """
-    q, k_cmp, lse = map(lax.stop_gradient, (q, k_cmp, lse))
+    q, k_cmp = map(lax.stop_gradient, (q, k_cmp))
     wide = result_dtype(q, jnp.float32)
     q, k_cmp = q.astype(wide), k_cmp.astype(wide)
     b, s, hk, g, _ = q.shape
@@ -74,12 +77,12 @@ def select_blocks(q, k_cmp, lse, blocks: Blocks, *, scale: float, count: int) ->
         return jnp.moveaxis(x, axis, 0)
 
     def tile(_, x):
-        q, lse, sequence, position, first = x
-        score = _tile_scores(q, k_cmp, lse, sequence, position, blocks, scale)
+        q, sequence, position, first = x
+        score = _tile_scores(q, k_cmp, sequence, position, blocks, scale)
         best, index = _best(score, count)
         return None, jnp.where(best == -jnp.inf, -1, index - first[None, :, None, None])
 
-    xs = (cut(q, 1), cut(lse, 1), cut(blocks.sequence, 0, -1), cut(blocks.position, 0),
+    xs = (cut(q, 1), cut(blocks.sequence, 0, -1), cut(blocks.position, 0),
           cut(blocks.first_block, 0))  # fmt: skip
     chosen = lax.scan(tile, None, xs)[1]
     return jnp.moveaxis(chosen, 0, 1).reshape(b, tiles * rows, hk, count)[:, :s]
