@@ -11,8 +11,8 @@ from ejkernel.types.calls.linear import LinearCall, state_dtype
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, F, I, invalid
 from ejkernel.types.states.line import LocalSequences
-from ejkernel.types.states.recurrence import Passed, delta_effect, delta_effect_of
-from ejkernel.types.states.saved import states_of
+from ejkernel.types.states.recurrence import Effect, Passed, make_delta_effect
+from ejkernel.types.states.saved import read_states
 
 
 class GatedDeltaRule(LinearCall):
@@ -44,17 +44,17 @@ class GatedDeltaRule(LinearCall):
         return a["value"].shape[2]
 
     @classmethod
-    def effect_of(
+    def make_effect(
         cls, a: Mapping[str, Any], sequences: LocalSequences, run: Callable[..., Any], dtype: Any
     ) -> Any:
-        return delta_effect(a, sequences, run, dtype)
+        return make_delta_effect(a, sequences, run, dtype)
 
     @classmethod
-    def passed_arrays(cls, a: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    def passed_types(cls, a: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
         """States, and their transitions."""
         b, heads, width = a["key"].shape[0], cls.num_heads(a), a["key"].shape[3]
         transition = jax.ShapeDtypeStruct((b, heads, width, width), state_dtype(a))
-        return super().passed_arrays(a) | {("batch", "heads", "key_dim", "key_dim"): transition}
+        return super().passed_types(a) | {("batch", "heads", "key_dim", "key_dim"): transition}
 
     @classmethod
     def saved_state_types(cls, a: Mapping[str, Any], devices: int) -> list[tuple[str, Any]]:
@@ -69,7 +69,7 @@ class GatedDeltaRule(LinearCall):
         return passed.state, passed.effect.transition, passed.effect.queries
 
     @classmethod
-    def passed_of(
+    def restore_passed(
         cls,
         a: Mapping[str, Any],
         s: LocalSequences,
@@ -77,11 +77,10 @@ class GatedDeltaRule(LinearCall):
         saved_states: Sequence[Any],
     ) -> Passed:
         width = a["key"].shape[3]
-        state = states_of(saved_states[0], (width, a["value"].shape[3]))
-        transition = states_of(saved_states[1], (width, width))
-        return Passed(
-            state, delta_effect_of(saved_states[2].astype(state.dtype), transition, a["value"])
-        )
+        state = read_states(saved_states[0], (width, a["value"].shape[3]))
+        transition = read_states(saved_states[1], (width, width))
+        queries = saved_states[2].astype(state.dtype)
+        return Passed(state, Effect.of_delta_rule(queries, transition, a["value"]))
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:

@@ -18,13 +18,13 @@ from ejkernel.types.states.line import Line, LocalSequences
 from ejkernel.types.states.recurrence import (
     Decays,
     Passed,
-    decay_effect,
-    gradients_of_states,
+    differentiate_states,
+    make_decay_effect,
     run_from_state,
     run_over_devices,
-    sum_of,
+    sum_gates,
 )
-from ejkernel.types.states.saved import states_along_tokens, states_of, types_along_tokens
+from ejkernel.types.states.saved import lay_states_along_tokens, read_states, saved_array_types
 
 
 class LinearCall(Call):
@@ -42,17 +42,17 @@ class LinearCall(Call):
             gamma = jnp.broadcast_to(gamma[None, None, :, None], (*a["query"].shape[:3], 1))
         if g is not None and g.ndim == 3:
             g = g[..., None]
-        return Decays(sum_of(g, gamma, a.get("gk")), a.get("gv"))
+        return Decays(sum_gates(g, gamma, a.get("gk")), a.get("gv"))
 
     @classmethod
-    def effect_of(
+    def make_effect(
         cls, a: Mapping[str, Any], sequences: LocalSequences, run: Callable[..., Any], dtype: Any
     ) -> Any:
         """Returns what a state that comes from another device changes on this one."""
-        return decay_effect(a, sequences, dtype, decays=cls.decays(a))
+        return make_decay_effect(a, sequences, dtype, decays=cls.decays(a))
 
     @classmethod
-    def passed_arrays(cls, a: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    def passed_types(cls, a: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
         """Returns the types of the states that devices of a sequence pass on, by axes."""
         shape = (a["query"].shape[0], cls.num_heads(a), a["key"].shape[3], a["value"].shape[3])
         state = jax.ShapeDtypeStruct(shape, state_dtype(a))
@@ -60,25 +60,25 @@ class LinearCall(Call):
 
     @classmethod
     def sequence_note(cls, a: Mapping[str, Any], layout: Layout) -> str:
-        size, over = size_note(cls.passed_arrays(a), layout), over_note(layout, cls.sequence_axes)
+        size, over = size_note(cls.passed_types(a), layout), over_note(layout, cls.sequence_axes)
         return f"states {over}: {size} from device to device in each of a few steps"
 
     @classmethod
     def share_sequence(
         cls, a: Arguments, shard: Any, run: Callable[[Arguments], Any]
     ) -> tuple[Any, ...]:
-        return run_over_devices(a, _sequences(a, shard), run, cls.effect_of)[0]
+        return run_over_devices(a, _sequences(a, shard), run, cls.make_effect)[0]
 
     @classmethod
     def saved_state_types(cls, a: Mapping[str, Any], devices: int) -> list[tuple[str, Any]]:
-        return types_along_tokens(cls.passed_arrays(a).values(), a, devices)
+        return saved_array_types(cls.passed_types(a).values(), a, devices)
 
     @classmethod
     def share_and_save(
         cls, a: Arguments, shard: Any, run: Callable[..., Any], saved_states: Sequence[Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        outputs, passed = run_over_devices(a, _sequences(a, shard), run, cls.effect_of)
-        return outputs, states_along_tokens(cls.saved_arrays(passed), saved_states)
+        outputs, passed = run_over_devices(a, _sequences(a, shard), run, cls.make_effect)
+        return outputs, lay_states_along_tokens(cls.saved_arrays(passed), saved_states)
 
     @classmethod
     def saved_arrays(cls, passed: Passed) -> tuple[Any, ...]:
@@ -86,7 +86,7 @@ class LinearCall(Call):
         return (passed.state,)
 
     @classmethod
-    def passed_of(
+    def restore_passed(
         cls,
         a: Mapping[str, Any],
         s: LocalSequences,
@@ -94,8 +94,8 @@ class LinearCall(Call):
         saved_states: Sequence[Any],
     ) -> Passed:
         """Returns what gradients need, of which the forward pass has saved a part."""
-        state = states_of(saved_states[0], (a["key"].shape[3], a["value"].shape[3]))
-        return Passed(state, cls.effect_of(a, s, run, state.dtype))
+        state = read_states(saved_states[0], (a["key"].shape[3], a["value"].shape[3]))
+        return Passed(state, cls.make_effect(a, s, run, state.dtype))
 
     @classmethod
     def share_gradients(
@@ -109,18 +109,18 @@ class LinearCall(Call):
     ) -> tuple[Any, ...]:
         a = arguments(*floats)
         sequences = _sequences(a, shard)
-        passed = cls.passed_of(a, sequences, run, saved_states)
-        do, of_last = cotangents
+        passed = cls.restore_passed(a, sequences, run, saved_states)
+        do, last_gradients = cotangents
         _, heads, dk, dv = passed.state.shape
         do = do.reshape(*a["query"].shape[:2], heads, dv)
-        of_last = of_last.reshape(-1, heads, dk, dv) if a["return_state"] else None
-        of_states = gradients_of_states(sequences, passed, do, of_last)
+        last_gradients = last_gradients.reshape(-1, heads, dk, dv) if a["return_state"] else None
+        state_gradients = differentiate_states(sequences, passed, do, last_gradients)
 
         def from_state(*floats: Any) -> Any:
             return run_from_state(arguments(*floats), sequences, run, passed.state)
 
-        (o, final), pull = jax.vjp(from_state, *floats)
-        return pull((do.astype(o.dtype), of_states.astype(final.dtype)))
+        (o, final), pull_back = jax.vjp(from_state, *floats)
+        return pull_back((do.astype(o.dtype), state_gradients.astype(final.dtype)))
 
     @classmethod
     def num_heads(cls, a: Mapping[str, Any]) -> int:

@@ -172,7 +172,7 @@ def dense_mask(mask: MaskFields, q_len: int | None = None, kv_len: int | None = 
     return namespace(result).broadcast_to(result, (batch, heads, q_len, kv_len))
 
 
-def bias_of(mask: Any, dtype: Any) -> Any:
+def mask_to_bias(mask: Any, dtype: Any) -> Any:
     """0 where ``mask`` is visible, the least finite value of ``dtype`` elsewhere."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise invalid("dtype", "a float dtype", str(dtype))
@@ -180,7 +180,7 @@ def bias_of(mask: Any, dtype: Any) -> Any:
     return namespace(mask).where(mask, np.zeros((), dtype), low)
 
 
-def segment_ids_of(mask: MaskFields, per_head: bool = False) -> tuple[Any, Any]:
+def read_segment_ids(mask: MaskFields, per_head: bool = False) -> tuple[Any, Any]:
     """Stored ids, else ids of the dense mask ``mask`` means; ``[b, len]`` or ``[b, h, len]``."""
     if mask.q_segment_ids is not None:
         q, kv = mask.q_segment_ids, mask.kv_segment_ids
@@ -223,7 +223,7 @@ def padding_mask(mask: MaskFields, side: str) -> Any:
     return namespace(valid).broadcast_to(valid, _tokens(mask, side))
 
 
-def positions_of(mask: MaskFields, side: str) -> Any:
+def read_positions(mask: MaskFields, side: str) -> Any:
     """Positions int32 ``[b, len]``: given ones, else counted per run of equal ids, else the index.
 
     Padding by the stored ids is -1 for queries and 2**31-1 for keys.

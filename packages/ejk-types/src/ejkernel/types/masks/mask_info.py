@@ -176,7 +176,7 @@ class MaskInfo(Constructors):
 
         ValueError if a length is neither given nor known from an array.
         """
-        return convert.bias_of(convert.dense_mask(self, q_len, kv_len), dtype)
+        return convert.mask_to_bias(convert.dense_mask(self, q_len, kv_len), dtype)
 
     @property
     def bias(self) -> AnyArray:
@@ -199,7 +199,7 @@ class MaskInfo(Constructors):
         ``[b, q]`` and ``[b, k]``, with ``per_head`` ``[b, h, q]`` and ``[b, h, k]``. From a dense
         mask as mask_to_segment_ids says.
         """
-        return convert.segment_ids_of(self, per_head)
+        return convert.read_segment_ids(self, per_head)
 
     def materialize_segment_ids(self, per_head: bool = False) -> MaskInfo:
         """With segment ids filled from the mask, which is kept.
@@ -208,7 +208,7 @@ class MaskInfo(Constructors):
         """
         if self.q_segment_ids is not None and not per_head:
             return self
-        q, kv = convert.segment_ids_of(self, per_head)
+        q, kv = convert.read_segment_ids(self, per_head)
         return with_private(self, q_segment_ids=q, kv_segment_ids=kv)
 
     def get_or_compute_positions(self) -> tuple[AnyArray, AnyArray]:
@@ -217,12 +217,12 @@ class MaskInfo(Constructors):
         Given ones, else restarting with each run of equal ids, else the array index. Padding is
         -1 for queries and 2**31-1 for keys.
         """
-        return convert.positions_of(self, "q"), convert.positions_of(self, "kv")
+        return convert.read_positions(self, "q"), convert.read_positions(self, "kv")
 
     @property
     def q_position_ids(self) -> AnyArray:
         """Query positions int32 ``[b, q]``, padding -1."""
-        return convert.positions_of(self, "q")
+        return convert.read_positions(self, "q")
 
     def get_or_compute_qkv_cu_seqlens(
         self, *, max_segments: int | None = None, out_dtype: Any = np.int32
@@ -231,7 +231,7 @@ class MaskInfo(Constructors):
 
         As segment_ids_to_cu_seqlens; ``max_segments=None`` means the length of the axis.
         """
-        q, kv = convert.segment_ids_of(self)
+        q, kv = convert.read_segment_ids(self)
         cu_q = segment_ids_to_cu_seqlens(q, max_segments).astype(out_dtype)
         return cu_q, (
             cu_q if kv is q else segment_ids_to_cu_seqlens(kv, max_segments).astype(out_dtype)
@@ -240,12 +240,12 @@ class MaskInfo(Constructors):
     @property
     def cu_seqlens_q(self) -> AnyArray:
         """Cumulative query lengths int32 ``[b, q_len+1]``."""
-        return segment_ids_to_cu_seqlens(convert.segment_ids_of(self)[0])
+        return segment_ids_to_cu_seqlens(convert.read_segment_ids(self)[0])
 
     @property
     def cu_seqlens_kv(self) -> AnyArray:
         """Cumulative key lengths int32 ``[b, kv_len+1]``."""
-        return segment_ids_to_cu_seqlens(convert.segment_ids_of(self)[1])
+        return segment_ids_to_cu_seqlens(convert.read_segment_ids(self)[1])
 
     @property
     def q_attention_mask(self) -> AnyArray:

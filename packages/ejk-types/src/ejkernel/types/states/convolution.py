@@ -32,8 +32,8 @@ def convolve_over_devices(
     initial = initial.astype(dtype)
     entering = _state_before(line, x.astype(dtype), initial, cu)
     state = jnp.where(expand_flags(s.enters, initial), entering, initial)
-    part = {**a, "initial_state": state, "cu_seqlens": s.cu_seqlens, "return_state": True}
-    y, final = run(part)
+    local = {**a, "initial_state": state, "cu_seqlens": s.cu_seqlens, "return_state": True}
+    y, final = run(local)
     return (y, s.last_states(final)) if a["return_state"] else (y,)
 
 

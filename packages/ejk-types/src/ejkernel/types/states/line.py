@@ -60,7 +60,7 @@ class Line:
         return jax.lax.psum(x, self.axes)
 
 
-def states_before(
+def scan_states(
     line: Line,
     added: jax.Array,
     transition: jax.Array,

@@ -24,25 +24,23 @@ def pool_over_devices(
     rows, channels = (1, x.shape[1:]) if packed else (x.shape[0], x.shape[2:])
     borders = _borders(line, a["cu_seqlens"], a["chunk_size"])
     groups = borders.shape[0] - 1
-    local = jnp.clip(borders - line.offset, 0, line.length)
+    local_borders = jnp.clip(borders - line.offset, 0, line.length)
     # the rows of a batch, one behind the other, are packed sequences: their groups
     first = line.length * jnp.arange(rows, dtype=jnp.int32)[:, None]
-    starts = (first + local[None, :-1]).reshape(-1)
-    cu = jnp.append(starts, jnp.int32(rows * line.length))
-    ends = (first + local[None, 1:]).reshape(-1)
-    if packed:
-        cu = local
+    starts = (first + local_borders[None, :-1]).reshape(-1)
+    ends = (first + local_borders[None, 1:]).reshape(-1)
+    cu = local_borders if packed else jnp.append(starts, jnp.int32(rows * line.length))
     flat = x.reshape(rows * line.length, *channels)
-    part = {**a, "x": flat, "cu_seqlens": cu, "chunk_size": None}
+    local = {**a, "x": flat, "cu_seqlens": cu, "chunk_size": None}
     if mask is None:
         counts = ends - starts
     else:
-        part["attention_mask"] = mask = mask.reshape(rows * line.length)
+        local["attention_mask"] = mask = mask.reshape(rows * line.length)
         seen = jnp.pad(jnp.cumsum(mask, dtype=jnp.int32), (1, 0))
         counts = seen[ends] - seen[starts]
     dtype = result_dtype(x, jnp.float32)
     counts = counts.reshape(-1, *(1,) * len(channels))
-    sums = run(part).astype(dtype) * counts.astype(dtype)
+    sums = run(local).astype(dtype) * counts.astype(dtype)
     total = jnp.maximum(line.sum(counts), 1).astype(dtype)
     means = (line.sum(sums) / total).astype(x.dtype)
     per_sequence = () if a["chunk_size"] is None else (_chunks(line, a["chunk_size"]),)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.states.line import LocalSequences, expand_flags, states_before
+from ejkernel.types.states.line import LocalSequences, expand_flags, scan_states
 
 Arguments = Mapping[str, Any]
 Run = Callable[[dict[str, Any]], Any]
@@ -56,6 +56,11 @@ class Effect:
     is_matrix: bool
     precision: Any
 
+    @classmethod
+    def of_delta_rule(cls, queries: jax.Array, transition: jax.Array, value: jax.Array) -> Effect:
+        """Returns the effect of a state in the delta rule, from what the kernel gives for it."""
+        return cls(queries, transition, None, True, _precision(value))
+
     def read(self, state: jax.Array) -> jax.Array:
         """Returns what the tokens read of the state: ``[batch, tokens, heads, v_dim]``."""
         o = jnp.einsum("bthk,bhkv->bthv", self.queries, state, precision=self.precision)
@@ -76,7 +81,7 @@ class Effect:
         return jax.linear_transpose(self.read, kind)(do.astype(state.dtype))[0]
 
 
-EffectOf = Callable[[Arguments, LocalSequences, Run, Any], Effect]
+MakeEffect = Callable[[Arguments, LocalSequences, Run, Any], Effect]
 
 
 class Passed(NamedTuple):
@@ -92,7 +97,7 @@ class Passed(NamedTuple):
 
 
 def run_over_devices(
-    a: Arguments, sequences: LocalSequences, run: Run, effect_of: EffectOf
+    a: Arguments, sequences: LocalSequences, run: Run, make_effect: MakeEffect
 ) -> tuple[tuple[jax.Array, ...], Passed]:
     """Returns the output, the last states if the call requests them, and a part for gradients.
 
@@ -101,9 +106,9 @@ def run_over_devices(
     s, initial = sequences, a["initial_state"]
     cu = {"cu_seqlens": s.cu_seqlens, "return_state": True}
     o, final = run({**a, **cu, "initial_state": s.initial_states(initial)})
-    effect = effect_of(a, s, run, final.dtype)
+    effect = make_effect(a, s, run, final.dtype)
     through = jnp.where(s.passes_through, effect.transition, 0)
-    state = states_before(
+    state = scan_states(
         s.line, s.leaving_state(final), through, apply=effect.apply, compose=effect.compose
     )
     o = (o.astype(final.dtype) + effect.read(state)).astype(o.dtype)
@@ -130,18 +135,18 @@ def run_from_state(
     return run({**a, **cu, "initial_state": start})
 
 
-def gradients_of_states(
-    sequences: LocalSequences, passed: Passed, do: jax.Array, of_last: jax.Array | None
+def differentiate_states(
+    sequences: LocalSequences, passed: Passed, do: jax.Array, last_gradients: jax.Array | None
 ) -> jax.Array:
     """Returns the gradients of the states behind this device's tokens, as ``run_from_state`` has.
 
-    ``of_last``: of the last states, on every device; None: nobody reads them.
+    ``last_gradients``: of the last states, on every device; None: nobody reads them.
     """
     s, (state, effect) = sequences, passed
     ends, back = None, effect.read_back(do, state)
     through = effect.transposed(effect.transition)
-    if of_last is not None:
-        ends = jnp.where(expand_flags(s.ends_here, of_last), of_last, 0)
+    if last_gradients is not None:
+        ends = jnp.where(expand_flags(s.ends_here, last_gradients), last_gradients, 0)
         entered = jnp.where(expand_flags(s.enters, ends), ends, 0)
         if s.cu_seqlens is not None:
             entered = jnp.sum(entered, 0, keepdims=True)
@@ -150,7 +155,7 @@ def gradients_of_states(
     # a packed sequence that does not enter gives nothing back
     back = jnp.where(jnp.any(s.enters), back, 0)
     line = replace(s.line, reverse=not s.line.reverse)
-    coming = states_before(line, back, through, apply=effect.apply, compose=effect.compose)
+    coming = scan_states(line, back, through, apply=effect.apply, compose=effect.compose)
     if s.cu_seqlens is not None:
         coming = jnp.where(s.leaves[:, None, None, None], coming, 0)
     return coming if ends is None else coming + ends
@@ -168,7 +173,7 @@ class Decays(NamedTuple):
     value: jax.Array | None
 
 
-def decay_effect(a: Arguments, s: LocalSequences, dtype: Any, *, decays: Decays) -> Effect:
+def make_decay_effect(a: Arguments, s: LocalSequences, dtype: Any, *, decays: Decays) -> Effect:
     """Returns the effect of a state in linear attention with decays."""
     is_entering_token = s.is_entering_token[None, :, None, None]
 
@@ -196,7 +201,7 @@ def decay_effect(a: Arguments, s: LocalSequences, dtype: Any, *, decays: Decays)
     )
 
 
-def delta_effect(a: Arguments, s: LocalSequences, run: Run, dtype: Any) -> Effect:
+def make_delta_effect(a: Arguments, s: LocalSequences, run: Run, dtype: Any) -> Effect:
     """Returns the effect of a state in the delta rule, from the kernel itself."""
     value, width = a["value"], a["key"].shape[3]
     b, tokens, heads, _ = value.shape
@@ -208,21 +213,16 @@ def delta_effect(a: Arguments, s: LocalSequences, run: Run, dtype: Any) -> Effec
         cu = jnp.stack([jnp.zeros_like(s.first), s.first, s.last])
         states = jnp.stack([jnp.zeros_like(identity), identity])[:, None]
         states = jnp.broadcast_to(states, (2, heads, width, width))
-    part = {
+    local = {
         **a,
         "value": jnp.zeros((b, tokens, heads, width), value.dtype),
         "initial_state": states,
         "cu_seqlens": cu,
         "return_state": True,
     }
-    queries, final = run(part)
+    queries, final = run(local)
     transition = final if cu is None else final[1:]
-    return delta_effect_of(queries.astype(dtype), transition, value)
-
-
-def delta_effect_of(queries: jax.Array, transition: jax.Array, value: jax.Array) -> Effect:
-    """Returns the effect of a state in the delta rule, from what the kernel gives for it."""
-    return Effect(queries, transition, None, True, _precision(value))
+    return Effect.of_delta_rule(queries.astype(dtype), transition, value)
 
 
 def _precision(x: Any) -> Any:
@@ -231,7 +231,7 @@ def _precision(x: Any) -> Any:
     return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
 
 
-def sum_of(*gates: jax.Array | None) -> jax.Array | None:
+def sum_gates(*gates: jax.Array | None) -> jax.Array | None:
     """Returns the sum of the log decays that are given, None without any."""
     present = [gate for gate in gates if gate is not None]
     if not present:

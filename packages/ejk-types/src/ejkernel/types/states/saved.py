@@ -18,7 +18,7 @@ import jax.numpy as jnp
 AXES = "batch seq heads width"
 
 
-def types_along_tokens(
+def saved_array_types(
     states: Iterable[Any], a: Mapping[str, Any], devices: int
 ) -> list[tuple[str, Any]]:
     """Returns axes and types of arrays that hold states ``[batch, heads, rows, columns]``.
@@ -42,24 +42,23 @@ def types_along_tokens(
     return types if room >= 0 else []
 
 
-def states_along_tokens(arrays: Sequence[jax.Array], types: Sequence[Any]) -> tuple[jax.Array, ...]:
+def lay_states_along_tokens(
+    arrays: Sequence[jax.Array], types: Sequence[Any]
+) -> tuple[jax.Array, ...]:
     """Returns arrays of the types; states, whose shapes differ, along the tokens."""
-    saved_states = []
-    for x, kind in zip(arrays, types, strict=True):
-        saved_states.append(
-            (x if x.shape == kind.shape else _lay_along_tokens(x, kind)).astype(kind.dtype)
-        )
-    return tuple(saved_states)
+    return tuple(_lay_state(x, kind) for x, kind in zip(arrays, types, strict=True))
 
 
-def _lay_along_tokens(state: jax.Array, kind: Any) -> jax.Array:
+def _lay_state(state: jax.Array, kind: Any) -> jax.Array:
+    if state.shape == kind.shape:
+        return state.astype(kind.dtype)
     b, tokens, heads, width = kind.shape
     flat = state.reshape(b, heads, -1)
     padded = jnp.pad(flat, ((0, 0), (0, 0), (0, tokens * width - flat.shape[2])))
-    return jnp.swapaxes(padded.reshape(b, heads, tokens, width), 1, 2)
+    return jnp.swapaxes(padded.reshape(b, heads, tokens, width), 1, 2).astype(kind.dtype)
 
 
-def states_of(saved_states: jax.Array, matrix: tuple[int, int]) -> jax.Array:
+def read_states(saved_states: jax.Array, matrix: tuple[int, int]) -> jax.Array:
     """Returns the states ``[batch, heads, *matrix]`` that lie along the tokens of a device."""
     b, tokens, heads, width = saved_states.shape
     flat = jnp.swapaxes(saved_states, 1, 2).reshape(b, heads, tokens * width)
