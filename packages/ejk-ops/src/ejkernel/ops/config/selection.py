@@ -23,7 +23,7 @@ from ejkernel.ops.execution import multihost
 from ejkernel.ops.execution.autotuner import Autotuner, shortlist
 from ejkernel.ops.execution.lowering import config_error
 from ejkernel.ops.execution.progress import first_line
-from ejkernel.ops.execution.search import is_passing
+from ejkernel.ops.execution.search import is_transient
 from ejkernel.ops.execution.trials import AutotuneResult
 from ejkernel.ops.utils.device import target_device
 
@@ -31,7 +31,7 @@ Event = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass
-class _Search:
+class _Lookup:
     """One pass through the tiers."""
 
     call: BoundCall
@@ -110,33 +110,33 @@ class ConfigSelectorChain:
 
     def decide(self, inv: Invocation, kernel: AnyKernel, cfg: Any = None) -> Choice:
         """Returns the choice with its tier; an explicit ``cfg`` wins and is never stored."""
-        search = _Search(inv.bound, kernel, dry=False)
-        choice = self._fast_tiers(search, cfg)
-        if choice is None and _is_fixed(search.call):
-            choice = self._heuristics(search)
+        lookup = _Lookup(inv.bound, kernel, dry=False)
+        choice = self._fast_tiers(lookup, cfg)
+        if choice is None and _is_fixed(lookup.call):
+            choice = self._heuristics(lookup)
         if choice is None:
             group = multihost.peers() if kernel.has_tunables else None
             if group is None:
-                choice = self._slow_tiers(search)
+                choice = self._slow_tiers(lookup)
             else:
                 choice = group.agree(
-                    search.call, self.policy.enabled(), lambda: self._slow_tiers(search)
+                    lookup.call, self.policy.enabled(), lambda: self._slow_tiers(lookup)
                 )
                 stored = choice.tier in ("persistent", "autotune")
                 if stored and choice.key not in self.cache:
                     self.cache.put(choice.key, choice.cfg)
         if choice.error is not None:
-            self._emit("error", search, error=choice.error)
+            self._emit("error", lookup, error=choice.error)
             raise choice.error
         if choice.tier != "autotune":
-            self._emit(choice.tier, search, cfg=choice.cfg)
+            self._emit(choice.tier, lookup, cfg=choice.cfg)
         return choice
 
     def preview(self, inv: Invocation, kernel: AnyKernel, cfg: Any = None) -> Choice:
         """Returns the choice of ``decide``, without tuning, storing or events."""
-        search = _Search(inv.bound, kernel, dry=True)
-        slow = self._heuristics if _is_fixed(search.call) else self._slow_tiers
-        return self._fast_tiers(search, cfg) or slow(search)
+        lookup = _Lookup(inv.bound, kernel, dry=True)
+        slow = self._heuristics if _is_fixed(lookup.call) else self._slow_tiers
+        return self._fast_tiers(lookup, cfg) or slow(lookup)
 
     def store(self, key: str, cfg: Any, metadata: Any = None, measured: Any = None) -> None:
         """Put a tuned config into the memory and persistent tiers.
@@ -164,91 +164,91 @@ class ConfigSelectorChain:
 
     # ---- tiers ---------------------------------------------------------------------------
 
-    def _fast_tiers(self, search: _Search, cfg: Any) -> Choice | None:
+    def _fast_tiers(self, lookup: _Lookup, cfg: Any) -> Choice | None:
         """Override, overlay, memory: what each process has by itself."""
-        kernel, call = search.kernel, search.call
+        kernel, call = lookup.kernel, lookup.call
         if cfg is not None:
-            return search.hit("override", kernel.convert_config(cfg, call), "explicit cfg")
-        search.miss("override", "no cfg was given")
+            return lookup.hit("override", kernel.convert_config(cfg, call), "explicit cfg")
+        lookup.miss("override", "no cfg was given")
         if call.route.batch_invariant:
             return None
         cfg = find_overlay(call.key, kernel.name)
         if cfg is not None:
-            return search.hit("overlay", kernel.convert_config(cfg, call), "hit")
-        search.miss("overlay", "no overlay has the key or the kernel's name")
-        return self._memory(search)
+            return lookup.hit("overlay", kernel.convert_config(cfg, call), "hit")
+        lookup.miss("overlay", "no overlay has the key or the kernel's name")
+        return self._memory(lookup)
 
-    def _memory(self, search: _Search, answer: str = "hit") -> Choice | None:
-        cfg = self.cache.get(search.call.key)
+    def _memory(self, lookup: _Lookup, answer: str = "hit") -> Choice | None:
+        cfg = self.cache.get(lookup.call.key)
         if cfg is None:
-            search.miss("memory", f"key not among the {len(self.cache)} stored")
+            lookup.miss("memory", f"key not among the {len(self.cache)} stored")
             return None
-        cfg = search.kernel.convert_config(cfg, search.call)
+        cfg = lookup.kernel.convert_config(cfg, lookup.call)
         # calls of one key may differ in the values of floats: not all platforms do dropout
-        refusal = _refusal(search.kernel, cfg, search.call)
+        refusal = _refusal(lookup.kernel, cfg, lookup.call)
         if refusal is not None:
-            search.miss("memory", f"not used: {refusal}")
+            lookup.miss("memory", f"not used: {refusal}")
             return None
-        return search.hit("memory", cfg, answer)
+        return lookup.hit("memory", cfg, answer)
 
-    def _slow_tiers(self, search: _Search) -> Choice:
+    def _slow_tiers(self, lookup: _Lookup) -> Choice:
         """Persistent, autotune, heuristics, error."""
-        if search.dry or not hasattr(self.cache, "tuning"):
-            return self._persistent(search) or self._tune(search) or self._heuristics(search)
-        with self.cache.tuning(search.call.key):
+        if lookup.dry or not hasattr(self.cache, "tuning"):
+            return self._persistent(lookup) or self._tune(lookup) or self._heuristics(lookup)
+        with self.cache.tuning(lookup.call.key):
             # another thread may have found one while this one waited
-            if self.cache.get(search.call.key) is not None:
-                search.answers.pop()
-                choice = self._memory(search, "hit, found by another thread")
+            if self.cache.get(lookup.call.key) is not None:
+                lookup.answers.pop()
+                choice = self._memory(lookup, "hit, found by another thread")
                 if choice is not None:
                     return choice
-            choice = self._persistent(search) or self._tune(search)
-        return choice or self._heuristics(search)
+            choice = self._persistent(lookup) or self._tune(lookup)
+        return choice or self._heuristics(lookup)
 
-    def _persistent(self, search: _Search) -> Choice | None:
-        kernel, call = search.kernel, search.call
+    def _persistent(self, lookup: _Lookup) -> Choice | None:
+        kernel, call = lookup.kernel, lookup.call
         miss = "no persistent cache" if self.persistent is None else "key not on disk"
         refusals: list[str] = []
-        for cfg, answer in self._stored(search):
-            reason = _refusal(kernel, cfg, call) or self._lowering_failure(search, cfg)
+        for cfg, answer in self._stored(lookup):
+            reason = _refusal(kernel, cfg, call) or self._lowering_failure(lookup, cfg)
             if reason is None:
                 cfg = kernel.convert_config(cfg, call)
-                if not search.dry:
+                if not lookup.dry:
                     self.cache.put(call.key, cfg)
-                return search.hit("persistent", cfg, answer)
+                return lookup.hit("persistent", cfg, answer)
             refusals.append(f"not used: {reason}")
-        search.miss("persistent", refusals[0] if refusals else miss)
+        lookup.miss("persistent", refusals[0] if refusals else miss)
         return None
 
-    def _stored(self, search: _Search) -> Iterator[tuple[Any, str]]:
+    def _stored(self, lookup: _Lookup) -> Iterator[tuple[Any, str]]:
         """Yields configs of files with where they are from: the user's, then the nearest ones."""
-        call = search.call
+        call = lookup.call
         if isinstance(self.persistent, PersistentCache):
-            cfg = self.persistent.get(call.key, cls=search.kernel.config_cls)
+            cfg = self.persistent.get(call.key, cls=lookup.kernel.config_cls)
         else:
             cfg = None if self.persistent is None else self.persistent.get(call.key)
         if cfg is not None:
             yield cfg, "hit"
-        for shipped, distance in self._shipped(search):
+        for shipped, distance in self._shipped(lookup):
             yield shipped, f"shipped table, {_near(distance)}"
 
-    def _lowering_failure(self, search: _Search, cfg: Any) -> str | None:
+    def _lowering_failure(self, lookup: _Lookup, cfg: Any) -> str | None:
         """Returns why a config of a file cannot be lowered here, None when it can.
 
-        The reason is remembered next to the files. A dry search compiles nothing and knows only
+        The reason is remembered next to the files. A dry lookup compiles nothing and knows only
         what is remembered. Where the heuristic config fails too, the fault is not the config's.
         """
-        kernel, call = search.kernel, search.call
+        kernel, call = lookup.kernel, lookup.call
         cfg = kernel.convert_config(cfg, call)
         reason = self.failures.reason(call.key, cfg)
-        if search.dry:
+        if lookup.dry:
             return reason
         if reason is None:
             error = config_error(call, cfg)
-            if error is None or not self._heuristic_lowers(search):
+            if error is None or not self._heuristic_lowers(lookup):
                 return None
             reason = first_line(f"{type(error).__name__}: {error}")
-            if not is_passing(error):
+            if not is_transient(error):
                 self.failures.remember(call.key, cfg, reason)
         warn_once(
             ("stored config", call.key, repr(cfg)),
@@ -257,55 +257,55 @@ class ConfigSelectorChain:
         )
         return reason
 
-    def _heuristic_lowers(self, search: _Search) -> bool:
+    def _heuristic_lowers(self, lookup: _Lookup) -> bool:
         try:
-            cfg = search.kernel.heuristic_cfg(search.call)
+            cfg = lookup.kernel.heuristic_cfg(lookup.call)
         except NotImplementedError:  # nothing to compare with
             return True
-        cfg = search.kernel.convert_config(cfg, search.call)
-        return config_error(search.call, cfg) is None
+        cfg = lookup.kernel.convert_config(cfg, lookup.call)
+        return config_error(lookup.call, cfg) is None
 
-    def _shipped(self, search: _Search) -> Any:
-        tables = search.kernel.config_tables(search.call)
-        payload = search.call.payload
+    def _shipped(self, lookup: _Lookup) -> Any:
+        tables = lookup.kernel.config_tables(lookup.call)
+        payload = lookup.call.payload
         if not tables or not payload:
             return ()
-        kernel = search.kernel
+        kernel = lookup.kernel
         return nearest_configs(tables, payload, kernel.config_cls, kernel.similarity)
 
-    def _has_shipped_table(self, search: _Search) -> bool:
+    def _has_shipped_table(self, lookup: _Lookup) -> bool:
         """Returns whether a shipped table covers the kernel on this device."""
-        payload = search.call.payload
-        return bool(payload) and covers(search.kernel.config_tables(search.call), payload)
+        payload = lookup.call.payload
+        return bool(payload) and covers(lookup.kernel.config_tables(lookup.call), payload)
 
-    def _tune(self, search: _Search) -> Choice | None:
-        kernel, call = search.kernel, search.call
+    def _tune(self, lookup: _Lookup) -> Choice | None:
+        kernel, call = lookup.kernel, lookup.call
         if not self.policy.enabled():
-            search.miss("autotune", "switched off")
+            lookup.miss("autotune", "switched off")
             return None
         if not kernel.has_tunables:
-            search.miss("autotune", "the kernel has no tunables")
+            lookup.miss("autotune", "the kernel has no tunables")
             return None
-        if not self.policy.explicitly_enabled() and self._has_shipped_table(search):
-            search.miss("autotune", "shipped tables know this device: tuned only when asked for")
+        if not self.policy.explicitly_enabled() and self._has_shipped_table(lookup):
+            lookup.miss("autotune", "shipped tables know this device: tuned only when asked for")
             return None
         configs = [c for c in kernel.config_space(call) if _refusal(kernel, c, call) is None]
         if len(configs) < 2:
-            search.miss("autotune", f"{len(configs)} candidates, nothing to compare")
+            lookup.miss("autotune", f"{len(configs)} candidates, nothing to compare")
             return None
         target = target_device()
         if not target.present:
-            search.miss("autotune", f"target device {target.name!r} is not present")
+            lookup.miss("autotune", f"target device {target.name!r} is not present")
             return None
         configs = shortlist(kernel, configs, self.policy.max_candidates)
-        if search.dry:
-            return search.hit("autotune", None, f"would time {len(configs)} candidates")
-        self._emit("autotune_start", search, candidates=len(configs))
+        if lookup.dry:
+            return lookup.hit("autotune", None, f"would time {len(configs)} candidates")
+        self._emit("autotune_start", lookup, candidates=len(configs))
         tuner = Autotuner(
             self.policy,
             on_trial=lambda trial, index, total: self._emit(
                 "autotune_candidate",
-                search,
+                lookup,
                 cfg=trial.cfg,
                 ms=trial.ms,
                 error=trial.error,
@@ -317,34 +317,34 @@ class ConfigSelectorChain:
         )
         result = tuner.tune(call, configs)
         self.store_result(result, call.payload)
-        self._emit("autotune_finish", search, cfg=result.best, ms=result.best_ms, result=result)
+        self._emit("autotune_finish", lookup, cfg=result.best, ms=result.best_ms, result=result)
         count = len(result.trials)
         answer = f"best of {count} candidates"
         if not result.compared:
             answer = f"{result.timed} of {count} candidates timed: not enough compared, not stored"
-        return search.hit("autotune", result.best, answer)
+        return lookup.hit("autotune", result.best, answer)
 
-    def _heuristics(self, search: _Search) -> Choice:
-        kernel, call = search.kernel, search.call
+    def _heuristics(self, lookup: _Lookup) -> Choice:
+        kernel, call = lookup.kernel, lookup.call
         if not kernel.has_tunables:
-            return search.hit("heuristics", None, "the kernel has no tunables")
+            return lookup.hit("heuristics", None, "the kernel has no tunables")
         try:
             cfg = kernel.heuristic_cfg(call.with_numbers() if call.symbolic else call)
         except KernelNotSupported:
             raise
         except NotImplementedError as error:
-            search.miss("heuristics", str(error) or "heuristic_cfg is not implemented")
+            lookup.miss("heuristics", str(error) or "heuristic_cfg is not implemented")
         else:
             if cfg is not None:
-                return search.hit("heuristics", kernel.convert_config(cfg, call), "hit")
-            search.miss("heuristics", "heuristic_cfg returned None")
-        told = "".join(f"\n  {tier}: {answer}" for tier, answer in search.answers)
+                return lookup.hit("heuristics", kernel.convert_config(cfg, call), "hit")
+            lookup.miss("heuristics", "heuristic_cfg returned None")
+        told = "".join(f"\n  {tier}: {answer}" for tier, answer in lookup.answers)
         error = NoConfigError(f"no config for kernel {kernel.name!r}, key {call.key!r}:{told}")
-        return Choice(None, "error", call.key, tuple(search.answers), error)
+        return Choice(None, "error", call.key, tuple(lookup.answers), error)
 
-    def _emit(self, event: str, search: _Search, **details: Any) -> None:
+    def _emit(self, event: str, lookup: _Lookup, **details: Any) -> None:
         if self.on_event is not None:
-            self.on_event(event, {"kernel": search.kernel.name, "key": search.call.key, **details})
+            self.on_event(event, {"kernel": lookup.kernel.name, "key": lookup.call.key, **details})
 
 
 def _is_fixed(call: BoundCall) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -110,10 +109,9 @@ class Autotuner(Copyable, process_local={"_running": set}):
         """
         call, kernel = inv.bound, inv.kernel
         candidates = self.candidates(call, configs)
-        started = time.monotonic()
         reporter = Reporter(kernel.name, call.key, len(candidates))
 
-        def told(trial: Trial, index: int) -> None:
+        def report(trial: Trial, index: int) -> None:
             reporter.candidate(trial.cfg, trial.ms, trial.error)
             if self.on_trial is not None:  # joined tiles come after all others
                 self.on_trial(trial, index, max(len(candidates), index + 1))
@@ -124,49 +122,28 @@ class Autotuner(Copyable, process_local={"_running": set}):
             self.policy,
             env.autotune_budget_s() if self.policy.budget_s is None else self.policy.budget_s,
             Surroundings.capture(target_device().device),
-            told,
+            report,
             self.failures,
             reporter.note,
-            None if inputs is None else functools.partial(_bound, kernel, inputs),
+            None if inputs is None else functools.partial(_bind_inputs, kernel, inputs),
             self.device_lock,
-            self._pruned(call, candidates),
+            self._prune_reasons(call, candidates),
         )
-        outcome: list[tuple[Any, float]] = []
-
-        def result(interrupted: bool = False) -> AutotuneResult:
-            (best, best_ms), seconds = outcome[0], time.monotonic() - started - search.waited
-            trials = [search.trials[i] for i in sorted(search.trials)]
-            return AutotuneResult(
-                kernel,
-                call.key,
-                best,
-                best_ms,
-                trials,
-                seconds,
-                search.backward,
-                interrupted,
-                search.phases,
-            )
-
         self._running.add(search)
-        told_why = reporter.announced(search.budget_s) if self.implicit else nullcontext()
+        announcement = reporter.announced(search.budget_s) if self.implicit else nullcontext()
         try:
-            with told_why:
-                outside_trace(
-                    lambda: outcome.append(search.find_best()),
-                    search.surroundings,
-                    search.stop,
-                    GRACE_S,
-                )
+            with announcement:
+                outside_trace(search.find_best, search.surroundings, search.stop, GRACE_S)
         except KeyboardInterrupt:
-            raise TuningInterrupted(result(True) if outcome else None) from None
+            partial = None if search.best is None else search.result(interrupted=True)
+            raise TuningInterrupted(partial) from None
         finally:
             self._running.discard(search)
-        done = result(search.stopped.is_set())
-        reporter.finish(done.best, done.best_ms, done.seconds)
-        return done
+        result = search.result(interrupted=search.stopped.is_set())
+        reporter.finish(result.best, result.best_ms, result.seconds)
+        return result
 
-    def _pruned(self, call: BoundCall, candidates: Sequence[Any]) -> dict[int, str]:
+    def _prune_reasons(self, call: BoundCall, candidates: Sequence[Any]) -> dict[int, str]:
         if self.prune is None:
             return {}
         reasons = {i: self.prune(call, cfg) for i, cfg in enumerate(candidates) if i}
@@ -194,7 +171,7 @@ class Autotuner(Copyable, process_local={"_running": set}):
         return shortlist(kernel, candidates, self.policy.max_candidates)
 
 
-def _bound(
+def _bind_inputs(
     kernel: AnyKernel, inputs: Inputs | Callable[[], Inputs]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments as implementations receive them."""
@@ -216,7 +193,7 @@ def shortlist(kernel: AnyKernel, configs: Sequence[Any], limit: int) -> list[Any
         queues.setdefault(kernel.config_platform(cfg), []).append(index)
     for queue in queues.values():
         first = _plain(configs[queue[0]])
-        queue.sort(key=lambda index: _steps(_plain(configs[index]), first))
+        queue.sort(key=lambda index: _count_steps(_plain(configs[index]), first))
     chosen: list[int] = []
     for turn in range(max(map(len, queues.values()))):
         chosen += [queue[turn] for queue in queues.values() if turn < len(queue)]
@@ -230,10 +207,10 @@ def _plain(cfg: Any) -> Any:
         return None
 
 
-def _steps(a: Any, b: Any) -> float:
+def _count_steps(a: Any, b: Any) -> float:
     """Returns the doublings between two configs; a field that only one sets is half a doubling."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return sum(_steps(a.get(k), b.get(k)) for k in {**a, **b})
+        return sum(_count_steps(a.get(k), b.get(k)) for k in {**a, **b})
     if a == b:
         return 0.0
     if a is None or b is None:

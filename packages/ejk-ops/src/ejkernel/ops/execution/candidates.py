@@ -75,7 +75,7 @@ class Candidate:
         """Milliseconds that the backward pass adds, None without one."""
         return None if self.both is None else max(self.total_ms - self.fwd_ms, 0.0)
 
-    def measured(self, fwd_ms: float, total: Timed) -> None:
+    def store_times(self, fwd_ms: float, total: Timed) -> None:
         """Stores measured times; both passes take no less than one of them."""
         self.fwd_ms, self.spread = fwd_ms, total.spread
         self.total_ms = total.ms if self.both is None else max(total.ms, fwd_ms)
@@ -283,30 +283,24 @@ class Workbench:
         if candidate.both is None:
             return
         gradients = jax.block_until_ready(candidate.both())[1]
-        if self.gradients is None:
-            wrong = unusable(gradients)
-            if wrong is None:
-                self.gradients = gradients
-        else:
-            wrong = disagreement(
-                gradients,
-                self.gradients,
-                label="gradient",
-                factor=GRADIENT_FACTOR,
-                highest=self.highest,
-            )
+        wrong = self._find_fault(
+            gradients, self.gradients, label="gradient", factor=GRADIENT_FACTOR
+        )
         if wrong is not None:
             raise InvalidValues(wrong)
+        self.gradients = gradients if self.gradients is None else self.gradients
 
     def _check_forward(self, forward: Ready) -> str | None:
         """Returns the fault in the values of a forward pass, or None; each is run once."""
         if id(forward) not in self._checked:
             value = jax.block_until_ready(forward())
-            if self.reference is None:
-                wrong = unusable(value)
-                if wrong is None:
-                    self.reference = value
-            else:
-                wrong = disagreement(value, self.reference, highest=self.highest)
-            self._checked[id(forward)] = wrong
+            wrong = self._checked[id(forward)] = self._find_fault(value, self.reference)
+            if wrong is None and self.reference is None:
+                self.reference = value
         return self._checked[id(forward)]
+
+    def _find_fault(self, value: Any, reference: Any, **options: Any) -> str | None:
+        """Returns the fault in values; without a ``reference`` they may become one."""
+        if reference is None:
+            return unusable(value)
+        return disagreement(value, reference, highest=self.highest, **options)

@@ -26,7 +26,14 @@ from ejkernel.ops.execution.candidates import Candidate, TooSlow, Workbench
 from ejkernel.ops.execution.isolation import Surroundings
 from ejkernel.ops.execution.progress import first_line
 from ejkernel.ops.execution.timing import Timed, compare_programs
-from ejkernel.ops.execution.trials import BUDGET_SPENT, NOT_TRIED, STOPPED, Trial, failed
+from ejkernel.ops.execution.trials import (
+    BUDGET_SPENT,
+    NOT_TRIED,
+    STOPPED,
+    AutotuneResult,
+    Trial,
+    failed,
+)
 from ejkernel.ops.platforms import Platform
 
 FAILED_BEFORE = "failed before: "
@@ -93,13 +100,14 @@ class Search:
         self.backward = False
         self.valid: list[Candidate] = []
         self.phases: dict[str, float] = {}
+        self.best: tuple[Any, float] | None = None
 
     def stop(self) -> None:
         """Let the search end soon, with what was measured so far."""
         self.stopped.set()
 
-    def find_best(self) -> tuple[Any, float]:
-        """Returns the best config and its milliseconds.
+    def find_best(self) -> None:
+        """Finds ``best``, the fastest valid config and its milliseconds.
 
         Raises:
             AutotuneError: no candidate runs; one line per candidate says why.
@@ -108,25 +116,39 @@ class Search:
             inputs = None if self.inputs is None else self.inputs()
             bench = Workbench(self.call, self.configs, self.policy.validate_backward, inputs)
         self.backward = bench.backward
-        left_out = self._left_out()
-        pool = self._pool()
+        skipped = self._find_skip_reasons()
+        pool = self._make_pool()
         try:
             with self._phase("compile"):
                 compiling: Compiling = {
                     index: pool.submit(self.surroundings.run, self._compile, bench, cfg)
                     for index, cfg in enumerate(self.configs)
-                    if index not in left_out
+                    if index not in skipped
                 }
                 if self.device_lock is not None:
-                    self._await(list(compiling.values()))
+                    self._await_compilations(list(compiling.values()))
             with self._hold_device():
                 with self._phase("compile" if self.device_lock is None else "check"):
-                    ready = self._check_all(bench, compiling, left_out)
+                    ready = self._check_all(bench, compiling, skipped)
                 with self._phase("time"):
-                    return self._select(bench, ready)
+                    self.best = self._select(bench, ready)
         finally:  # a compiler that takes longer than the budget is not waited for
             self.over = True
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def result(self, *, interrupted: bool) -> AutotuneResult:
+        """Returns the outcome, once there is a ``best``."""
+        assert self.best is not None
+        return AutotuneResult(
+            self.call.kernel,
+            self.call.key,
+            *self.best,
+            trials=[self.trials[i] for i in sorted(self.trials)],
+            seconds=time.monotonic() - self.started - self.waited,
+            backward=self.backward,
+            interrupted=interrupted,
+            phases=self.phases,
+        )
 
     def _select(self, bench: Workbench, ready: list[tuple[int, Candidate]]) -> tuple[Any, float]:
         if ready:
@@ -134,7 +156,7 @@ class Search:
         if not self.valid:
             raise AutotuneError(self._all_failed())
         self._warn_if_only_the_heuristic_ran()
-        return self._winner(bench)
+        return self._choose_winner(bench)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Generator[None]:
@@ -151,13 +173,13 @@ class Search:
         if self.device_lock is None:
             yield
             return
-        self._enter()
+        self._acquire_device()
         try:
             yield
         finally:
             self.device_lock.release()
 
-    def _enter(self) -> None:
+    def _acquire_device(self) -> None:
         started = time.monotonic()
         assert self.device_lock is not None
         self.device_lock.acquire()
@@ -173,15 +195,15 @@ class Search:
         try:
             yield
         finally:
-            self._enter()
+            self._acquire_device()
 
-    def _until(self, share: float = 1.0) -> float:
+    def _deadline(self, share: float = 1.0) -> float:
         """Returns the end of this part of the budget, on ``time.monotonic``."""
         return self.started + self.waited + share * self.budget_s
 
     # ---- compile and check -----------------------------------------------------------------
 
-    def _pool(self) -> futures.ThreadPoolExecutor:
+    def _make_pool(self) -> futures.ThreadPoolExecutor:
         workers = max(1, min(len(self.configs), os.cpu_count() or 1, MOST_WORKERS))
         return futures.ThreadPoolExecutor(workers, thread_name_prefix="ejkernel-compile")
 
@@ -196,29 +218,29 @@ class Search:
         finally:
             self.device_lock.release()
 
-    def _await(self, compiling: Sequence[futures.Future[Any]]) -> None:
+    def _await_compilations(self, compiling: Sequence[futures.Future[Any]]) -> None:
         """Waits until all are compiled, or until one is and the compile budget is spent."""
         pending, any_compiled = set(compiling), False
         while pending and not self.stopped.is_set():
-            if any_compiled and time.monotonic() > self._until(COMPILE_SHARE):
+            if any_compiled and time.monotonic() > self._deadline(COMPILE_SHARE):
                 return
             done, pending = futures.wait(pending, 0.2, futures.FIRST_COMPLETED)
             any_compiled = any_compiled or any(future.exception() is None for future in done)
 
     def _check_all(
-        self, bench: Workbench, compiling: Compiling, left_out: Mapping[int, str]
+        self, bench: Workbench, compiling: Compiling, skipped: Mapping[int, str]
     ) -> list[tuple[int, Candidate]]:
         """The candidates that compile and compute the right values, in order."""
         ready: list[tuple[int, Candidate]] = []
-        for index in left_out:
-            self._trial(index, Trial(self.configs[index], error=left_out[index]))
-        for index in self._as_compiled(compiling, ready):
-            candidate = self._checked(bench, compiling[index], index, wait=not ready)
+        for index in skipped:
+            self._trial(index, Trial(self.configs[index], error=skipped[index]))
+        for index in self._iterate_compiled(compiling, ready):
+            candidate = self._check_candidate(bench, compiling[index], index, wait=not ready)
             if candidate is not None:
                 ready.append((index, candidate))
         return sorted(ready, key=lambda pair: pair[0])
 
-    def _as_compiled(self, compiling: Compiling, ready: Sequence[Any]) -> Iterator[int]:
+    def _iterate_compiled(self, compiling: Compiling, ready: Sequence[Any]) -> Iterator[int]:
         """Yields indices in order until one is ``ready``, the reference; then as they are compiled.
 
         So the reference does not depend on the order in which threads end, and one slow
@@ -229,7 +251,7 @@ class Search:
             next_ones = waiting if ready else waiting[:1]
             done = [i for i in next_ones if i == min(compiling) or compiling[i].done()]
             if not done and self.device_lock is None and not self.stopped.is_set():
-                left = min(self._until(COMPILE_SHARE) - time.monotonic(), 0.2)
+                left = min(self._deadline(COMPILE_SHARE) - time.monotonic(), 0.2)
                 if left > 0:
                     futures.wait([compiling[i] for i in next_ones], left, futures.FIRST_COMPLETED)
                     continue
@@ -237,7 +259,7 @@ class Search:
             waiting.remove(index := (done or waiting)[0])
             yield index
 
-    def _left_out(self) -> dict[int, str]:
+    def _find_skip_reasons(self) -> dict[int, str]:
         """Returns why configs are not compiled; empty when all would be left out."""
         reasons = {index: NOT_TRIED + why for index, why in self.pruned.items()}
         if self.failures is not None:
@@ -247,32 +269,32 @@ class Search:
                     reasons[index] = FAILED_BEFORE + why
         return reasons if len(reasons) < len(self.configs) else {}
 
-    def _checked(
+    def _check_candidate(
         self, bench: Workbench, future: futures.Future[Candidate], index: int, *, wait: bool
     ) -> Candidate | None:
         cfg = self.configs[index]
         try:
-            candidate = self._compiled(future, wait)
+            candidate = self._await_candidate(future, wait)
             bench.check(candidate)
         except TimeoutError:
             self._trial(index, Trial(cfg, error=STOPPED if self.stopped.is_set() else BUDGET_SPENT))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             self._trial(index, Trial(cfg, error=reason))
-            if self.failures is not None and not is_passing(error):
+            if self.failures is not None and not is_transient(error):
                 self.failures.remember(self.call.key, cfg, first_line(reason))
         else:
             return candidate
         return None
 
-    def _compiled(self, future: futures.Future[Candidate], wait: bool) -> Candidate:
+    def _await_candidate(self, future: futures.Future[Candidate], wait: bool) -> Candidate:
         """The compiled candidate; TimeoutError when stopped or, unless ``wait``, out of time."""
-        if not wait and time.monotonic() > self._until():
+        if not wait and time.monotonic() > self._deadline():
             raise TimeoutError  # running it once would take more time still
         while not future.done():
             if self.device_lock is not None:  # while the device is held, nothing is waited for
                 raise TimeoutError
-            left = self._until(COMPILE_SHARE) - time.monotonic()
+            left = self._deadline(COMPILE_SHARE) - time.monotonic()
             if self.stopped.is_set() or not (wait or left > 0.0):
                 raise TimeoutError
             futures.wait([future], timeout=0.2 if wait else min(left, 0.2))
@@ -281,7 +303,7 @@ class Search:
     # ---- time ------------------------------------------------------------------------------
 
     def _time(self, bench: Workbench, ready: list[tuple[int, Candidate]]) -> None:
-        end = self._until()
+        end = self._deadline()
         forwards = list({id(c.forward): c.forward for _, c in ready}.values())
         half = end if not bench.backward else (time.monotonic() + end) / 2
         times = self._compare_programs(forwards, half)
@@ -295,7 +317,7 @@ class Search:
                 why = STOPPED if self.stopped.is_set() else BUDGET_SPENT
                 self._trial(index, Trial(candidate.cfg, error=why))
                 continue
-            candidate.measured(fwd.ms, total)
+            candidate.store_times(fwd.ms, total)
             self.valid.append(candidate)
             self._trial(index, candidate.trial)
 
@@ -312,10 +334,10 @@ class Search:
 
     # ---- choose ----------------------------------------------------------------------------
 
-    def _winner(self, bench: Workbench) -> tuple[Any, float]:
+    def _choose_winner(self, bench: Workbench) -> tuple[Any, float]:
         best = min(self.valid, key=lambda c: c.total_ms)
         if bench.backward:
-            joined = self._joined(bench, best)
+            joined = self._join_best_passes(bench, best)
             if joined is not None and joined.total_ms < best.total_ms:
                 best = joined
         first = self.valid[0]
@@ -323,7 +345,7 @@ class Search:
             best = first
         return best.cfg, best.total_ms
 
-    def _joined(self, bench: Workbench, best: Candidate) -> Candidate | None:
+    def _join_best_passes(self, bench: Workbench, best: Candidate) -> Candidate | None:
         """The best forward tiles with the best backward tiles of one platform, measured."""
         kernel = self.call.kernel
         groups: dict[Any, list[Candidate]] = {}
@@ -334,7 +356,7 @@ class Search:
         def least(group: list[Candidate]) -> float:
             return min(c.fwd_ms for c in group) + min(c.bwd_ms or 0.0 for c in group)
 
-        end = self._until()
+        end = self._deadline()
         if not groups or self.stopped.is_set() or time.monotonic() > end:
             return None
         group = min(groups.values(), key=least)
@@ -356,7 +378,7 @@ class Search:
         # the two were timed together: only that comparison counts
         ratio = timed[0].ms / timed[1].ms
         together = Timed(best.total_ms * ratio, timed[0].spread)
-        joined.measured(fwd.fwd_ms, together)
+        joined.store_times(fwd.fwd_ms, together)
         self._trial(len(self.configs), joined.trial)
         return joined
 
@@ -383,7 +405,7 @@ class Search:
             )
 
 
-def is_passing(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Returns whether a failure may be gone the next time, as when memory was full."""
     text = str(error).lower()
     full = "out of memory" in text and "shared" not in text
