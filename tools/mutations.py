@@ -197,20 +197,20 @@ FAULTS = (
     ),
     Fault(
         "a remembered config that cannot run is used", f"{OPS}/config/selection.py",
-        'if refusal is not None:\n            search.miss("memory"', 'if refusal is False:\n            search.miss("memory"',
+        'if refusal is not None:\n            lookup.miss("memory"', 'if refusal is False:\n            lookup.miss("memory"',
         f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
         "a stored config for another platform is used",
         f"{OPS}/config/selection.py",
-        "_refusal(kernel, cfg, call) or self._lowering_failure(search, cfg)",
-        "self._lowering_failure(search, cfg)",
+        "_refusal(kernel, cfg, call) or self._lowering_failure(lookup, cfg)",
+        "self._lowering_failure(lookup, cfg)",
         f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
         "a stored config that cannot be lowered is used",
         f"{OPS}/config/selection.py",
-        "_refusal(kernel, cfg, call) or self._lowering_failure(search, cfg)",
+        "_refusal(kernel, cfg, call) or self._lowering_failure(lookup, cfg)",
         "_refusal(kernel, cfg, call)",
         f"{OPS_TESTS}/test_stored_configs.py",
     ),
@@ -224,8 +224,8 @@ FAULTS = (
     ),
     Fault(
         "arithmetic is stored", f"{OPS}/config/selection.py",
-        'return search.hit("heuristics", kernel.convert_config(cfg, call), "hit")',
-        'return self.cache.put(inv.key, cfg) or search.hit("heuristics", cfg, "hit")',
+        'return lookup.hit("heuristics", kernel.convert_config(cfg, call), "hit")',
+        'return self.cache.put(inv.key, cfg) or lookup.hit("heuristics", cfg, "hit")',
         f"{OPS_TESTS}/test_selection.py",
     ),
     Fault(
@@ -235,7 +235,7 @@ FAULTS = (
     ),
     Fault(
         "a known GPU is tuned by default", f"{OPS}/config/selection.py",
-        "if not self.policy.explicitly_enabled() and self._has_shipped_table(search):", "if False:",
+        "if not self.policy.explicitly_enabled() and self._has_shipped_table(lookup):", "if False:",
         f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
