@@ -93,6 +93,21 @@ def _hide_padding(mask: MaskInfo, padding: MaskInfo) -> MaskInfo:
     return with_private(mask, **fields)
 
 
+def _packed_mask(cu_q: Any, cu_k: Any, q_len: int, kv_len: int, rule: Rule) -> MaskInfo:
+    """The mask of packed sequences, inside which ``rule`` holds."""
+    if cu_k is None and q_len != kv_len:
+        expected = f"cum_seqlens_k as well when q_len {q_len} differs from kv_len {kv_len}"
+        raise invalid("cum_seqlens_q", expected, cu_q)
+    names = ("cum_seqlens_q", "cum_seqlens_k")
+    fields = cu_seqlens_mask_fields(cu_q, cu_k, q_len, kv_len, names=names, ranks=(1,))
+    packed = with_private(MaskInfo(**fields), **rule_fields(rule))
+    same = cu_k is None or cu_k is cu_q
+    if same and rule.chunk is None:
+        # within a sequence positions differ as indices do; kernels skip more by index
+        return with_private(packed, **NO_POSITIONS)
+    return packed
+
+
 def combine_masks(
     mask_info: MaskInfo | None = None,
     *,
@@ -141,25 +156,8 @@ def combine_masks(
     if cum_seqlens_q is not None:
         if batch not in (None, 1):
             raise invalid("cum_seqlens_q", "a query of batch 1", f"batch {batch}")
-        if cum_seqlens_k is None and q_len != kv_len:
-            expected = f"cum_seqlens_k as well when q_len {q_len} differs from kv_len {kv_len}"
-            raise invalid("cum_seqlens_q", expected, cum_seqlens_q)
-        packed = MaskInfo(
-            **cu_seqlens_mask_fields(
-                cum_seqlens_q,
-                cum_seqlens_k,
-                q_len,
-                kv_len,
-                names=("cum_seqlens_q", "cum_seqlens_k"),
-                ranks=(1,),
-            )
-        )
-        axes = {name: getattr(result, name) for name in AXES}
-        packed = with_private(packed, **rule_fields(rule), **axes)
-        same = cum_seqlens_k is None or cum_seqlens_k is cum_seqlens_q
-        if same and rule.chunk is None:
-            # within a sequence positions differ as indices do; kernels skip more by index
-            packed = with_private(packed, **NO_POSITIONS)
+        packed = _packed_mask(cum_seqlens_q, cum_seqlens_k, q_len, kv_len, rule)
+        packed = with_private(packed, **{name: getattr(result, name) for name in AXES})
         result = packed if mask_info is None else intersect(packed, result)
     elif not rule.trivial:
         rule_mask = mask_of_rule(rule)
