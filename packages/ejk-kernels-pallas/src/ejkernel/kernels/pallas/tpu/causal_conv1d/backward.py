@@ -37,11 +37,26 @@ from ejkernel.kernels.pallas.tpu.common.segments import Visits, replace_inside
 from ejkernel.types.problems.convolution import ConvolutionProblem
 
 
-def _kernel(p: ConvolutionProblem, t: Tiles, *refs: Any) -> None:
-    tables, refs = refs[:3], refs[3:]
-    before_ref, x_ref, after_ref, dy_ref, dy_after_ref, taps_ref, state_ref = refs[:7]
-    dx_ref, dtaps_ref, dstate_ref, history_ref, gradient_ref = refs[7:]
-    at = position_of(t, tables)
+def _kernel(
+    p: ConvolutionProblem,
+    t: Tiles,
+    segment: Any,
+    shift: Any,
+    bounds: Any,
+    before_ref: Any,
+    x_ref: Any,
+    after_ref: Any,
+    dy_ref: Any,
+    dy_after_ref: Any,
+    taps_ref: Any,
+    state_ref: Any,
+    dx_ref: Any,
+    dtaps_ref: Any,
+    dstate_ref: Any,
+    history_ref: Any,
+    gradient_ref: Any,
+) -> None:
+    at = position_of(t, (segment, shift, bounds))
     inside = at.mask(0, t.rows, t.channels)
     # the rows of no sequence may hold NaN: they are loaded as 0 from a segment that is empty
     at = at._replace(end=jnp.where(at.sequence < p.states, at.end, at.start))

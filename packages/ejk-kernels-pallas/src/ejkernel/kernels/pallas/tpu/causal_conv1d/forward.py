@@ -106,9 +106,20 @@ def convolve(p: ConvolutionProblem, history: jax.Array, taps: jax.Array) -> jax.
     return z
 
 
-def _kernel(p: ConvolutionProblem, t: Tiles, *refs: Any) -> None:
-    tables, (before_ref, x_ref, taps_ref, state_ref, y_ref, history_ref) = refs[:3], refs[3:]
-    at = position_of(t, tables)
+def _kernel(
+    p: ConvolutionProblem,
+    t: Tiles,
+    segment: Any,
+    shift: Any,
+    bounds: Any,
+    before_ref: Any,
+    x_ref: Any,
+    taps_ref: Any,
+    state_ref: Any,
+    y_ref: Any,
+    history_ref: Any,
+) -> None:
+    at = position_of(t, (segment, shift, bounds))
     history_ref[:HALO] = load_rows(at, -HALO, before_ref)
     history_ref[HALO:] = load_rows(at, 0, x_ref)
     insert_state(p, t, at, history_ref, state_ref)

@@ -20,6 +20,7 @@ Source: Dao 2023, FlashAttention-2, section 3.2.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -30,16 +31,24 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.pallas.tpu.common.chip import LANES
 from ejkernel.kernels.pallas.tpu.common.masks import column, fit, spread_columns
 from ejkernel.kernels.pallas.tpu.flash_attention import gradients
-from ejkernel.kernels.pallas.tpu.flash_attention.gradients import ScorePair, ValuePairs
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import Operands, ScorePair, ValuePairs
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 
 
-def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
+def _kernel(
+    layout: Layout,
+    table: Any,
+    operands: Operands,
+    dk_ref: Any,
+    dv_ref: Any,
+    dk_acc: Any,
+    dv_acc: Any,
+    columns: list[Any],
+) -> None:
+    """Runs a grid step; ``columns``: ``operands.kv_rows`` spread over lanes, unless transposed."""
     transposed = layout.tiles.transposed
-    operands, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=not transposed)
-    dk_ref, dv_ref, dk_acc, dv_acc, *columns = refs
     b, ki, group_head, step_index = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     head = pl.program_id(1) * layout.problem.group + group_head
     first = table_entry(layout, layout.kv_blocks, b, head, ki)
@@ -56,7 +65,7 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
 
     def add(position: TilePosition, scores: ScorePair, mask: Any = None) -> None:
         queries, keys = position
-        q, do = operands.rows_to_add(queries, mask)
+        q, do = operands.rows_to_add(layout, queries, mask)
         statistics = operands.statistics(queries)
         if transposed:
             statistics = tuple(fit(column(row), scores[0].shape[1]) for row in statistics)
@@ -79,7 +88,8 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
             mask_rows = [row[0, :, queries] for row in operands.q_rows]
         add(position, scores, step.mask(position, mask_columns, mask_rows))
 
-    step.run(operands.scores, add, add_masked)
+    scores = functools.partial(operands.scores, layout, not transposed)
+    step.run(scores, add, add_masked)
 
     @pl.when((step_index == layout.steps - 1) & (group_head == layout.problem.group - 1))
     def _end() -> None:
@@ -90,9 +100,9 @@ def key_gradients(
     layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: ValuePairs
 ) -> list[jax.Array]:
     """Returns dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]``; operands as in ``query_gradient``."""
-    scratch = gradients.key_accumulators(layout)
-    if not layout.tiles.transposed:
-        scratch += [pltpu.VMEM((layout.tiles.block_kv, LANES), jnp.int32) for _ in pairs]
+    columns = [pltpu.VMEM((layout.tiles.block_kv, LANES), jnp.int32) for _ in pairs]
+    if layout.tiles.transposed:
+        columns = []
     specs, (_, k, v, *_) = Specs(layout, keys_outer=True), arrays
     return launch_kernel(
         _kernel,
@@ -101,7 +111,7 @@ def key_gradients(
         table,
         *gradients.kernel_inputs(specs, arrays, pairs),
         gradients.key_outputs(specs),
-        scratch,
+        [*gradients.key_accumulators(layout), columns],
         accumulators=2,
         columns=2 * (layout.dim + layout.value_dim),
         moved=2 * (k.nbytes + v.nbytes),

@@ -18,6 +18,7 @@ Source: Dao 2023, FlashAttention-2, section 3.2 (the loop over queries and keys 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -28,19 +29,27 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.pallas.tpu.common.chip import LANES
 from ejkernel.kernels.pallas.tpu.common.masks import column, fit, spread_columns
 from ejkernel.kernels.pallas.tpu.flash_attention import gradients
-from ejkernel.kernels.pallas.tpu.flash_attention.gradients import ScorePair, ValuePairs
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import Operands, ScorePair, ValuePairs
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 
 
-def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
+def _kernel(
+    layout: Layout,
+    table: Any,
+    operands: Operands,
+    dq_ref: Any,
+    acc_ref: Any,
+    row_columns: list[Any],
+    mask_value_columns: list[Any],
+) -> None:
+    """Runs a grid step.
+
+    ``row_columns`` and ``mask_value_columns``: ``row_values`` and ``q_rows`` of the operands,
+    spread over lanes, unless transposed.
+    """
     transposed = layout.tiles.transposed
-    operands, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=transposed)
-    dq_ref, acc_ref, *columns = refs
-    # of the row values, then of the values that masks compare; none where transposed
-    row_count = len(operands.row_values)
-    row_columns, mask_value_columns = columns[:row_count], columns[row_count:]
     b, head, qi, step_index = (pl.program_id(axis) for axis in range(4))
     first = table_entry(layout, layout.q_blocks, b, head, qi)
     step = step_of(layout, table, first, qi, step_index, queries_on_lanes=transposed)
@@ -77,7 +86,7 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
             mask_rows = [row[0, :, keys] for row in operands.kv_rows]
         add(position, scores, step.mask(position, mask_columns, mask_rows))
 
-    step.run(operands.scores, add, add_masked)
+    step.run(functools.partial(operands.scores, layout, transposed), add, add_masked)
 
     @pl.when(step_index == layout.steps - 1)
     def _end() -> None:
@@ -97,11 +106,13 @@ def query_gradient(
     p, rows = layout.problem, layout.tiles.block_q
     d, dv = layout.dim, layout.value_dim
     if layout.tiles.transposed:
-        scratch = [pltpu.VMEM((d, rows), jnp.float32)]
+        scratch = [pltpu.VMEM((d, rows), jnp.float32), [], []]
     else:
-        widths = [d] + [LANES] * len(arrays[4:])
-        scratch = [pltpu.VMEM((rows, width), jnp.float32) for width in widths]
-        scratch += [pltpu.VMEM((rows, LANES), jnp.int32) for _ in pairs]
+        scratch = [
+            pltpu.VMEM((rows, d), jnp.float32),
+            [pltpu.VMEM((rows, LANES), jnp.float32) for _ in arrays[4:]],
+            [pltpu.VMEM((rows, LANES), jnp.int32) for _ in pairs],
+        ]
     specs, (q, _, _, do, *_) = Specs(layout), arrays
     (dq,) = launch_kernel(
         _kernel,

@@ -17,7 +17,6 @@ Sources: Milakov and Gimelshein 2018 (online softmax); Dao 2023, FlashAttention-
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,15 +105,28 @@ def finish_rows(
         ref[0, 0] = jnp.broadcast_to(row, (layout.tiles.block_q, LANES)).T[:1]
 
 
-def flash_kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) -> None:
-    """Runs a grid step; ``all_refs`` are the operands, outputs and scratch of ``operands_of``."""
-    sink = all_refs[0] if with_sink else None
-    refs = list(all_refs[1:] if with_sink else all_refs)
-    q_ref, k_ref, v_ref, *refs = refs
-    pair_count = len(layout.pair_names)
-    q_rows, kv_rows = refs[:pair_count], refs[pair_count : 2 * pair_count]
-    refs = refs[2 * pair_count :]
-    o_ref, lse_ref, base_ref, m_ref, l_ref, acc_ref, *columns = refs
+def flash_kernel(
+    layout: Layout,
+    table: Any,
+    sink_ref: Any | None,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    q_rows: list[Any],
+    kv_rows: list[Any],
+    o_ref: Any,
+    lse_ref: Any,
+    base_ref: Any,
+    m_ref: Any,
+    l_ref: Any,
+    acc_ref: Any,
+    columns: list[Any],
+) -> None:
+    """Runs a grid step.
+
+    ``q_rows`` and ``kv_rows`` are the values that element masks compare; ``columns`` those of the
+    queries, spread over lanes.
+    """
     b, h, qi, step_index = (pl.program_id(axis) for axis in range(4))
     first = table_entry(layout, layout.q_blocks, b, h, qi)
     step = step_of(layout, table, first, qi, step_index)
@@ -141,7 +153,7 @@ def flash_kernel(with_sink: bool, layout: Layout, table: Any, *all_refs: Any) ->
 
     @pl.when(step_index == layout.steps - 1)
     def _end() -> None:
-        head_sink = None if sink is None else sink[0, h]
+        head_sink = None if sink_ref is None else sink_ref[0, h]
         finish_rows(layout, head_sink, [m_ref, l_ref, acc_ref], (o_ref, lse_ref, base_ref))
 
 
@@ -155,21 +167,20 @@ def operands_of(
     layout = specs.layout
     p, rows = layout.problem, layout.tiles.block_q
     d, dv = layout.dim, layout.value_dim
-    scalars = [] if sink is None else [sink]
     query_values, key_values = ([pair[side] for pair in pairs] for side in (0, 1))
     lse = base = specs.statistic_output()
     return (
-        [*scalars, *arrays, *query_values, *key_values],
+        [sink, *arrays, query_values, key_values],
         [
-            *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in scalars),
+            None if sink is None else pl.BlockSpec(memory_space=pltpu.SMEM),
             *(specs.query(d), specs.key(d), specs.key(dv)),
-            *map(specs.query_values, query_values),
-            *map(specs.key_values, key_values),
+            [specs.query_values(x) for x in query_values],
+            [specs.key_values(x) for x in key_values],
         ],
         [(specs.query(dv), layout.shape(p.heads, layout.q_padded, dv), p.dtype), lse, base],
         [
             *(pltpu.VMEM((rows, width), jnp.float32) for width in (LANES, LANES, dv)),
-            *(pltpu.VMEM((rows, LANES), jnp.int32) for _ in pairs),
+            [pltpu.VMEM((rows, LANES), jnp.int32) for _ in pairs],
         ],
     )
 
@@ -189,7 +200,7 @@ def forward(
     specs = Specs(layout)
     operands, in_specs, outputs, scratch = operands_of(specs, arrays, sink, pairs)
     return launch_kernel(
-        functools.partial(flash_kernel, sink is not None),
+        flash_kernel,
         "ejkernel_flash_fwd",
         specs,
         table,

@@ -19,6 +19,7 @@ Source: Dao 2023, FlashAttention-2, section 3.2.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -30,18 +31,31 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.pallas.tpu.common.chip import LANES
 from ejkernel.kernels.pallas.tpu.common.masks import spread_columns
 from ejkernel.kernels.pallas.tpu.flash_attention import gradients
-from ejkernel.kernels.pallas.tpu.flash_attention.gradients import ScorePair, ValuePairs
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import Operands, ScorePair, ValuePairs
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, launch_kernel, table_entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import TilePosition, step_of
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import query_bytes, strip_bytes
 
 
-def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
-    """Runs a grid step; dq_acc is ``[heads of the group * query blocks, d, block_q]``."""
+def _kernel(
+    layout: Layout,
+    table: Any,
+    operands: Operands,
+    dq_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    dq_acc: Any,
+    dk_acc: Any,
+    dv_acc: Any,
+    columns: list[Any],
+) -> None:
+    """Runs a grid step.
+
+    ``dq_acc``: ``[heads of the group * query blocks, d, block_q]``; ``columns``:
+    ``operands.kv_rows`` spread over lanes.
+    """
     p, transposed = layout.problem, layout.tiles.transposed
-    operands, refs = gradients.split_refs(layout, all_refs, queries_on_lanes=True)
-    dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *columns = refs
     b, ki, group_head, step_index = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     head = pl.program_id(1) * p.group + group_head
     first = table_entry(layout, layout.kv_blocks, b, head, ki)
@@ -65,7 +79,7 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
 
     def add(position: TilePosition, scores: ScorePair, mask: Any = None) -> None:
         queries, keys = position
-        k, (q, do) = operands.k[0, 0, keys], operands.rows_to_add(queries, mask)
+        k, (q, do) = operands.k[0, 0, keys], operands.rows_to_add(layout, queries, mask)
         statistics = operands.statistics(queries)
         weights, ds = gradients.tile_gradients(layout, scores, mask, statistics, q.dtype)
         q, k, do = q.astype(ds.dtype), k.astype(ds.dtype), do.astype(weights.dtype)
@@ -83,7 +97,7 @@ def _kernel(layout: Layout, table: Any, *all_refs: Any) -> None:
         mask_rows = [row[0, :, queries] for row in operands.q_rows]
         add(position, scores, step.mask(position, mask_columns, mask_rows))
 
-    step.run(operands.scores, add, add_masked)
+    step.run(functools.partial(operands.scores, layout, True), add, add_masked)
 
     @pl.when(ends_keys)
     def _end_keys() -> None:
@@ -113,7 +127,7 @@ def all_gradients(
     scratch = [
         pltpu.VMEM((p.group * layout.q_blocks, layout.dim, t.block_q), jnp.float32),
         *gradients.key_accumulators(layout),
-        *(pltpu.VMEM((t.block_kv, LANES), jnp.int32) for _ in pairs),
+        [pltpu.VMEM((t.block_kv, LANES), jnp.int32) for _ in pairs],
     ]
     specs, (q, k, v, *_) = Specs(layout, keys_outer=True, keeps_queries=True), arrays
     return launch_kernel(

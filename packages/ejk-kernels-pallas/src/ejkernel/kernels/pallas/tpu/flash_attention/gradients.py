@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,82 +20,66 @@ ValuePairs = list[tuple[jax.Array, jax.Array]]
 """Values of queries and of keys by token that element masks compare."""
 
 
-@dataclass(frozen=True)
-class Operands:
-    """A backward kernel's operands in vector memory.
+class Operands(NamedTuple):
+    """The operands of a backward kernel, their block specs, or their refs in a grid step.
 
     Attributes:
-        queries_on_lanes: whether tiles are ``[keys, queries]``.
         q, k, v, do: blocks ``[1, 1, rows, d]``.
         row_values: lse and delta of every query row, then its gate if the layout is ``gated``;
             ``[1, 1, 1, queries]`` each.
         q_rows, kv_rows: values that element masks compare, ``[1, 1, tokens]`` each.
     """
 
-    layout: Layout
-    queries_on_lanes: bool
     q: Any
     k: Any
     v: Any
     do: Any
-    row_values: Sequence[Any]
-    q_rows: Sequence[Any]
-    kv_rows: Sequence[Any]
+    row_values: list[Any]
+    q_rows: list[Any]
+    kv_rows: list[Any]
 
-    def scores(self, position: TilePosition) -> ScorePair:
-        """q k^T and do v^T of a position, or both transposed."""
+    def scores(self, layout: Layout, queries_on_lanes: bool, position: TilePosition) -> ScorePair:
+        """Returns q k^T and do v^T of a tile, or both transposed, ``[keys, queries]``."""
         queries, keys = position
-        q, k, v, do = (
-            self.q[0, 0, queries],
-            self.k[0, 0, keys],
-            self.v[0, 0, keys],
-            self.do[0, 0, queries],
-        )
-        dot = self.layout.dot
-        if self.queries_on_lanes:
-            return dot(k, q, (1, 1)), dot(v, do, (1, 1))
-        return dot(q, k, (1, 1)), dot(do, v, (1, 1))
+        q, do = self.q[0, 0, queries], self.do[0, 0, queries]
+        k, v = self.k[0, 0, keys], self.v[0, 0, keys]
+        if queries_on_lanes:
+            return layout.dot(k, q, (1, 1)), layout.dot(v, do, (1, 1))
+        return layout.dot(q, k, (1, 1)), layout.dot(do, v, (1, 1))
 
     def statistics(self, queries: Any) -> tuple[jax.Array, ...]:
         """Returns the row values of some queries ``[1, queries]``."""
         return tuple(ref[0, 0, :, queries] for ref in self.row_values)
 
-    def rows_to_add(self, queries: Any, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def rows_to_add(
+        self, layout: Layout, queries: Any, mask: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns q and do of some queries as operands of the matmuls of dk and dv.
 
         Under a mask, weights and ds of a gated row have its NaN where the row sees a key, and are 0
         elsewhere, which a NaN of q or do would undo.
         """
         rows = self.q[0, 0, queries], self.do[0, 0, queries]
-        if mask is None or not self.layout.gated:
+        if mask is None or not layout.gated:
             return rows
         q, do = (finite(x.astype(jnp.float32)).astype(x.dtype) for x in rows)
         return q, do
 
 
-def split_refs(
-    layout: Layout, refs: Sequence[Any], *, queries_on_lanes: bool
-) -> tuple[Operands, list[Any]]:
-    """Splits a kernel's refs into operands, and outputs and scratch."""
-    pair_count, row_count = len(layout.pair_names), 3 if layout.gated else 2
-    arrays, row_values, refs = refs[:4], refs[4 : 4 + row_count], refs[4 + row_count :]
-    q_rows, kv_rows = refs[:pair_count], refs[pair_count : 2 * pair_count]
-    operands = Operands(layout, queries_on_lanes, *arrays, row_values, q_rows, kv_rows)
-    return operands, list(refs[2 * pair_count :])
-
-
 def kernel_inputs(
     specs: Specs, arrays: tuple[jax.Array, ...], pairs: ValuePairs
-) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-    """Returns the inputs of a kernel, in the order of ``split_refs``, and their block specs."""
+) -> tuple[list[Operands], list[Operands]]:
+    """Returns the operands of a kernel as its one argument, and their block specs."""
     d, dv = specs.layout.dim, specs.layout.value_dim
+    qkv_do, row_values = arrays[:4], list(arrays[4:])
     query_values, key_values = ([pair[side] for pair in pairs] for side in (0, 1))
-    return [*arrays, *query_values, *key_values], [
+    blocks = Operands(
         *(specs.query(d), specs.key(d), specs.key(dv), specs.query(dv)),
-        *[specs.statistic()] * len(arrays[4:]),
-        *map(specs.query_values, query_values),
-        *map(specs.key_values, key_values),
-    ]
+        [specs.statistic() for _ in row_values],
+        [specs.query_values(x) for x in query_values],
+        [specs.key_values(x) for x in key_values],
+    )
+    return [Operands(*qkv_do, row_values, query_values, key_values)], [blocks]
 
 
 def key_accumulators(layout: Layout) -> list[Any]:

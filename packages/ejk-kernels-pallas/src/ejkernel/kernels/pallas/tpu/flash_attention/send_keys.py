@@ -76,21 +76,31 @@ def wait_until_ready(devices: Any) -> None:
     pl.semaphore_wait(barrier, 1)
 
 
-def _kernel(layout: Layout, table: Any, devices: Any, *refs: Any) -> None:
+def _kernel(
+    layout: Layout,
+    table: Any,
+    devices: Any,
+    operands: list[Any],
+    keys: list[Any],
+    o_ref: Any,
+    lse_ref: Any,
+    base_ref: Any,
+    next_k: Any,
+    next_v: Any,
+    scratch: list[Any],
+    sent: Any,
+    received: Any,
+) -> None:
     """Runs a grid step of ``forward``, the first and last of which start and end the copies.
 
-    ``refs``: operands of ``flash_kernel``; keys and values as whole arrays; outputs of
-    ``flash_kernel``; next keys and values; its scratch; two semaphores each of sent and received.
+    ``operands`` and ``scratch`` are those of ``flash_kernel``; ``keys``: keys and values as whole
+    arrays; ``sent`` and ``received``: two semaphores each.
     """
-    count = 3 + 2 * len(layout.pair_names)
-    operands, keys, refs = refs[:count], refs[count : count + 2], refs[count + 2 :]
-    outputs, next_keys, scratch = refs[:3], refs[3:5], refs[5:-2]
-    sent, received = refs[-2:]
     copies = [
         pltpu.make_async_remote_copy(
             source, target, sent.at[n], received.at[n], devices[AFTER], LOGICAL
         )
-        for n, (source, target) in enumerate(zip(keys, next_keys, strict=True))
+        for n, (source, target) in enumerate(zip(keys, (next_k, next_v), strict=True))
     ]
     indices = [(pl.program_id(axis), pl.num_programs(axis) - 1) for axis in range(4)]
 
@@ -100,7 +110,7 @@ def _kernel(layout: Layout, table: Any, devices: Any, *refs: Any) -> None:
         for copy in copies:
             copy.start()
 
-    flash_kernel(False, layout, table, *operands, *outputs, *scratch)
+    flash_kernel(layout, table, *operands, o_ref, lse_ref, base_ref, *scratch)
 
     @pl.when(functools.reduce(lambda a, b: a & b, (index == last for index, last in indices)))
     def _wait() -> None:
@@ -143,14 +153,14 @@ def launch_sending(
         "ejkernel_flash_fwd_send",
         specs,
         table,
-        [devices, *operands, *keys],
+        [devices, operands, list(keys)],
         [
             pl.BlockSpec(memory_space=pltpu.SMEM),
-            *in_specs,
-            *(pl.BlockSpec(memory_space=pltpu.HBM) for _ in keys),
+            in_specs,
+            [pl.BlockSpec(memory_space=pltpu.HBM) for _ in keys],
         ],
         outputs,
-        [*scratch, *[pltpu.SemaphoreType.DMA((2,))] * 2],
+        [scratch, *[pltpu.SemaphoreType.DMA((2,))] * 2],
         accumulators=1,
         columns=layout.dim + layout.value_dim,
         moved=2 * sum(x.nbytes for x in arrays),

@@ -123,8 +123,8 @@ def launch_kernel(
     name: str,
     specs: Specs,
     table: Any,
-    operands: Sequence[jax.Array],
-    in_specs: Sequence[pl.BlockSpec],
+    operands: Sequence[Any],
+    in_specs: Sequence[Any],
     outputs: Sequence[tuple[pl.BlockSpec, tuple[int, ...], str]],
     scratch: Sequence[Any],
     *,
@@ -137,6 +137,7 @@ def launch_kernel(
 ) -> list[jax.Array]:
     """Launches ``body(layout, table, *refs)``; outputs are block spec, shape and dtype each.
 
+    An operand may be None or a tree of arrays: ``body`` gets None, or the tree with their refs.
     ``columns``: of the matmuls of a visited pair, for the cost; ``moved``: bytes in addition to
     the inner blocks; ``outside_blocks``: bytes of vector memory for what is not of a block;
     ``hbm_outputs``: types of further outputs, in device memory;
@@ -146,6 +147,7 @@ def launch_kernel(
     outer, inner = (t.block_kv, t.block_q) if specs.keys_outer else (t.block_q, t.block_kv)
     length = layout.kv_padded if specs.keys_outer else layout.q_padded
     visited = p.batch * p.heads * length * layout.steps * inner
+    arrays = jax.tree.leaves(operands)
     inner_bytes = visited // outer * (layout.dim + layout.value_dim) * p.itemsize
     return pl.pallas_call(
         functools.partial(body, layout),
@@ -159,7 +161,7 @@ def launch_kernel(
             ],
             scratch_shapes=scratch,
         ),
-        out_shape=[*(result(shape, dtype, *operands) for _, shape, dtype in outputs), *hbm_outputs],
+        out_shape=[*(result(shape, dtype, *arrays) for _, shape, dtype in outputs), *hbm_outputs],
         compiler_params=layout.compiler_params(
             specs.semantics, outside_blocks + t.vmem(p, outer, accumulators), collective_id
         ),

@@ -67,9 +67,21 @@ def unshifted_layout(layout: Layout) -> Layout | None:
     return replace(layout, tiles=replace(t, rows=rows, columns=columns, transposed=True))
 
 
-def _kernel(layout: Layout, table: Any, *refs: Any) -> None:
-    q_ref, k_ref, v_ref, k_all, v_all, o_ref, lse_ref, base_ref, *scratch = refs
-    l_ref, acc_ref, *recompute_scratch = scratch
+def _kernel(
+    layout: Layout,
+    table: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    k_all: Any,
+    v_all: Any,
+    o_ref: Any,
+    lse_ref: Any,
+    base_ref: Any,
+    l_ref: Any,
+    acc_ref: Any,
+    recompute_scratch: list[Any],
+) -> None:
     b, h, qi, step_index = (pl.program_id(axis) for axis in range(4))
     first = table_entry(layout, layout.q_blocks, b, h, qi)
     step = step_of(layout, table, first, qi, step_index, queries_on_lanes=True)
@@ -180,8 +192,10 @@ def forward_unshifted(layout: Layout, table: Any, arrays: tuple[jax.Array, ...])
         [(specs.query(dv), layout.shape(p.heads, layout.q_padded, dv), p.dtype), lse, base],
         [
             *(pltpu.VMEM((n, t.block_q), jnp.float32) for n in (SUBLANES, dv)),
-            *(pltpu.VMEM((t.block_kv, width), dtype) for width in (d, dv)),
-            *(pltpu.VMEM((t.block_q, width), jnp.float32) for width in (LANES, LANES, dv)),
+            [
+                *(pltpu.VMEM((t.block_kv, width), dtype) for width in (d, dv)),
+                *(pltpu.VMEM((t.block_q, width), jnp.float32) for width in (LANES, LANES, dv)),
+            ],
         ],
         accumulators=2,
         columns=d + dv,

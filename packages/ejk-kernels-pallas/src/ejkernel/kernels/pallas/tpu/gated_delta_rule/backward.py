@@ -63,19 +63,39 @@ from ejkernel.kernels.pallas.tpu.linear_attention.forward import (
 from ejkernel.kernels.pallas.tpu.linear_attention.problem import CHUNK, Tiles
 
 
-def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
-    tables, refs = all_refs[:4], list(all_refs[4:])
-    q_ref, k_ref, v_ref, do_ref, beta_ref = (refs.pop(0) for _ in range(5))
-    gate_ref = refs.pop(0) if p.gated else None
-    before_ref, dfinal_ref = refs.pop(0), refs.pop(0)
-    dq_ref, dk_ref, dv_ref, dbeta_ref = (refs.pop(0) for _ in range(4))
-    dgate_ref = refs.pop(0) if p.gated else None
-    dinitial_ref, dstates_ref, *key_sums = refs  # sums of dq and dk over the heads of a group
+def _kernel(
+    p: Problem,
+    t: Tiles,
+    segment: Any,
+    shift: Any,
+    bounds: Any,
+    count: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    do_ref: Any,
+    beta_ref: Any,
+    gate_ref: Any | None,
+    before_ref: Any,
+    dfinal_ref: Any,
+    dq_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    dbeta_ref: Any,
+    dgate_ref: Any | None,
+    dinitial_ref: Any,
+    dstates_ref: Any,
+    dq_acc: Any,
+    dk_acc: Any,
+) -> None:
+    """Runs a grid step; ``dq_acc`` and ``dk_acc`` are sums over the heads that share a key, None
+    where there is one."""
     head, against = pl.program_id(2), not p.reverse
     dv_ref = _head_rows(dv_ref, head, p.value_dim)
     if p.channels:
         dgate_ref = _head_rows(dgate_ref, head, p.dim)
-    at, order = position_of(p, t, tables, against), order_of_rows(p.reverse)
+    at = position_of(p, t, (segment, shift, bounds, count), against)
+    order = order_of_rows(p.reverse)
 
     @pl.when(at.opens)
     def _open() -> None:
@@ -96,12 +116,12 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
         dq, dk = pull_back_normalization(p, gates.rows, pair_gradients.dq, pair_gradients.dk)
         inside = rows_of_chunk(first, 0, at.start, at.end)
         store_rows(dv_ref, rows, dv, inside)
-        if key_sums:
-            for ref, x in zip(key_sums, (dq, dk), strict=True):
-                ref[rows] = jnp.where(head == 0, 0.0, ref[rows]) + x
-        else:
+        if dq_acc is None:
             store_rows(dq_ref, rows, dq, inside)
             store_rows(dk_ref, rows, dk, inside)
+        else:
+            for acc, x in ((dq_acc, dq), (dk_acc, dk)):
+                acc[rows] = jnp.where(head == 0, 0.0, acc[rows]) + x
         lanes_inside = rows_of_chunk(first, 1, at.start, at.end)
         dbeta_ref[head, :, rows] = jnp.where(lanes_inside, as_row(dbeta), dbeta_ref[head, :, rows])
         if p.channels:
@@ -112,15 +132,15 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
         dstate = gates.state_gradient(do, dv, dstate)
     dstates_ref[head] = dstate
 
-    if key_sums:
+    if dq_acc is not None:
 
         @pl.when(head == p.group - 1)
         def _store_sums() -> None:
             for chunk in range(t.chunks):
                 rows = pl.ds(chunk * CHUNK, CHUNK)
                 inside = rows_of_chunk(at.first + chunk * CHUNK, 0, at.start, at.end)
-                for ref, sums in zip((dq_ref, dk_ref), key_sums, strict=True):
-                    store_rows(ref, rows, sums[rows], inside)
+                for ref, acc in ((dq_ref, dq_acc), (dk_ref, dk_acc)):
+                    store_rows(ref, rows, acc[rows], inside)
 
     @pl.when(at.closes & (at.sequence < p.total_states))
     def _close() -> None:
@@ -134,8 +154,10 @@ def _head_rows(ref: Any, head: Any, width: int) -> Any:
     return ref.at[pl.ds(head, 1)]
 
 
-def _by_value_head(p: Problem, spec: pl.BlockSpec) -> pl.BlockSpec:
+def _by_value_head(p: Problem, spec: pl.BlockSpec | None) -> pl.BlockSpec | None:
     """Returns a spec of (value head, step) for the grid (key head, step, head of the group)."""
+    if spec is None:
+        return None
     index, group = spec.index_map, p.group
     assert index is not None
     return pl.BlockSpec(spec.block_shape, lambda m, i, g, *tables: index(m * group + g, i, *tables))
@@ -160,34 +182,35 @@ def backward(
     t: Tiles,
     chip: Chip,
     schedule: Visits,
-    arrays: tuple[jax.Array, ...],
+    arrays: tuple[jax.Array | None, ...],
     before: jax.Array,
     dfinal: jax.Array,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
     """Returns dq, dk and dv in ``row_shape``, the gradients of beta
-    ``[heads, 1, rows]``, of the log decays if there are any, and of the initial states.
+    ``[heads, 1, rows]``, of the log decays or None, and of the initial states.
 
-    ``arrays``: q, k, v, do, beta and log decays; ``before``: what ``forward`` kept.
+    ``arrays``: q, k, v, do, beta and log decays or None; ``before``: what ``forward`` kept.
     """
     specs = specs_of(p, t, not p.reverse)
     tables = (*schedule.tables, schedule.count[None])
     state = (p.dim, p.value_dim)
-    # block spec, shape and dtype of each
-    dq = dk = (_by_key_head(specs.rows(p.dim), 0, 1), row_shape(p, p.dim, p.kv_heads), p.dtype)
-    dv = (_group_rows(p, specs, p.value_dim), row_shape(p, p.value_dim, p.heads), p.dtype)
-    dbeta = dgate = (_by_key_head(specs.gates, 0, p.group), (p.heads, 1, p.total), "float32")
-    if p.channels:
-        dgate = _group_rows(p, specs, p.dim), row_shape(p, p.dim, p.heads), "float32"
-    states = _by_key_head(specs.states, 1, p.group)
-    dinitial = (states, (p.total_states, p.heads, *state), "float32")
-    outputs = [dq, dk, dv, dbeta, *([dgate] if p.gated else []), dinitial]
+    present = jax.tree.leaves(arrays)
     inputs = [
         *[specs.rows(p.dim, shared=True)] * 2,
         *[specs.rows(p.value_dim)] * 2,
         specs.gates,
-        *gate_spec(p, specs),
+        gate_spec(p, specs),
         states_spec(p, t, not p.reverse),
     ]
+    key_rows = _by_key_head(specs.rows(p.dim), 0, 1)
+    factors = _by_key_head(specs.gates, 0, p.group)
+    states = _by_key_head(specs.states, 1, p.group)
+    dgate_rows = _group_rows(p, specs, p.dim) if p.channels else factors
+    dqk = result(row_shape(p, p.dim, p.kv_heads), p.dtype, *present)
+    dbeta = dgate = result((p.heads, 1, p.total), "float32", *present)
+    if p.channels:
+        dgate = result(row_shape(p, p.dim, p.heads), "float32", *present)
+    key_acc = pltpu.VMEM((t.rows, p.dim), jnp.float32) if p.group > 1 else None
     # multiply-adds a row: matrices of the chunk times rows, and times each other
     inside_chunk = 8 * CHUNK * (p.dim + p.value_dim) + 28 * CHUNK * CHUNK
     return pl.pallas_call(
@@ -196,18 +219,29 @@ def backward(
             num_scalar_prefetch=4,
             grid=(p.kv_heads, schedule.count, p.group),
             in_specs=[*(_by_value_head(p, spec) for spec in inputs), states],
-            out_specs=[spec for spec, _, _ in outputs],
-            scratch_shapes=[
-                pltpu.VMEM((p.group, *state), jnp.float32),
-                *([pltpu.VMEM((t.rows, p.dim), jnp.float32)] * 2 if p.group > 1 else []),
+            out_specs=[
+                key_rows,
+                key_rows,
+                _group_rows(p, specs, p.value_dim),
+                factors,
+                dgate_rows if p.gated else None,
+                states,
             ],
+            scratch_shapes=[pltpu.VMEM((p.group, *state), jnp.float32), key_acc, key_acc],
         ),
-        out_shape=[result(shape, dtype, *arrays) for _, shape, dtype in outputs],
+        out_shape=[
+            dqk,
+            dqk,
+            result(row_shape(p, p.value_dim, p.heads), p.dtype, *present),
+            dbeta,
+            dgate if p.gated else None,
+            result((p.total_states, p.heads, *state), "float32", *present),
+        ],
         compiler_params=compiler_params(chip, t.vmem(p, backward=True), axes=3),
         cost_estimate=pl.CostEstimate(
             flops=2 * p.heads * p.total * (inside_chunk + 10 * p.dim * p.value_dim),
             transcendentals=0,
-            bytes_accessed=3 * sum(x.nbytes for x in arrays),
+            bytes_accessed=3 * sum(x.nbytes for x in present),
         ),
         interpret=chip.interpret,
         name="ejkernel_gated_delta_rule_gradients",

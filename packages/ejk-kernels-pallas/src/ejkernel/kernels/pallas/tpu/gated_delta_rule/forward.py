@@ -101,11 +101,11 @@ def _load_chunk(
     return gates, beta, others
 
 
-def gate_spec(p: Problem, specs: Specs) -> list[pl.BlockSpec]:
+def gate_spec(p: Problem, specs: Specs) -> pl.BlockSpec | None:
     """Returns the blocks of the log decays, if there are any."""
-    if not p.gated:
-        return []
-    return [specs.rows(p.dim) if p.channels else specs.gates]
+    if p.channels:
+        return specs.rows(p.dim)
+    return specs.gates if p.gated else None
 
 
 def states_spec(p: Problem, t: Tiles, backwards: bool) -> pl.BlockSpec:
@@ -117,15 +117,27 @@ def states_spec(p: Problem, t: Tiles, backwards: bool) -> pl.BlockSpec:
     return pl.BlockSpec((1, t.chunks, p.dim, p.value_dim), of_visit)
 
 
-def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
-    """Runs a grid step; ``keep``: whether the states before the chunks are an output."""
-    tables, refs = all_refs[:4], list(all_refs[4:])
-    q_ref, k_ref, v_ref, beta_ref = (refs.pop(0) for _ in range(4))
-    gate_ref = refs.pop(0) if p.gated else None
-    initial_ref, o_ref, final_ref, *refs = refs
-    before_ref = refs.pop(0) if keep else None
-    (state_ref,) = refs
-    at, order = position_of(p, t, tables, p.reverse), order_of_rows(p.reverse)
+def _kernel(
+    p: Problem,
+    t: Tiles,
+    segment: Any,
+    shift: Any,
+    bounds: Any,
+    count: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    beta_ref: Any,
+    gate_ref: Any | None,
+    initial_ref: Any,
+    o_ref: Any,
+    final_ref: Any,
+    before_ref: Any | None,
+    state_ref: Any,
+) -> None:
+    """Runs a grid step; ``before_ref``: the states before the chunks, where they are kept."""
+    at = position_of(p, t, (segment, shift, bounds, count), p.reverse)
+    order = order_of_rows(p.reverse)
 
     @pl.when(at.opens)
     def _open() -> None:
@@ -155,31 +167,26 @@ def forward(
     t: Tiles,
     chip: Chip,
     schedule: Visits,
-    arrays: tuple[jax.Array, ...],
+    arrays: tuple[jax.Array | None, ...],
     initial: jax.Array,
     *,
     keep: bool,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns o in ``row_shape``, final states ``[states, heads, dk, dv]``, and with ``keep``
     the states ``[heads, chunks, dk, dv]`` before the chunks of all visits.
 
     ``arrays``: q, k, v in ``row_shape``, beta ``[heads, 1, rows]``, and log decays in the shape of
-    beta, or of channels in ``row_shape``.
+    beta, of channels in ``row_shape``, or None.
     """
     specs = specs_of(p, t, p.reverse)
     tables = (*schedule.tables, schedule.count[None])
     state = (p.dim, p.value_dim)
-    outputs = [
-        (specs.rows(p.value_dim), row_shape(p, p.value_dim, p.heads), p.out),
-        (specs.states, (p.total_states, p.heads, *state), "float32"),
-    ]
-    if keep:
-        chunks = schedule.segment.shape[0] * t.chunks
-        outputs.append((states_spec(p, t, p.reverse), (p.heads, chunks, *state), "float32"))
+    chunks = schedule.segment.shape[0] * t.chunks
+    present = jax.tree.leaves(arrays)
     # multiply-adds a row: of scores, gram, o and u; of the inverse
     inside_chunk = 2 * CHUNK * (p.dim + p.value_dim) + 14 * CHUNK * CHUNK
     return pl.pallas_call(
-        functools.partial(_kernel, p, t, keep),
+        functools.partial(_kernel, p, t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(p.heads, schedule.count),
@@ -188,18 +195,26 @@ def forward(
                 specs.rows(p.dim, shared=True),
                 specs.rows(p.value_dim),
                 specs.gates,
-                *gate_spec(p, specs),
+                gate_spec(p, specs),
                 specs.states,
             ],
-            out_specs=[spec for spec, _, _ in outputs],
+            out_specs=[
+                specs.rows(p.value_dim),
+                specs.states,
+                states_spec(p, t, p.reverse) if keep else None,
+            ],
             scratch_shapes=[pltpu.VMEM(state, jnp.float32)],
         ),
-        out_shape=[result(shape, dtype, *arrays) for _, shape, dtype in outputs],
+        out_shape=[
+            result(row_shape(p, p.value_dim, p.heads), p.out, *present),
+            result((p.total_states, p.heads, *state), "float32", *present),
+            result((p.heads, chunks, *state), "float32", *present) if keep else None,
+        ],
         compiler_params=compiler_params(chip, t.vmem(p)),
         cost_estimate=pl.CostEstimate(
             flops=2 * p.heads * p.total * (inside_chunk + 3 * p.dim * p.value_dim),
             transcendentals=0,
-            bytes_accessed=2 * sum(x.nbytes for x in arrays),
+            bytes_accessed=2 * sum(x.nbytes for x in present),
         ),
         interpret=chip.interpret,
         name="ejkernel_gated_delta_rule",

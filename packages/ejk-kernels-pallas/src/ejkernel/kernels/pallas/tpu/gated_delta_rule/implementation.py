@@ -68,44 +68,43 @@ class GatedDeltaRule(PallasKernel):
         state = arrays.get("initial_state")
         if state is None:
             state = jnp.zeros((p.total_states, p.heads, p.dim, p.value_dim), jnp.float32)
-        o, final, *before = forward(
+        o, final, before = forward(
             *(p, work.tiles, work.target, visits_of(work, arrays)),
             _operands(p, arrays, "query", "key", "value"),
             state.astype(jnp.float32),
             keep=keep,
         )
-        return (batched(p, o, p.heads), final), before[0] if keep else None
+        return (batched(p, o, p.heads), final), before
 
     def backward(
         self, work: Work, arrays: Arrays, outputs: Any, saved: Any, cotangents: Any
     ) -> Mapping[str, Any]:
         p, (do, dfinal) = work.problem, cotangents
         operands = _operands(p, arrays | {"do": do}, "query", "key", "value", "do")
-        dq, dk, dv, dbeta, *dgate, dinitial = backward(
+        dq, dk, dv, dbeta, dgate, dinitial = backward(
             p, work.tiles, work.target, visits_of(work, arrays), operands, saved, dfinal
         )
         dq, dk = (batched(p, x, p.kv_heads) for x in (dq, dk))
         dv = batched(p, dv, p.heads)
         gradients = {"query": dq, "key": dk, "value": dv, "initial_state": dinitial}
         gradients["beta"] = _batched_factors(p, dbeta)
-        if dgate:
-            (x,) = dgate
-            gradients["g"] = batched(p, x, p.heads) if p.channels else _batched_factors(p, x)
+        if dgate is not None:
+            gradients["g"] = (
+                batched(p, dgate, p.heads) if p.channels else _batched_factors(p, dgate)
+            )
         return {name: x for name, x in gradients.items() if name in arrays}
 
 
-def _operands(p: Problem, arrays: Arrays, *names: str) -> tuple[jax.Array, ...]:
-    """Returns rows by head, then in float32 beta ``[heads, 1, rows]`` and the log decays."""
-    operands = [by_head(arrays[name].astype(p.dtype)) for name in names]
+def _operands(p: Problem, arrays: Arrays, *names: str) -> tuple[jax.Array | None, ...]:
+    """Returns rows by head, and in float32 beta ``[heads, 1, rows]`` and the log decays, if any."""
+    rows = (by_head(arrays[name].astype(p.dtype)) for name in names)
     beta = arrays.get("beta")
     if beta is None:
         beta = jnp.ones((p.batch, p.rows, p.heads))
-    operands.append(_factors_by_head(p, beta))
-    if p.channels:
-        operands.append(by_head(arrays["g"].astype(jnp.float32)))
-    elif p.gated:
-        operands.append(_factors_by_head(p, arrays["g"]))
-    return tuple(operands)
+    gate = arrays["g"] if p.gated else None
+    if gate is not None:
+        gate = by_head(gate.astype(jnp.float32)) if p.channels else _factors_by_head(p, gate)
+    return (*rows, _factors_by_head(p, beta), gate)
 
 
 def _factors_by_head(p: Problem, x: jax.Array) -> jax.Array:

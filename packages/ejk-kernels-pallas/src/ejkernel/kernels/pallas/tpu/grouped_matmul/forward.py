@@ -60,12 +60,20 @@ def _zero_past(x: jax.Array, axis: int, length: Any) -> jax.Array:
     return zero_outside(x, lax.broadcasted_iota(jnp.int32, x.shape, axis) < length)
 
 
-def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
-    """Runs a grid step; scratch is an accumulator where ``Tiles.accumulates``."""
-    segment, shift, bounds, lhs_ref, rhs_ref, *refs = all_refs
-    scale_ref = refs.pop(0) if p.stored else None
-    existing_ref = refs.pop(0) if p.added else None
-    out_ref, *scratch = refs
+def _kernel(
+    p: GroupedProblem,
+    t: Tiles,
+    segment: Any,
+    shift: Any,
+    bounds: Any,
+    lhs_ref: Any,
+    rhs_ref: Any,
+    scale_ref: Any | None,
+    existing_ref: Any | None,
+    out_ref: Any,
+    acc_ref: Any | None,
+) -> None:
+    """Runs a grid step; there is an accumulator where ``Tiles.accumulates``."""
     visit, step, steps = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     group = segment[visit]
     start, end = bounds[group], bounds[group + 1]
@@ -98,7 +106,7 @@ def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
             inside = rows_inside(first, x.shape, start, end)
             out_ref[...] = replace_inside(out_ref[...], x, inside)
 
-    if not scratch:  # clearing and reading an accumulator would take a fifth of the bundles
+    if acc_ref is None:  # clearing and reading an accumulator would take a fifth of the bundles
 
         @pl.when(has_matrix)
         def _store_product() -> None:
@@ -109,7 +117,6 @@ def _kernel(p: GroupedProblem, t: Tiles, *all_refs: Any) -> None:
             store(jnp.zeros(out_ref.shape, jnp.float32))
 
         return
-    (acc_ref,) = scratch
 
     @pl.when(step == 0)
     def _begin() -> None:
@@ -180,14 +187,7 @@ def forward(
 
     rhs_block = (t.columns, t.inner) if p.transposed else (t.inner, t.columns)
     out_spec = pl.BlockSpec((t.rows, t.columns), of_out)
-    specs = [pl.BlockSpec((t.rows, t.inner), of_lhs), pl.BlockSpec((1, *rhs_block), of_rhs)]
-    operands = [lhs, rhs]
-    if scale is not None:
-        specs.append(pl.BlockSpec((1, 1, t.columns), of_scale))
-        operands.append(scale)
-    if existing is not None:
-        specs.append(out_spec)
-        operands.append(existing)
+    operands = [lhs, rhs, scale, existing]
     accumulator = pltpu.VMEM((t.rows, t.columns), jnp.float32)
     column_blocks = -(-p.columns // t.columns)
     moved = lhs.nbytes * column_blocks + rhs.nbytes + p.rows * p.columns * jnp.dtype(p.out).itemsize
@@ -196,11 +196,16 @@ def forward(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(column_blocks, schedule.count, steps),
-            in_specs=specs,
+            in_specs=[
+                pl.BlockSpec((t.rows, t.inner), of_lhs),
+                pl.BlockSpec((1, *rhs_block), of_rhs),
+                None if scale is None else pl.BlockSpec((1, 1, t.columns), of_scale),
+                None if existing is None else out_spec,
+            ],
             out_specs=out_spec,
-            scratch_shapes=[accumulator] if t.accumulates(p) else [],
+            scratch_shapes=[accumulator if t.accumulates(p) else None],
         ),
-        out_shape=result((p.rows, p.columns), p.out, *operands),
+        out_shape=result((p.rows, p.columns), p.out, *jax.tree.leaves(operands)),
         compiler_params=compiler_params(chip, ("parallel", "arbitrary", "arbitrary"), t.vmem(p)),
         cost_estimate=pl.CostEstimate(
             flops=2 * p.rows * p.inner * p.columns, transcendentals=0, bytes_accessed=moved

@@ -37,8 +37,17 @@ from ejkernel.kernels.pallas.tpu.grouped_matmul.tiles import Tiles
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
 
 
-def _kernel(p: GroupedProblem, t: Tiles, segment: Any, shift: Any, bounds: Any, *refs: Any) -> None:
-    lhs_ref, dout_ref, out_ref, acc_ref = refs
+def _kernel(
+    p: GroupedProblem,
+    t: Tiles,
+    segment: Any,
+    shift: Any,
+    bounds: Any,
+    lhs_ref: Any,
+    dout_ref: Any,
+    out_ref: Any,
+    acc_ref: Any,
+) -> None:
     visit, last = pl.program_id(2), pl.num_programs(2) - 1
     group = segment[visit]
     start, end = bounds[group], bounds[group + 1]

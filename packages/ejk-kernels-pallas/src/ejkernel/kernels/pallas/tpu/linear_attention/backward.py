@@ -73,16 +73,32 @@ def gate_gradient(
     return jnp.sum(terms, axis=0, keepdims=True) + total
 
 
-def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
-    tables, refs = all_refs[:4], list(all_refs[4:])
-    q_ref, k_ref, v_ref, do_ref = (refs.pop(0) for _ in range(4))
-    gate_ref = refs.pop(0) if p.gated else None
-    before_ref, dfinal_ref = refs.pop(0), refs.pop(0)
-    dq_ref, dk_ref, dv_ref = (refs.pop(0) for _ in range(3))
-    dgate_ref = refs.pop(0) if p.gated else None
-    dinitial_ref, dstate_ref, states_ref = refs  # states_ref: the states before the chunks
+def _kernel(
+    p: Problem,
+    t: Tiles,
+    segment: Any,
+    shift: Any,
+    bounds: Any,
+    count: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    do_ref: Any,
+    gate_ref: Any | None,
+    before_ref: Any,
+    dfinal_ref: Any,
+    dq_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    dgate_ref: Any | None,
+    dinitial_ref: Any,
+    dstate_ref: Any,
+    states_ref: Any,
+) -> None:
+    """Runs a grid step; ``states_ref``: the states before the chunks of the visit."""
     against = not p.reverse  # whether steps go from the last row to the first: against time
-    at, order = position_of(p, t, tables, against), order_of_rows(p.reverse)
+    at = position_of(p, t, (segment, shift, bounds, count), against)
+    order = order_of_rows(p.reverse)
 
     @pl.when(at.opens)
     def _open() -> None:
@@ -131,27 +147,22 @@ def backward(
     t: Tiles,
     chip: Chip,
     schedule: Visits,
-    arrays: tuple[jax.Array, ...],
+    arrays: tuple[jax.Array | None, ...],
     before: jax.Array,
     dfinal: jax.Array,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
     """Returns dq, dk and dv in ``row_shape``, the gradient ``[heads, 1, rows]`` of the log
-    decays if there are any, and that of the initial states.
+    decays or None, and that of the initial states.
 
-    ``arrays``: q, k, v, do, and log decays; ``before``: what ``forward`` kept.
+    ``arrays``: q, k, v, do, and log decays or None; ``before``: what ``forward`` kept.
     """
     specs = specs_of(p, t, not p.reverse)
     tables = (*schedule.tables, schedule.count[None])
     state = (p.dim, p.value_dim)
-    dtypes = (p.out, *(["float32"] * 2 if p.group > 1 else [p.dtype] * 2))
-    widths = (p.dim, p.dim, p.value_dim)
-    outputs: list[Any] = [
-        (specs.rows(width), row_shape(p, width, p.heads), dtype)
-        for width, dtype in zip(widths, dtypes, strict=True)
-    ]
-    if p.gated:
-        outputs.append((specs.gates, (p.heads, 1, p.total), "float32"))
-    outputs.append((specs.states, (p.total_states, p.heads, *state), "float32"))
+    keys, values = (row_shape(p, width, p.heads) for width in state)
+    # of a head each; those of a group are added up outside
+    dkv_dtype = "float32" if p.group > 1 else p.dtype
+    present = jax.tree.leaves(arrays)
     flops = 2 * p.heads * p.total * (5 * CHUNK * max(p.dim, p.value_dim) + 6 * p.dim * p.value_dim)
     return pl.pallas_call(
         functools.partial(_kernel, p, t),
@@ -163,20 +174,32 @@ def backward(
                 specs.rows(p.dim, shared=True),
                 specs.rows(p.value_dim, shared=True),
                 specs.rows(p.value_dim),
-                *([specs.gates] if p.gated else []),
+                specs.gates if p.gated else None,
                 specs.visits,
                 specs.states,
             ],
-            out_specs=[spec for spec, _, _ in outputs],
+            out_specs=[
+                specs.rows(p.dim),
+                specs.rows(p.dim),
+                specs.rows(p.value_dim),
+                specs.gates if p.gated else None,
+                specs.states,
+            ],
             scratch_shapes=[
                 pltpu.VMEM(state, jnp.float32),
                 pltpu.VMEM((t.chunks, *state), jnp.float32),
             ],
         ),
-        out_shape=[result(shape, dtype, *arrays) for _, shape, dtype in outputs],
+        out_shape=[
+            result(keys, p.out, *present),
+            result(keys, dkv_dtype, *present),
+            result(values, dkv_dtype, *present),
+            result((p.heads, 1, p.total), "float32", *present) if p.gated else None,
+            result((p.total_states, p.heads, *state), "float32", *present),
+        ],
         compiler_params=compiler_params(chip, t.vmem(p, backward=True)),
         cost_estimate=pl.CostEstimate(
-            flops=flops, transcendentals=0, bytes_accessed=3 * sum(x.nbytes for x in arrays)
+            flops=flops, transcendentals=0, bytes_accessed=3 * sum(x.nbytes for x in present)
         ),
         interpret=chip.interpret,
         name="ejkernel_linear_attention_gradients",

@@ -115,15 +115,26 @@ def store_rows(ref: Any, rows: Any, x: jax.Array, inside: jax.Array) -> None:
     ref[0, rows] = replace_inside(ref[0, rows], x, inside)
 
 
-def _kernel(p: Problem, t: Tiles, keep: bool, *all_refs: Any) -> None:
-    """Runs a grid step; ``keep``: whether the state before the visit is an output."""
-    tables, refs = all_refs[:4], list(all_refs[4:])
-    q_ref, k_ref, v_ref = (refs.pop(0) for _ in range(3))
-    gate_ref = refs.pop(0) if p.gated else None
-    initial_ref, o_ref, final_ref, *refs = refs
-    before_ref = refs.pop(0) if keep else None
-    (state_ref,) = refs
-    at, order = position_of(p, t, tables, p.reverse), order_of_rows(p.reverse)
+def _kernel(
+    p: Problem,
+    t: Tiles,
+    segment: Any,
+    shift: Any,
+    bounds: Any,
+    count: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    gate_ref: Any | None,
+    initial_ref: Any,
+    o_ref: Any,
+    final_ref: Any,
+    before_ref: Any | None,
+    state_ref: Any,
+) -> None:
+    """Runs a grid step; ``before_ref``: the state before the visit, where it is kept."""
+    at = position_of(p, t, (segment, shift, bounds, count), p.reverse)
+    order = order_of_rows(p.reverse)
 
     @pl.when(at.opens)
     def _open() -> None:
@@ -225,29 +236,24 @@ def forward(
     t: Tiles,
     chip: Chip,
     schedule: Visits,
-    arrays: tuple[jax.Array, ...],
+    arrays: tuple[jax.Array | None, ...],
     initial: jax.Array,
     *,
     keep: bool,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns o in ``row_shape``, final states ``[states, heads, dk, dv]``, and with ``keep``
     the states ``[heads, visits, dk, dv]`` before the visits.
 
-    ``arrays``: q, k, v in ``row_shape`` and log decays ``[heads, 1, rows]``.
+    ``arrays``: q, k, v in ``row_shape`` and log decays ``[heads, 1, rows]`` or None.
     """
     specs = specs_of(p, t, p.reverse)
     tables = (*schedule.tables, schedule.count[None])
     state = (p.dim, p.value_dim)
-    outputs = [
-        (specs.rows(p.value_dim), row_shape(p, p.value_dim, p.heads), p.out),
-        (specs.states, (p.total_states, p.heads, *state), "float32"),
-    ]
-    if keep:
-        visits = schedule.segment.shape[0]
-        outputs.append((specs.visits, (p.heads, visits, *state), "float32"))
+    visits = schedule.segment.shape[0]
+    present = jax.tree.leaves(arrays)
     flops = 2 * p.heads * p.total * (CHUNK * (p.dim + p.value_dim) + 2 * p.dim * p.value_dim)
     return pl.pallas_call(
-        functools.partial(_kernel, p, t, keep),
+        functools.partial(_kernel, p, t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(p.heads, schedule.count),
@@ -255,16 +261,20 @@ def forward(
                 specs.rows(p.dim),
                 specs.rows(p.dim, shared=True),
                 specs.rows(p.value_dim, shared=True),
-                *([specs.gates] if p.gated else []),
+                specs.gates if p.gated else None,
                 specs.states,
             ],
-            out_specs=[spec for spec, _, _ in outputs],
+            out_specs=[specs.rows(p.value_dim), specs.states, specs.visits if keep else None],
             scratch_shapes=[pltpu.VMEM(state, jnp.float32)],
         ),
-        out_shape=[result(shape, dtype, *arrays) for _, shape, dtype in outputs],
+        out_shape=[
+            result(row_shape(p, p.value_dim, p.heads), p.out, *present),
+            result((p.total_states, p.heads, *state), "float32", *present),
+            result((p.heads, visits, *state), "float32", *present) if keep else None,
+        ],
         compiler_params=compiler_params(chip, t.vmem(p)),
         cost_estimate=pl.CostEstimate(
-            flops=flops, transcendentals=0, bytes_accessed=2 * sum(x.nbytes for x in arrays)
+            flops=flops, transcendentals=0, bytes_accessed=2 * sum(x.nbytes for x in present)
         ),
         interpret=chip.interpret,
         name="ejkernel_linear_attention",

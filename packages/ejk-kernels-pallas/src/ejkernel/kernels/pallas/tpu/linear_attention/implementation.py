@@ -64,18 +64,17 @@ class LinearAttention(PallasKernel):
         state = arrays.get("initial_state")
         if state is None:
             state = jnp.zeros((p.total_states, p.heads, p.dim, p.value_dim), jnp.float32)
-        o, final, *before = forward(
+        o, final, before = forward(
             *(p, work.tiles, work.target, visits_of(work, arrays)),
             self._operands(work, arrays, "query", "key", "value"),
             state.astype(jnp.float32),
             keep=keep,
         )
-        return (batched(p, o, p.heads), final), before[0] if keep else None
+        return (batched(p, o, p.heads), final), before
 
-    def _operands(self, work: Work, arrays: Arrays, *names: str) -> tuple[jax.Array, ...]:
-        operands = [by_head(arrays[name].astype(work.problem.dtype)) for name in names]
-        gate = self.log_decays(work, arrays)
-        return (*operands, *([] if gate is None else [gate]))
+    def _operands(self, work: Work, arrays: Arrays, *names: str) -> tuple[jax.Array | None, ...]:
+        rows = (by_head(arrays[name].astype(work.problem.dtype)) for name in names)
+        return (*rows, self.log_decays(work, arrays))
 
     def backward(
         self, work: Work, arrays: Arrays, outputs: Any, saved: Any, cotangents: Any
@@ -83,17 +82,17 @@ class LinearAttention(PallasKernel):
         p, (do, dfinal) = work.problem, cotangents
         operands = self._operands(work, arrays | {"do": do}, "query", "key", "value", "do")
         schedule = visits_of(work, arrays)
-        dq, dk, dv, *dgate, dinitial = backward(
+        dq, dk, dv, dgate, dinitial = backward(
             p, work.tiles, work.target, schedule, operands, saved, dfinal
         )
         dq, dk, dv = (batched(p, x, p.heads) for x in (dq, dk, dv))
         if p.group > 1:
             dk, dv = (sum_groups(work, x) for x in (dk, dv))
         gradients = {"query": dq, "key": dk, "value": dv, "initial_state": dinitial}
-        if dgate:
-            gate = dgate[0].reshape(p.heads, p.batch, p.rows)
-            gradients["g"] = jnp.moveaxis(gate, 0, 2)
-            gradients["g_gamma"] = jnp.sum(gate, axis=(1, 2))
+        if dgate is not None:
+            dgate = dgate.reshape(p.heads, p.batch, p.rows)
+            gradients["g"] = jnp.moveaxis(dgate, 0, 2)
+            gradients["g_gamma"] = jnp.sum(dgate, axis=(1, 2))
         return {name: x for name, x in gradients.items() if name in arrays}
 
 

@@ -56,9 +56,8 @@ def counted_rows(p: PoolingProblem, t: Tiles, mask_ref: Any) -> tuple[jax.Array 
     return counts, jnp.maximum(number, 1.0)
 
 
-def _kernel(p: PoolingProblem, t: Tiles, *refs: Any) -> None:
-    *mask_ref, x_ref, out_ref = refs
-    counts, number = counted_rows(p, t, *(mask_ref or [None]))
+def _kernel(p: PoolingProblem, t: Tiles, mask_ref: Any | None, x_ref: Any, out_ref: Any) -> None:
+    counts, number = counted_rows(p, t, mask_ref)
     x = x_ref[0].astype(jnp.float32)
     if counts is not None:
         x = jnp.where(spread_lanes(counts, t.channels) != 0, x, 0.0)
@@ -99,15 +98,15 @@ def pool_chunks(
 ) -> jax.Array:
     """Returns the means ``[batch, groups, channels]`` of x ``[batch, rows, channels]``."""
     grid, of_mask, of_x, of_means = specs(p, t)
-    masks = [] if row_mask is None else [mask_blocks(t, row_mask)]
+    mask = None if row_mask is None else mask_blocks(t, row_mask)
     return pl.pallas_call(
         functools.partial(_kernel, p, t),
         grid=grid,
-        in_specs=[of_mask] * len(masks) + [of_x],
+        in_specs=[None if mask is None else of_mask, of_x],
         out_specs=of_means,
         out_shape=result((p.batch, p.groups, p.channels), p.dtype, x),
         compiler_params=parameters(chip, p, t),
         cost_estimate=pl.CostEstimate(flops=x.size, transcendentals=0, bytes_accessed=x.nbytes),
         interpret=chip.interpret,
         name="ejkernel_pool_chunks",
-    )(*masks, x)
+    )(mask, x)

@@ -27,9 +27,8 @@ from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Tiles
 from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 
-def _kernel(p: PoolingProblem, t: Tiles, *refs: Any) -> None:
-    *mask_ref, dout_ref, dx_ref = refs
-    counts, number = counted_rows(p, t, *(mask_ref or [None]))
+def _kernel(p: PoolingProblem, t: Tiles, mask_ref: Any | None, dout_ref: Any, dx_ref: Any) -> None:
+    counts, number = counted_rows(p, t, mask_ref)
     if p.masked:
         number = spread_lanes(number, t.channels)
     scaled = dout_ref[0].astype(jnp.float32) / number
@@ -49,12 +48,12 @@ def chunks_gradient(
 ) -> jax.Array:
     """Returns the gradient of x, from ``dout`` ``[batch, groups, channels]``."""
     grid, of_mask, of_x, of_means = specs(p, t)
-    masks = [] if row_mask is None else [mask_blocks(t, row_mask)]
+    mask = None if row_mask is None else mask_blocks(t, row_mask)
     out = result((p.batch, p.rows, p.channels), p.dtype, dout)
     return pl.pallas_call(
         functools.partial(_kernel, p, t),
         grid=grid,
-        in_specs=[of_mask] * len(masks) + [of_means],
+        in_specs=[None if mask is None else of_mask, of_means],
         out_specs=of_x,
         out_shape=out,
         compiler_params=parameters(chip, p, t),
@@ -63,4 +62,4 @@ def chunks_gradient(
         ),
         interpret=chip.interpret,
         name="ejkernel_pool_chunks_gradient",
-    )(*masks, dout)
+    )(mask, dout)

@@ -45,9 +45,17 @@ def inside_segment(t: Tiles, tables: Any, visit: Any, mask_ref: Any | None) -> j
     return inside & (spread_lanes(column(mask_ref[...]), t.channels) != 0)
 
 
-def _kernel(t: Tiles, *refs: Any) -> None:
-    segment, shift, bounds, counts, *blocks = refs
-    *mask_ref, x_ref, out_ref, acc_ref = blocks
+def _kernel(
+    t: Tiles,
+    segment: Any,
+    shift: Any,
+    bounds: Any,
+    counts: Any,
+    mask_ref: Any | None,
+    x_ref: Any,
+    out_ref: Any,
+    acc_ref: Any,
+) -> None:
     visit, last = pl.program_id(1), pl.num_programs(1) - 1
     current = segment[visit]
 
@@ -55,7 +63,7 @@ def _kernel(t: Tiles, *refs: Any) -> None:
     def _begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    inside = inside_segment(t, (segment, shift, bounds), visit, *(mask_ref or [None]))
+    inside = inside_segment(t, (segment, shift, bounds), visit, mask_ref)
     x = jnp.where(inside, x_ref[...].astype(jnp.float32), 0.0)
     acc_ref[...] += jnp.sum(x.reshape(t.rows // SUBLANES, SUBLANES, t.channels), axis=0)
 
@@ -94,7 +102,7 @@ def pool_segments(
     row_mask: jax.Array | None,
 ) -> jax.Array:
     """Returns the means ``[segments, channels]`` of x ``[rows, channels]``."""
-    masks = [] if row_mask is None else [row_mask.astype(jnp.int32)]
+    mask = None if row_mask is None else row_mask.astype(jnp.int32)
     segments = counts.shape[0]
     out = pl.pallas_call(
         functools.partial(_kernel, t),
@@ -102,7 +110,7 @@ def pool_segments(
             num_scalar_prefetch=4,
             grid=(-(-p.channels // t.channels), schedule.count),
             in_specs=[
-                *(pl.BlockSpec((1, t.rows), of_mask) for _ in masks),
+                None if mask is None else pl.BlockSpec((1, t.rows), of_mask),
                 pl.BlockSpec((t.rows, t.channels), of_rows),
             ],
             out_specs=pl.BlockSpec(
@@ -115,5 +123,5 @@ def pool_segments(
         cost_estimate=pl.CostEstimate(flops=x.size, transcendentals=0, bytes_accessed=x.nbytes),
         interpret=chip.interpret,
         name="ejkernel_pool_segments",
-    )(*schedule.tables, counts, *masks, x)
+    )(*schedule.tables, counts, mask, x)
     return out[:, 0]

@@ -36,14 +36,22 @@ from ejkernel.kernels.pallas.tpu.mean_pooling.tiles import Tiles
 from ejkernel.types.problems.mean_pooling import PoolingProblem
 
 
-def _kernel(t: Tiles, segments: int, *refs: Any) -> None:
-    segment, shift, bounds, counts, *blocks = refs
-    *mask_ref, dout_ref, dx_ref = blocks
+def _kernel(
+    t: Tiles,
+    segments: int,
+    segment: Any,
+    shift: Any,
+    bounds: Any,
+    counts: Any,
+    mask_ref: Any | None,
+    dout_ref: Any,
+    dx_ref: Any,
+) -> None:
     visit = pl.program_id(1)
     current = segment[visit]
     first = row_block(visit, segment, shift) * t.rows
     of_segment = rows_inside(first, (t.rows, t.channels), bounds[current], bounds[current + 1])
-    seen = inside_segment(t, (segment, shift, bounds), visit, *(mask_ref or [None]))
+    seen = inside_segment(t, (segment, shift, bounds), visit, mask_ref)
     number = jnp.maximum(counts[jnp.minimum(current, segments - 1)], 1).astype(jnp.float32)
     scaled = dout_ref[0].astype(jnp.float32) / number
     rows = jnp.where(seen & (current < segments), jnp.broadcast_to(scaled, of_segment.shape), 0.0)
@@ -60,7 +68,7 @@ def segments_gradient(
     row_mask: jax.Array | None,
 ) -> jax.Array:
     """Returns the gradient of x ``[rows, channels]``; ``schedule`` visits all its rows."""
-    masks = [] if row_mask is None else [row_mask.astype(jnp.int32)]
+    mask = None if row_mask is None else row_mask.astype(jnp.int32)
     segments = counts.shape[0]
     out = result((p.batch * p.rows, p.channels), p.dtype, dout)
 
@@ -73,7 +81,7 @@ def segments_gradient(
             num_scalar_prefetch=4,
             grid=(-(-p.channels // t.channels), schedule.count),
             in_specs=[
-                *(pl.BlockSpec((1, t.rows), of_mask) for _ in masks),
+                None if mask is None else pl.BlockSpec((1, t.rows), of_mask),
                 pl.BlockSpec((1, 1, t.channels), of_dout),
             ],
             out_specs=pl.BlockSpec((t.rows, t.channels), of_rows),
@@ -85,4 +93,4 @@ def segments_gradient(
         ),
         interpret=chip.interpret,
         name="ejkernel_pool_segments_gradient",
-    )(*schedule.tables, counts, *masks, dout[:, None])
+    )(*schedule.tables, counts, mask, dout[:, None])

@@ -46,13 +46,33 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
 )
 
 
-def _kernel(p: Problem, t: Tiles, gated: bool, adds: bool, *all_refs: Any) -> None:
-    """Runs a tile; ``gated``: rows have a gate, ``adds``: dq of other branches is added."""
-    list_ref, rows_ref, q_ref, do_ref, base_ref, delta_ref, *refs = all_refs
-    gate_ref = refs.pop(0) if gated else None
-    others_ref = refs.pop(0) if adds else None
-    k_hbm, v_hbm, dq_ref, dk_hbm, dv_hbm, *scratch = refs
-    q_rows, do_rows, base_row, delta_row, k_ref, v_ref, dk_ref, dv_ref, dq_acc = scratch
+def _kernel(
+    p: Problem,
+    t: Tiles,
+    list_ref: Any,
+    rows_ref: Any,
+    q_ref: Any,
+    do_ref: Any,
+    base_ref: Any,
+    delta_ref: Any,
+    gate_ref: Any | None,
+    others_ref: Any | None,
+    k_hbm: Any,
+    v_hbm: Any,
+    dq_ref: Any,
+    dk_hbm: Any,
+    dv_hbm: Any,
+    q_rows: Any,
+    do_rows: Any,
+    base_row: Any,
+    delta_row: Any,
+    k_ref: Any,
+    v_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    dq_acc: Any,
+) -> None:
+    """Runs a tile; ``others_ref``: dq of other branches, to which this one's is added."""
     b, head, tile = (pl.program_id(axis) for axis in range(3))
 
     @pl.when(tile == 0)
@@ -111,7 +131,7 @@ def selected_backward(
     lists: jax.Array,
     rows: jax.Array,
     arrays: tuple[jax.Array, ...],
-    values: tuple[jax.Array, ...],
+    values: tuple[jax.Array | None, ...],
     others: jax.Array | None,
     dtype: str,
 ) -> list[jax.Array]:
@@ -122,30 +142,32 @@ def selected_backward(
     Args:
         lists, rows: of ``tile_lists``.
         arrays: q and do as ``tile_rows``, k and v as whole blocks.
-        values: base, delta and, if there are gates, gate ``[b, hk, tiles, 1, rows]``. Base is the
-            lse of a row as a raw score, large where it sees no key.
+        values: base, delta and gate or None ``[b, hk, tiles, 1, rows]``. Base is the lse of a row
+            as a raw score, large where it sees no key.
         others: dq of other branches, to which this one's is added.
     """
     q, do, k, v = arrays
     specs, (d, dv) = specs_of(p, t, lists, rows), p.dims
-    operands = [q, do, *values, *([] if others is None else [others]), k, v]
+    operands = [q, do, *values, others, k, v]
+    present = jax.tree.leaves(operands)
     shapes = [
-        result(q.shape, dtype, *operands),
-        result(k.shape, "float32", *operands),
-        result(v.shape, "float32", *operands),
+        result(q.shape, dtype, *present),
+        result(k.shape, "float32", *present),
+        result(v.shape, "float32", *present),
     ]
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     resident = t.resident_bytes(p, backward=True)
     return pl.pallas_call(
-        functools.partial(_kernel, p, t, len(values) > 2, others is not None),
+        functools.partial(_kernel, p, t),
         grid=lists.shape[:3],
         in_specs=[
             specs.of_lists(),
             specs.of_values(specs.words),
             *(specs.of_rows(width) for width in (d, dv)),
-            *[specs.of_values()] * len(values),
-            *([] if others is None else [specs.of_rows(d)]),
-            *(in_hbm, in_hbm),
+            *(None if x is None else specs.of_values() for x in values),
+            None if others is None else specs.of_rows(d),
+            in_hbm,
+            in_hbm,
         ],
         out_specs=[specs.of_rows(d), in_hbm, in_hbm],
         out_shape=shapes,
@@ -157,7 +179,7 @@ def selected_backward(
             pltpu.VMEM((d, specs.rows), jnp.float32),
         ],
         compiler_params=compiler_params(chip, resident),
-        cost_estimate=cost(p, t, 3 * d + 2 * dv, bytes_of(lists, rows, *operands, *shapes)),
+        cost_estimate=cost(p, t, 3 * d + 2 * dv, bytes_of(lists, rows, *present, *shapes)),
         interpret=chip.interpret,
         name="ejkernel_selected_bwd",
     )(lists, rows, *operands)

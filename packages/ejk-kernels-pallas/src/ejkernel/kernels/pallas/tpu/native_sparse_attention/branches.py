@@ -184,8 +184,7 @@ class Selected:
 
     def pull_back(self, output: OutputGradient) -> Pulled:
         """Returns the gradients of the branch, whose kernel adds ``output.dq``."""
-        values = tuple(output.values.values())
-        operands = (output.base, output.do, values, output.dq)
+        operands = (output.base, output.do, output.delta, output.gate, output.dq)
         return Pulled(*selected.pull_back(self.work, self.arrays, *operands))
 
 

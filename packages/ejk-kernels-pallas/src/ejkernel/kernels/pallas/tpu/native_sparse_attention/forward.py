@@ -45,9 +45,24 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import (
 )
 
 
-def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
-    list_ref, rows_ref, q_ref, k_hbm, v_hbm, o_ref, m_out, l_out, *scratch = refs
-    q_rows, k_ref, v_ref, m_ref, l_ref, acc_ref = scratch
+def _kernel(
+    p: Problem,
+    t: Tiles,
+    list_ref: Any,
+    rows_ref: Any,
+    q_ref: Any,
+    k_hbm: Any,
+    v_hbm: Any,
+    o_ref: Any,
+    m_out: Any,
+    l_out: Any,
+    q_rows: Any,
+    k_ref: Any,
+    v_ref: Any,
+    m_ref: Any,
+    l_ref: Any,
+    acc_ref: Any,
+) -> None:
     b, head, tile = (pl.program_id(axis) for axis in range(3))
 
     @pl.when(tile == 0)

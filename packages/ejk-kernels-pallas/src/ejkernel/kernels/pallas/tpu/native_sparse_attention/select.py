@@ -32,8 +32,15 @@ from ejkernel.types.masks.token_blocks import Blocks, block_means
 FIRST, COMPLETE, OWN = range(3)  # rows of the values of tokens
 
 
-def _kernel(p: Problem, t: Tiles, *refs: Any) -> None:
-    tokens_ref, q_ref, means_ref, chosen_ref, total_ref = refs
+def _kernel(
+    p: Problem,
+    t: Tiles,
+    tokens_ref: Any,
+    q_ref: Any,
+    means_ref: Any,
+    chosen_ref: Any,
+    total_ref: Any,
+) -> None:
     shape = total_ref.shape
     number = lax.broadcasted_iota(jnp.int32, shape, 0)
     first, complete, own_block = (tokens_ref[pl.ds(n, 1)] for n in (FIRST, COMPLETE, OWN))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -67,7 +67,8 @@ def pull_back(
     arrays: Arrays,
     base: jax.Array,
     do: jax.Array,
-    values: Sequence[jax.Array],
+    delta: jax.Array,
+    gate: jax.Array | None,
     others: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns dq ``[b, s, h, d]``, dk and dv ``[b, s, hk, ...]``.
@@ -75,13 +76,17 @@ def pull_back(
     Args:
         arrays, base: as in ``attend``.
         do: gradient of the gated output ``[b, s, h, dv]``.
-        values: delta and, if there are gates, gate ``[b, s, h]``.
+        delta, gate: ``[b, s, h]``.
         others: dq of the other branches, to which this one's is added.
     """
     p, t, chip = work.problem, work.tiles, work.target
     q = tile_rows(p, t, arrays["q"], p.dims[0])
     do = tile_rows(p, t, do, p.dims[1])
-    values = (base, *(row_values(p, t, x) for x in values))
+    values = (
+        base,
+        row_values(p, t, delta),
+        None if gate is None else row_values(p, t, gate),
+    )
     others = None if others is None else tile_rows(p, t, others, p.dims[0])
     spans = _Spans(work, arrays, t.span_backward)
 

@@ -24,7 +24,7 @@ Sources: Milakov and Gimelshein 2018 (online softmax); Kwon et al. 2023 (paged c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -103,29 +103,20 @@ def clear_outside(p: PagedProblem, values: Any, low: Any, high: Any) -> None:
     values[...] = v.astype(values.dtype).reshape(values.shape)
 
 
-class Refs(NamedTuple):
-    """Operands and outputs of a step by name; None for what the call does not have.
+class Operands(NamedTuple):
+    """What a step reads besides the cache: arrays, their block specs, or refs.
 
     Attributes:
-        starts, ends: tokens of each sequence, in scalar memory.
         table, next_table: block tables ``[1, 1, pages]`` of this and of the next sequence.
         q: ``[1, rows, dim]``. factors: of ``row_factors``, ``[1, rows, 128]``.
-        nodes: of ``encode_nodes``, ``[1, tokens, lanes]``.
-        k, v: the caches in device memory; a latent cache is k alone.
-        o: ``[1, rows, value_dim]``. lse: ``[1, rows, 1]``.
+        nodes: of ``encode_nodes``, ``[1, tokens, lanes]``; None without a tree.
     """
 
-    starts: Any
-    ends: Any
     table: Any
     next_table: Any
     q: Any
     factors: Any
-    k: Any
-    o: Any
-    v: Any = None
-    nodes: Any = None
-    lse: Any = None
+    nodes: Any
 
     def factor(self, lane: int) -> jax.Array:
         """Returns a factor of each row, ``[rows, 1]``."""
@@ -135,7 +126,7 @@ class Refs(NamedTuple):
 def masked_logits(
     p: PagedProblem,
     t: Tiles,
-    refs: Refs,
+    operands: Operands,
     mask_ref: Any,
     k: jax.Array,
     end: Any,
@@ -148,7 +139,7 @@ def masked_logits(
     ``end``: of the sequence. ``base``: first token of the block. ``first_column``: first column of
     the sequence in the block. ``visible_tokens``: of ``visible_range``.
     """
-    x = dot(p, refs.q[0], k, (1, 1)) * refs.factor(LOGITS)
+    x = dot(p, operands.q[0], k, (1, 1)) * operands.factor(LOGITS)
     if p.soft_cap is not None:
         x = p.soft_cap * jnp.tanh(x * (1.0 / p.soft_cap))
     low, high = ((token - base) * p.kv_heads for token in visible_tokens)
@@ -156,8 +147,8 @@ def masked_logits(
     seen = (column >= jnp.maximum(low, first_column)) & (column < high)
     if p.kv_heads > 1:
         seen &= mask_ref[...] > 0.0
-    elif refs.nodes is not None:
-        nodes, first_new, block_end = refs.nodes[0], end - p.tokens, base + t.block
+    elif operands.nodes is not None:
+        nodes, first_new, block_end = operands.nodes[0], end - p.tokens, base + t.block
         is_visible = sees_all(p, nodes, first_new, end - 1, base, block_end)
         pl.when(~is_visible)(lambda: mask_tree(p, nodes, mask_ref, base, end))
         seen &= (mask_ref[...] > 0.0) | is_visible
@@ -165,31 +156,49 @@ def masked_logits(
 
 
 def store_results(
-    p: PagedProblem, refs: Refs, m: jax.Array, total: jax.Array, acc: jax.Array
+    operands: Operands,
+    o_ref: Any,
+    lse_ref: Any | None,
+    m: jax.Array,
+    total: jax.Array,
+    acc: jax.Array,
 ) -> None:
     """Stores output and lse from maxima and totals ``[rows, 1]`` and the output of the rows."""
-    sinks, seen = refs.factor(SINKS), total != 0.0  # NaN has seen something
+    sinks, seen = operands.factor(SINKS), total != 0.0  # NaN has seen something
     top = jnp.maximum(m, sinks)
     rescale = jnp.exp(m - top)
     total = jnp.where(seen, total * rescale + jnp.exp(sinks - top), 1.0)
-    o = acc * (rescale * refs.factor(VALUES) / total)
-    refs.o[0] = jnp.where(seen, o, 0.0).astype(refs.o.dtype)
-    if refs.lse is not None:
-        refs.lse[0] = jnp.where(seen, top + jnp.log(total), -jnp.inf)
+    o = acc * (rescale * operands.factor(VALUES) / total)
+    o_ref[0] = jnp.where(seen, o, 0.0).astype(o_ref.dtype)
+    if lse_ref is not None:
+        lse_ref[0] = jnp.where(seen, top + jnp.log(total), -jnp.inf)
 
 
 def _kernel(
-    p: PagedProblem, t: Tiles, cache_of: Callable[..., Any], names: Sequence[str], *all_refs: Any
+    p: PagedProblem,
+    t: Tiles,
+    cache_of: Callable[..., Any],
+    starts: Any,
+    ends: Any,
+    operands: Operands,
+    pools: list[Any],
+    o_ref: Any,
+    lse_ref: Any | None,
+    buffers: list[Any],
+    semaphores: Any,
+    slot_ref: Any,
+    mask_ref: Any,
 ) -> None:
-    """Decodes one sequence; ``all_refs`` are operands and outputs, by ``names``, and scratch.
+    """Decodes one sequence.
 
-    Scratch: two buffers of each cache, their semaphores, which of the buffers has the next block
-    (``slot_ref``), and a mask ``[rows, columns]``.
+    Args:
+        starts, ends: tokens of each sequence, in scalar memory.
+        pools: keys and values, or a latent cache, in device memory.
+        o_ref: ``[1, rows, value_dim]``. lse_ref: ``[1, rows, 1]``.
+        buffers: two of a block of each pool.
+        slot_ref: which of the buffers has the next block.
+        mask_ref: ``[rows, columns]``.
     """
-    *arrays, buffers, semaphores, slot_ref, mask_ref = all_refs
-    refs = Refs(**dict(zip(names, arrays, strict=True)))
-    starts, ends = refs.starts, refs.ends
-    pools = (refs.k,) if refs.v is None else (refs.k, refs.v)
     cache = cache_of(pools, buffers, semaphores)
     sequence, last = pl.program_id(0), pl.num_programs(0) - 1
     start, end = starts[sequence], ends[sequence]
@@ -208,7 +217,7 @@ def _kernel(
     # else the previous sequence has fetched it
     @pl.when((start < end) & ((sequence == 0) | (starts[previous] >= ends[previous])))
     def _first_block() -> None:
-        cache.fetch(refs.table, first, start, end, slot_ref[0])
+        cache.fetch(operands.table, first, start, end, slot_ref[0])
 
     def add_block(block: Any, state: Any) -> Any:
         m_old, total, acc = state
@@ -216,12 +225,13 @@ def _kernel(
 
         @pl.when(block + 1 < stop)
         def _next_block() -> None:
-            cache.fetch(refs.table, block + 1, start, end, 1 - slot)
+            cache.fetch(operands.table, block + 1, start, end, 1 - slot)
 
         @pl.when((block + 1 == stop) & continues)
         def _next_sequence() -> None:
             next_start, next_end = starts[following], ends[following]
-            cache.fetch(refs.next_table, next_start // t.block, next_start, next_end, 1 - slot)
+            first_block = next_start // t.block
+            cache.fetch(operands.next_table, first_block, next_start, next_end, 1 - slot)
 
         cache.wait(block, start, end, slot)
         # columns with tokens of the sequence that belong to this block
@@ -232,7 +242,7 @@ def _kernel(
         has_hidden = (low > 0) | (high < columns)
         pl.when(has_hidden)(lambda: clear_outside(p, values.at[slot], low, high))
         k = buffers[0][slot].reshape(columns, p.dim)
-        x = masked_logits(p, t, refs, mask_ref, k, end, base, low, visible_tokens)
+        x = masked_logits(p, t, operands, mask_ref, k, end, base, low, visible_tokens)
         m = jnp.maximum(m_old, jnp.max(x, axis=1, keepdims=True))
         alpha, probabilities = jnp.exp(m_old - m), jnp.exp(x - m)
         if p.layout.is_latent:
@@ -246,7 +256,7 @@ def _kernel(
     zeros = jnp.zeros((rows, 1), jnp.float32)
     acc = jnp.zeros((rows, p.value_dim), jnp.float32)
     m, total, acc = lax.fori_loop(first, stop, add_block, (zeros + FLOOR, zeros, acc))
-    store_results(p, refs, m, total, acc)
+    store_results(operands, o_ref, lse_ref, m, total, acc)
 
 
 def row_factors(p: PagedProblem, arrays: Arrays) -> jax.Array:
@@ -288,52 +298,51 @@ def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:
     tables = jnp.clip(jnp.asarray(arrays["tables"]), 0, p.pages - 1).astype(jnp.int32)[:, None]
     # rows of tokens and heads, as they lie in memory
     page_rows = p.page_size * p.kv_heads
-    pools = {
-        name: arrays[name].reshape(p.pages, page_rows, -1) for name in ("k", "v") if name in arrays
-    }
-    scalars = {"starts": starts, "ends": ends}
-    operands = {"table": tables, "next_table": tables, "q": arrays["q"]}
-    operands["factors"] = row_factors(p, arrays)
+    pools = [arrays[name].reshape(p.pages, page_rows, -1) for name in ("k", "v") if name in arrays]
+    nodes = None
     if p.tree_columns:
         nodes = encode_nodes(p, arrays["tree"], arrays.get("positions"))
-        operands["nodes"] = jnp.pad(nodes, ((0, 0), (0, -p.tokens % 16), (0, 0)))
-    shapes = {"o": (p.value_dim, p.query_dtype), "lse": (1, "float32")}
-    outputs = {
-        name: result((p.batch, rows, width), dtype, arrays["q"], *pools.values())
-        for name, (width, dtype) in shapes.items()
-        if name == "o" or p.return_lse
-    }
+        nodes = jnp.pad(nodes, ((0, 0), (0, -p.tokens % 16), (0, 0)))
+    operands = Operands(tables, tables, arrays["q"], row_factors(p, arrays), nodes)
+    o = result((p.batch, rows, p.value_dim), p.query_dtype, arrays["q"], *pools)
+    lse = result((p.batch, rows, 1), "float32", arrays["q"], *pools) if p.return_lse else None
 
-    def of_rows(shape: tuple[int, ...]) -> pl.BlockSpec:
+    def of_rows(x: Any) -> pl.BlockSpec | None:
         """The rows of a sequence; an array without batch is the same for all."""
-        return pl.BlockSpec((1, *shape[1:]), lambda b, *s: (b if shape[0] > 1 else 0, 0, 0))
+        if x is None:
+            return None
+        return pl.BlockSpec((1, *x.shape[1:]), lambda b, *s: (b if x.shape[0] > 1 else 0, 0, 0))
 
     def table_spec(sequence: Callable[[Any], Any]) -> pl.BlockSpec:
         block = (1, 1, tables.shape[2])
         index = lambda b, *s: (sequence(b), 0, 0)  # noqa: E731
         return pl.BlockSpec(block, index, memory_space=pltpu.SMEM)
 
-    specs = {name: of_rows(x.shape) for name, x in operands.items()}
-    specs["table"] = table_spec(lambda b: b)
-    specs["next_table"] = table_spec(lambda b: jnp.minimum(b + 1, p.batch - 1))
-    o, *lse = pl.pallas_call(
-        functools.partial(_kernel, p, t, cache_of, (*scalars, *operands, *pools, *outputs)),
+    specs = Operands(
+        table=table_spec(lambda b: b),
+        next_table=table_spec(lambda b: jnp.minimum(b + 1, p.batch - 1)),
+        q=of_rows(operands.q),
+        factors=of_rows(operands.factors),
+        nodes=of_rows(nodes),
+    )
+    o, lse = pl.pallas_call(
+        functools.partial(_kernel, p, t, cache_of),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=2,
             grid=(p.batch,),
-            in_specs=[*specs.values(), *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(pools)],
-            out_specs=[of_rows(x.shape) for x in outputs.values()],
+            in_specs=[specs, [pl.BlockSpec(memory_space=pltpu.HBM) for _ in pools]],
+            out_specs=[of_rows(o), of_rows(lse)],
             scratch_shapes=[
-                tuple(
+                [
                     pltpu.VMEM((2, t.pages, t.tokens * p.kv_heads, x.shape[2]), x.dtype)
-                    for x in pools.values()
-                ),
+                    for x in pools
+                ],
                 pltpu.SemaphoreType.DMA((2, len(pools))),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.VMEM((rows, columns), jnp.float32),
             ],
         ),
-        out_shape=list(outputs.values()),
+        out_shape=[o, lse],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=chip.vmem_limit(t.vmem(p) * 3 // 2),
@@ -345,5 +354,5 @@ def decode(work: Work, arrays: Arrays, cache_of: Callable[..., Any]) -> Arrays:
         ),
         interpret=chip.interpret,
         name="ejkernel_decode",
-    )(*scalars.values(), *operands.values(), *pools.values())
-    return {"o": o, "lse": lse[0][..., 0]} if lse else {"o": o}
+    )(starts, ends, operands, pools)
+    return {"o": o} if lse is None else {"o": o, "lse": lse[..., 0]}

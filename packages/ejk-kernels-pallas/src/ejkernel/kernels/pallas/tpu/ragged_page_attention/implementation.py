@@ -42,14 +42,14 @@ def _attend(layout: Layout, arrays: Arrays) -> Arrays:
         q = jnp.pad(q, ((0, 0), (0, 0), *((0, n) for n in padding)))
     q = q.reshape(-1, layout.heads, layout.width)
     new = _new_rows(layout, arrays, pool) if layout.writes else None
-    o, *others = attend(layout, arrays | {"q": q}, pool, new)
+    o, lse, written_pool = attend(layout, arrays | {"q": q}, pool, new)
     o = o.reshape(-1, p.kv_heads, layout.group, layout.width)[:, :, : p.group, : p.dim]
     outputs = {"o": o.reshape(-1, p.heads, p.dim)}
-    if p.return_lse:
-        lse = others[0][:, 0, : layout.heads].reshape(-1, p.kv_heads, layout.group)
+    if lse is not None:
+        lse = lse[:, 0, : layout.heads].reshape(-1, p.kv_heads, layout.group)
         outputs["lse"] = lse[:, :, : p.group].reshape(-1, p.heads)
-    if layout.writes:
-        outputs["k"] = others[-1].reshape(cache.shape)
+    if written_pool is not None:
+        outputs["k"] = written_pool.reshape(cache.shape)
     return outputs
 
 

@@ -26,7 +26,6 @@ Ragged Paged Attention (arXiv 2604.15464).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -487,22 +486,30 @@ class Mainloop:
         return transition.next
 
 
-def _kernel(layout: Layout, names: Sequence[str], *refs: Any) -> None:
-    """Runs all steps.
-
-    ``refs``: operands and outputs, by ``names``; then ``Buffers``, ``Ranges`` and ``Scratch``.
-    """
-    *arrays, buffers, ranges, scratch = refs
-    by_name = dict(zip(names, arrays, strict=True))
-    canonicalize_ranges(layout, *(by_name[name] for name in ("starts", "lens", "valid")), ranges)
-    pool = by_name["written_pool"] if layout.writes else by_name["pool"]
-    memories = Memories(
-        *ranges,
-        *(by_name[name] for name in ("tables", "q", "o")),
-        *(by_name.get("lse"), pool, by_name.get("new"), by_name.get("nodes")),
-    )
+def _kernel(
+    layout: Layout,
+    starts: Any,
+    lens: Any,
+    valid: Any,
+    tables: Any,
+    q: Any,
+    factors: Any,
+    pool: Any,
+    new: Any | None,
+    nodes: Any | None,
+    o: Any,
+    lse: Any | None,
+    written_pool: Any | None,
+    buffers: Buffers,
+    ranges: Ranges,
+    scratch: Scratch,
+) -> None:
+    """Runs all steps; arrays are in device memory, ``factors`` in vector memory."""
+    canonicalize_ranges(layout, starts, lens, valid, ranges)
+    pool = written_pool if layout.writes else pool
+    memories = Memories(*ranges, tables, q, o, lse, pool, new, nodes)
     copies = Copies(layout, memories, buffers)
-    loop = Mainloop(layout, copies, Steps(layout, scratch, by_name["factors"]))
+    loop = Mainloop(layout, copies, Steps(layout, scratch, factors))
     for kind in range(PENDING_WRITES + 1):
         buffers.pending[kind] = 0
     buffers.zeros[...] = jnp.zeros_like(buffers.zeros)
@@ -589,9 +596,9 @@ def scratch_shapes(layout: Layout, dtype: Any, pool_dtype: Any, columns: int) ->
 
 def attend(
     layout: Layout, arrays: Arrays, pool: jax.Array, new: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    """Returns o ``[T, heads, width]``; lse ``[T, 1, lanes]`` where the call returns it, a lane for
-    each head; and the pool where the call writes it.
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns o ``[T, heads, width]``; lse ``[T, 1, lanes]``, a lane for each head, or None; and
+    the pool where the call writes it, or None.
 
     ``arrays`` are the operands of ``ejkernel.types.serving.operands`` with q ``[T, heads, width]``;
     ``pool`` and ``new`` are as in ``copies.Memories``.
@@ -601,45 +608,52 @@ def attend(
     tables = jnp.asarray(arrays["tables"], jnp.int32)[:, None]
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, columns - p.max_pages)))
     factors = row_factors(layout, arrays)
-    scalars = {name: arrays[name].astype(jnp.int32) for name in ("starts", "lens", "valid")}
-    operands = {**scalars, "tables": tables, "q": arrays["q"], "factors": factors, "pool": pool}
-    if layout.writes:
-        operands["new"] = new
+    scalars = [arrays[name].astype(jnp.int32) for name in ("starts", "lens", "valid")]
+    nodes = None
     if p.tree_columns:
-        nodes = encode_nodes(p, arrays["tree"], arrays.get("positions"))
-        operands["nodes"] = nodes[:, None]
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    blocks = {"factors": pl.BlockSpec(memory_space=pltpu.VMEM)}
-    outputs = {"o": result(arrays["q"].shape, p.query_dtype, *operands.values())}
+        nodes = encode_nodes(p, arrays["tree"], arrays.get("positions"))[:, None]
+    operands = [*scalars, tables, arrays["q"], factors, pool, new, nodes]
+    present = jax.tree.leaves(operands)
+    o = result(arrays["q"].shape, p.query_dtype, *present)
+    lse = written_pool = None
     if p.return_lse:
-        shape = (rows, 1, layout.lse_lanes)
-        outputs["lse"] = result(shape, "float32", *operands.values())
+        lse = result((rows, 1, layout.lse_lanes), "float32", *present)
     if layout.writes:
-        outputs["written_pool"] = result(pool.shape, pool.dtype, *operands.values())
-    pool_at = list(operands).index("pool")
-    return tuple(
-        pl.pallas_call(
-            functools.partial(_kernel, layout, (*operands, *outputs)),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=len(scalars),
-                grid=(1,),
-                in_specs=[blocks.get(name, hbm) for name in operands if name not in scalars],
-                out_specs=[hbm] * len(outputs),
-                scratch_shapes=scratch_shapes(layout, arrays["q"].dtype, pool.dtype, columns),
-            ),
-            out_shape=list(outputs.values()),
-            input_output_aliases={pool_at: len(outputs) - 1} if layout.writes else {},
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("arbitrary",),
-                vmem_limit_bytes=chip.vmem_limit(layout.vmem() * 3 // 2),
-            ),
-            cost_estimate=pl.CostEstimate(
-                flops=4 * rows * p.capacity * p.heads * p.dim,
-                transcendentals=rows * p.capacity * p.heads,
-                bytes_accessed=p.batch * p.capacity * p.kv_heads * p.token_bytes,
-            ),
-            # the plain interpreter has no copies of a traced length
-            interpret=pltpu.InterpretParams() if chip.interpret is True else chip.interpret,
-            name="ejkernel_ragged_attention",
-        )(*operands.values())
-    )
+        written_pool = result(pool.shape, pool.dtype, *present)
+    # positions of pool and written_pool among the arrays that there are
+    pool_alias = {len(scalars) + 3: 2 if p.return_lse else 1} if layout.writes else {}
+
+    def in_memory(x: Any, space: Any = pltpu.HBM) -> pl.BlockSpec | None:
+        return None if x is None else pl.BlockSpec(memory_space=space)
+
+    return pl.pallas_call(
+        functools.partial(_kernel, layout),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(1,),
+            in_specs=[
+                in_memory(tables),
+                in_memory(arrays["q"]),
+                in_memory(factors, pltpu.VMEM),
+                in_memory(pool),
+                in_memory(new),
+                in_memory(nodes),
+            ],
+            out_specs=[in_memory(x) for x in (o, lse, written_pool)],
+            scratch_shapes=scratch_shapes(layout, arrays["q"].dtype, pool.dtype, columns),
+        ),
+        out_shape=[o, lse, written_pool],
+        input_output_aliases=pool_alias,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=chip.vmem_limit(layout.vmem() * 3 // 2),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * rows * p.capacity * p.heads * p.dim,
+            transcendentals=rows * p.capacity * p.heads,
+            bytes_accessed=p.batch * p.capacity * p.kv_heads * p.token_bytes,
+        ),
+        # the plain interpreter has no copies of a traced length
+        interpret=pltpu.InterpretParams() if chip.interpret is True else chip.interpret,
+        name="ejkernel_ragged_attention",
+    )(*operands)
