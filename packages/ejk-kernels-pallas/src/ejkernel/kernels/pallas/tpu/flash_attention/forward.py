@@ -124,8 +124,8 @@ def flash_kernel(
 ) -> None:
     """Runs a grid step.
 
-    ``q_rows`` and ``kv_rows`` are the values that element masks compare; ``columns`` those of the
-    queries, spread over lanes.
+    ``q_rows`` and ``kv_rows`` are the values that element masks compare; ``columns`` has the
+    values of the queries spread over lanes.
     """
     b, h, qi, step_index = (pl.program_id(axis) for axis in range(4))
     first = table_entry(layout, layout.q_blocks, b, h, qi)

@@ -93,7 +93,7 @@ def _kernel(
 ) -> None:
     """Runs a grid step of ``forward``, the first and last of which start and end the copies.
 
-    ``operands`` and ``scratch`` are those of ``flash_kernel``; ``keys``: keys and values as whole
+    ``operands`` and ``scratch`` go to ``flash_kernel``; ``keys``: keys and values as whole
     arrays; ``sent`` and ``received``: two semaphores each.
     """
     copies = [

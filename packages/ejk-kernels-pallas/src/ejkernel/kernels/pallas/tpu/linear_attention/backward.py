@@ -160,7 +160,7 @@ def backward(
     tables = (*schedule.tables, schedule.count[None])
     state = (p.dim, p.value_dim)
     keys, values = (row_shape(p, width, p.heads) for width in state)
-    # of a head each; those of a group are added up outside
+    # of a head each; the heads of a group are added up outside
     dkv_dtype = "float32" if p.group > 1 else p.dtype
     present = jax.tree.leaves(arrays)
     flops = 2 * p.heads * p.total * (5 * CHUNK * max(p.dim, p.value_dim) + 6 * p.dim * p.value_dim)

@@ -104,7 +104,7 @@ def clear_outside(p: PagedProblem, values: Any, low: Any, high: Any) -> None:
 
 
 class Operands(NamedTuple):
-    """What a step reads besides the cache: arrays, their block specs, or refs.
+    """The operands of a step besides the cache: arrays, their block specs, or refs.
 
     Attributes:
         table, next_table: block tables ``[1, 1, pages]`` of this and of the next sequence.
