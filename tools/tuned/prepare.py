@@ -18,8 +18,8 @@ import numpy as np
 from ejkernel.modules.bench.case import forward_and_backward
 from ejkernel.modules.cli.tuning import Task
 from ejkernel.ops import Autotuner
+from ejkernel.ops.core.flat_tree import FlatTree
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.platforms import Platform
 
 
@@ -49,11 +49,11 @@ def lower(inv: Invocation, cfg: Any) -> None:
     kernel = inv.kernel
     resolved = kernel.implementation(inv, kernel.config_platform(cfg))
     runner = kernel.runner(resolved, cfg)
-    parts = Parts.flatten((inv.abstract_args, inv.abstract_kwargs))
-    floats = [i for i, x in enumerate(parts.arrays) if _is_differentiable(x.dtype)]
+    tree = FlatTree.flatten((inv.abstract_args, inv.abstract_kwargs))
+    floats = [i for i, x in enumerate(tree.arrays) if _is_differentiable(x.dtype)]
 
     def forward(*arrays: Any) -> Any:
-        args, kwargs = parts.with_arrays(arrays)
+        args, kwargs = tree.with_arrays(arrays)
         return runner(*args, **kwargs)
 
     def smooth(*arrays: Any) -> Any:
@@ -63,7 +63,7 @@ def lower(inv: Invocation, cfg: Any) -> None:
     if kernel.trained and resolved.differentiable and floats:
         passes.append(forward_and_backward(smooth, tuple(floats)))
     for function in passes:
-        jax.jit(function).trace(*parts.arrays).lower(lowering_platforms=("cuda",))
+        jax.jit(function).trace(*tree.arrays).lower(lowering_platforms=("cuda",))
 
 
 def _is_differentiable(dtype: Any) -> bool:

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from ejkernel.ops.core.distribution import LocalCall
-from ejkernel.ops.core.parts import Parts
+from ejkernel.ops.core.flat_tree import FlatTree
 from ejkernel.ops.core.route import Route
 from ejkernel.ops.utils.serialization import abstractify
 
@@ -39,7 +39,7 @@ class Binding(NamedTuple):
 
     positions: tuple[int, ...]
     program: Any
-    bound: Parts
+    bound: FlatTree
 
     @property
     def types(self) -> tuple[Any, ...]:
@@ -84,7 +84,7 @@ def bind_shapes(
     """
     if not (route.distributed or kernel.says("bind", "distributes")):
         return args, kwargs, route, None
-    parts = Parts.flatten((args, kwargs))
+    tree = FlatTree.flatten((args, kwargs))
 
     def reach(
         args: tuple[Any, ...], kwargs: dict[str, Any], sequence_axes: tuple[str, ...] = ()
@@ -94,20 +94,20 @@ def bind_shapes(
     results: list[Any] = []
 
     def steps(*arrays: Any) -> Any:
-        args, kwargs = kernel.bind(*parts.with_arrays(arrays))
+        args, kwargs = kernel.bind(*tree.with_arrays(arrays))
         if route.distributed or kernel.distributes(args, kwargs):
             return kernel.distribute(args, kwargs, route.placement, reach)
         leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
         traced = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array))
-        bound = Parts(treedef, tuple(leaves), traced)
+        bound = FlatTree(treedef, tuple(leaves), traced)
         results.extend((abstractify((args, kwargs)), bound.without_arrays()))
         return bound.arrays
 
     try:
-        program = jax.make_jaxpr(steps)(*parts.arrays)
+        program = jax.make_jaxpr(steps)(*tree.arrays)
     except _LocalCallReached as reached:
         return *reached.call, replace(route, sequence_axes=reached.sequence_axes), None
     if not results:
         raise TypeError(f"{kernel.name}.distribute returned without running the call")
     (args, kwargs), bound = results
-    return args, kwargs, route, Binding(parts.positions, program, bound)
+    return args, kwargs, route, Binding(tree.positions, program, bound)

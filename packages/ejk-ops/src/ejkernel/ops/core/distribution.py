@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ejkernel.ops.compat import explicit_axes, placed
-from ejkernel.ops.core.parts import Parts
+from ejkernel.ops.core.flat_tree import FlatTree
 
 
 class LocalCall(Protocol):
@@ -57,8 +57,8 @@ def distribute_by_specs(
     check_mesh_and_specs(name, *placement)
     mesh, in_specs, out_specs = placement
     names = list(kwargs)  # flattening a dict would sort them
-    parts = Parts.flatten((args, [kwargs[n] for n in names]))
-    arrays = parts.arrays
+    tree = FlatTree.flatten((args, [kwargs[n] for n in names]))
+    arrays = tree.arrays
     specs = [PartitionSpec() if spec is None else spec for spec in in_specs]
     if len(specs) > len(arrays):
         raise ValueError(
@@ -75,7 +75,7 @@ def distribute_by_specs(
         arrays = [placed(jnp.asarray(x), mesh, s) for x, s in zip(arrays, specs, strict=True)]
 
     def shard(*arrays: Any) -> Any:
-        local_args, values = parts.with_arrays(arrays)
+        local_args, values = tree.with_arrays(arrays)
         return call(local_args, dict(zip(names, values, strict=True)))
 
     mapped = jax.shard_map(

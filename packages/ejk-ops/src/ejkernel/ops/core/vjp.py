@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from ejkernel.ops.core.flat_tree import FlatTree
 from ejkernel.ops.core.invocation import AnyKernel
 from ejkernel.ops.core.keys import is_array
-from ejkernel.ops.core.parts import Parts
 
 
 @jax.tree_util.register_pytree_node_class
@@ -105,8 +105,8 @@ def call_with_custom_vjp(
     cfg: Any,
 ) -> Any:
     """``run(*args, cfg=cfg, **kwargs)``, differentiated by ``kernel.custom_vjp``."""
-    parts = Parts.flatten((args, dict(kwargs)))
-    layout = parts.without_arrays()
+    tree = FlatTree.flatten((args, dict(kwargs)))
+    layout = tree.without_arrays()
     name = kernel.name
 
     def forward(*arrays: Any) -> Any:
@@ -147,4 +147,4 @@ def call_with_custom_vjp(
 
     wired = jax.custom_vjp(forward)
     wired.defvjp(fwd, bwd, symbolic_zeros=True)
-    return wired(*parts.arrays)
+    return wired(*tree.arrays)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from ejkernel.ops.core.flat_tree import FlatTree
 from ejkernel.ops.core.invocation import AnyKernel
-from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.route import EXECUTOR_KEYWORDS
 from ejkernel.ops.execution.executor import Executor, get_default_executor
 from ejkernel.ops.execution.freeze import Unhashable, freeze
@@ -28,10 +28,10 @@ class _Mapped:
         self.options = {k: kwargs[k] for k in EXECUTOR_KEYWORDS if k in kwargs}
         kwargs = {k: v for k, v in kwargs.items() if k not in EXECUTOR_KEYWORDS}
         keyword_axes = jax.tree_util.tree_map(lambda _: 0, kwargs)
-        self.parts = Parts.flatten((args, kwargs))
-        self.arrays = self.parts.arrays
-        leaf_axes = self.parts.treedef.flatten_up_to((axes, keyword_axes))
-        self.axes = [leaf_axes[i] for i in self.parts.positions]
+        self.tree = FlatTree.flatten((args, kwargs))
+        self.arrays = self.tree.arrays
+        leaf_axes = self.tree.treedef.flatten_up_to((axes, keyword_axes))
+        self.axes = [leaf_axes[i] for i in self.tree.positions]
         for array, axis in zip(self.arrays, self.axes, strict=True):
             if axis is not None and not -array.ndim <= axis < array.ndim:
                 raise ValueError(f"in_axes asks for axis {axis} of an array of shape {array.shape}")
@@ -40,7 +40,7 @@ class _Mapped:
 
     def element(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the call of one element, abstract."""
-        return self.parts.with_arrays(
+        return self.tree.with_arrays(
             [_without_axis(x, axis) for x, axis in zip(self.arrays, self.axes, strict=True)]
         )
 
@@ -122,7 +122,7 @@ def vmap_with_config(
         options = _one_config(run, kernel, call, cfg)
 
         def run_element(*arrays: Any) -> Any:
-            a, k = call.parts.with_arrays(arrays)
+            a, k = call.tree.with_arrays(arrays)
             return run(kernel, *a, **options, **k)
 
         return jax.vmap(run_element, in_axes=tuple(call.axes))(*call.arrays)
@@ -168,7 +168,7 @@ def pmap_with_config(
             return _spread(run, kernel, call, options, axis_name, size)
 
         try:
-            shell = call.parts.without_arrays()
+            shell = call.tree.without_arrays()
             key = (shell.treedef, shell.positions, tuple(call.axes), size)
             key = (*key, freeze(shell.leaves), freeze(options))
             if key not in programs:
@@ -194,7 +194,7 @@ def _spread(
     """The compiled function that runs element ``i`` on local device ``i``."""
     mesh = Mesh(np.asarray(jax.local_devices()[:size]), (axis_name,))
     axes = tuple(call.axes)
-    shell = call.parts.without_arrays()
+    shell = call.tree.without_arrays()
 
     def element(*arrays: Any) -> Any:
         local = [

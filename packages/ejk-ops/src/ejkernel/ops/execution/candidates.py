@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.compat import settings
+from ejkernel.ops.core.flat_tree import FlatTree
 from ejkernel.ops.core.invocation import BoundCall, bind_by_name
 from ejkernel.ops.core.keys import has_gradient, is_array
-from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.samples import DRAWN, random_array, sample_generator
 from ejkernel.ops.execution.program import resolve
 from ejkernel.ops.execution.timing import Timed
@@ -160,8 +160,8 @@ class Workbench:
         self.kernel = call.kernel
         rng = sample_generator()
         args, kwargs = self.kernel.sample_inputs(call, rng) if inputs is None else inputs
-        self.parts = Parts.flatten((tuple(args), dict(kwargs)))
-        self.arrays = [jnp.asarray(x) for x in self.parts.arrays]
+        self.tree = FlatTree.flatten((tuple(args), dict(kwargs)))
+        self.arrays = [jnp.asarray(x) for x in self.tree.arrays]
         self.constants = tuple(self.kernel.constant_arguments(call))
         self.differentiated = self._differentiated(args, kwargs)
         self.cotangents: list[Any] = []
@@ -189,7 +189,7 @@ class Workbench:
             count = sum(is_array(x) for x in jax.tree_util.tree_leaves(tuple(args)))
         return [
             i
-            for i, x in enumerate(self.parts.arrays[:count])
+            for i, x in enumerate(self.tree.arrays[:count])
             if has_gradient(self.arrays[i]) and not any(x is y for y in constants)
         ]
 
@@ -212,7 +212,7 @@ class Workbench:
         runner = self.kernel.runner(self._resolve(cfg), cfg)
 
         def run(*arrays: Any) -> Any:
-            args, kwargs = self.parts.with_arrays(arrays)
+            args, kwargs = self.tree.with_arrays(arrays)
             return runner(*args, **kwargs)
 
         return run

@@ -22,15 +22,15 @@ from ejkernel.ops.config.choice import Choice, ConfigChooser
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.binding import array_types
+from ejkernel.ops.core.flat_tree import FlatTree
 from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation, KernelOf
-from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.route import EXECUTOR_KEYWORDS, Route, specs_key
 from ejkernel.ops.core.types import Cfg
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation, given_fields
 from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
 from ejkernel.ops.execution.program import (
-    Flat,
+    FlatCall,
     OtherOutputs,
     Program,
     flatten,
@@ -125,13 +125,13 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         function = None if state is None else self._programs.find(call)
         try:
             if function is not None:
-                return function(*flat.parts.arrays)
+                return function(*flat.tree.arrays)
             decision = self._decide(kernel, args, kwargs, options)
             if cfg is not None:
                 _warn_unread(decision)
             function = self._jitted(decision, flat, surroundings)
             with offer_binding(inspect.unwrap(function), decision.call.binding):
-                return function(*flat.parts.arrays)
+                return function(*flat.tree.arrays)
         except JaxRuntimeError as error:
             refusal = take_refusal()
             if refusal is None:
@@ -231,34 +231,34 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
             return Choice(cfg, "override", call.key)
         return Choice(self.selector.choose(call, kernel), "heuristics", call.key)
 
-    def _jitted(self, decision: _Decision, flat: Flat, surroundings: Hashable) -> Any:
+    def _jitted(self, decision: _Decision, flat: FlatCall, surroundings: Hashable) -> Any:
         """Returns the function of a new call, and remembers it where the config has a key."""
         try:
             config = freeze(decision.choice.cfg)
         except Unhashable:
-            return self._program(decision, flat.parts)
+            return self._program(decision, flat.tree)
         # not the key of before: choosing may have stored a config or loaded a package
         static, state = _static_key(decision.call.kernel, flat, surroundings), self._state()
         binding = decision.call.binding
-        types = array_types(flat.parts.arrays) if binding is None else binding.types
+        types = array_types(flat.tree.arrays) if binding is None else binding.types
         # a stamp carries the key, which also holds the shardings
         stamp = decision.choice.key if env.ops_stamp() != "none" else None
         program_key = static, config, decision.resolved.impl, stamp, types
-        parts = flat.parts.without_arrays()
+        tree = flat.tree.without_arrays()
         # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a second
         # layer of a model is one equation; XLA inlines calls before it optimises.
         function = self._programs.get(
-            program_key, lambda: jax.jit(self._program(decision, parts, True))
+            program_key, lambda: jax.jit(self._program(decision, tree, True))
         )
         if state is not None:
             self._programs.remember((static, flat.signature, state), program_key)
         return function
 
-    def _program(self, decision: _Decision, parts: Parts, compiled: bool = False) -> Program:
+    def _program(self, decision: _Decision, tree: FlatTree, compiled: bool = False) -> Program:
         call, choice = decision.call, decision.choice
         return Program(
             call.kernel,
-            parts,
+            tree,
             choice.cfg,
             decision.resolved,
             call.route,
@@ -276,9 +276,9 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         if options[0] is not None:
             _warn_unread(decision)
         flat = flatten(args, kwargs, hashable=False)
-        program = self._program(decision, flat.parts)
+        program = self._program(decision, flat.tree)
         with offer_binding(program, decision.call.binding):
-            return program(*flat.parts.arrays)
+            return program(*flat.tree.arrays)
 
 
 def split_options(kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
@@ -327,11 +327,11 @@ def _surroundings(options: Options) -> Hashable:
     )
 
 
-def _static_key(kernel: AnyKernel, flat: Flat, surroundings: Hashable) -> Hashable:
+def _static_key(kernel: AnyKernel, flat: FlatCall, surroundings: Hashable) -> Hashable:
     """Returns all of a call but its arrays; Unhashable where the kernel has no key."""
-    parts = flat.parts
+    tree = flat.tree
     identity = kernel_identity(kernel), kernel.state
-    return *identity, parts.treedef, parts.positions, flat.statics, surroundings
+    return *identity, tree.treedef, tree.positions, flat.statics, surroundings
 
 
 def _record(kernel: AnyKernel, inv: Invocation) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
+from ejkernel.ops.core.flat_tree import FlatTree
 from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.core.keys import is_array
-from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.execution.isolation import Surroundings, outside_trace
 from ejkernel.ops.execution.program import resolve
 from ejkernel.ops.utils.device import target_device
@@ -49,11 +49,11 @@ def lowering_error(function: Callable[..., Any], types: Sequence[Any]) -> Except
 
 def config_error(call: BoundCall, cfg: Any) -> Exception | None:
     """Returns the error of lowering the forward pass of a call with ``cfg``, or None."""
-    parts = Parts.flatten((call.args, dict(call.kwargs or {})))
-    layout = parts.without_arrays()
+    tree = FlatTree.flatten((call.args, dict(call.kwargs or {})))
+    layout = tree.without_arrays()
 
     def run_forward(*arrays: Any) -> Any:
         args, kwargs = layout.with_arrays(arrays)
         return call.kernel.runner(resolve(call.kernel, call, cfg), cfg)(*args, **kwargs)
 
-    return lowering_error(run_forward, parts.arrays)
+    return lowering_error(run_forward, tree.arrays)

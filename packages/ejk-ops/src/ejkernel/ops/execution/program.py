@@ -18,8 +18,8 @@ from ejkernel.ops.compat import Tracer
 from ejkernel.ops.config.choice import config_from_file
 from ejkernel.ops.core.binding import Binding, array_types
 from ejkernel.ops.core.distribution import LocalCall
+from ejkernel.ops.core.flat_tree import FlatTree
 from ejkernel.ops.core.invocation import AnyKernel, BoundCall
-from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.route import Route
 from ejkernel.ops.execution.freeze import freeze
 from ejkernel.ops.implementation import Resolved
@@ -58,16 +58,16 @@ def _kind_of(cls: type) -> int:
     return kind
 
 
-class Flat(NamedTuple):
+class FlatCall(NamedTuple):
     """A flattened call.
 
     Attributes:
-        parts: ``(args, kwargs)``, the arrays and the rest.
+        tree: ``(args, kwargs)``, the arrays and the rest.
         statics: hashable of everything but the arrays.
         signature: hashable of the arrays' shapes, dtypes and shardings.
     """
 
-    parts: Parts
+    tree: FlatTree
     statics: Hashable
     signature: Hashable
 
@@ -81,7 +81,7 @@ def flatten(
     *,
     hashable: bool = True,
     static: Sequence[int] = (),
-) -> Flat:
+) -> FlatCall:
     """Take a call apart.
 
     A small mask in numpy is static where another array is traced: a kernel can find the keys that
@@ -136,7 +136,9 @@ def flatten(
             statics.append(freeze(leaf) if hashable else None)
     if traced and masks:
         return flatten(args, kwargs, hashable=hashable, static=masks)
-    return Flat(Parts(treedef, tuple(leaves), tuple(positions)), tuple(statics), tuple(signature))
+    return FlatCall(
+        FlatTree(treedef, tuple(leaves), tuple(positions)), tuple(statics), tuple(signature)
+    )
 
 
 class OtherOutputs(Exception):
@@ -153,7 +155,7 @@ class Program:
     """A kernel with everything fixed but the arrays; the executor passes it to ``jax.jit``.
 
     Attributes:
-        kernel, parts: the call.
+        kernel, tree: the call.
         cfg: its config.
         resolved: the implementation that runs, for one shard where there are several.
         route: where it runs.
@@ -164,7 +166,7 @@ class Program:
     """
 
     kernel: AnyKernel
-    parts: Parts
+    tree: FlatTree
     cfg: Any
     resolved: Resolved
     route: Route
@@ -190,7 +192,7 @@ class Program:
                     args, kwargs = binding(arrays)
                     out = run(*args, **kwargs)
                 else:
-                    args, kwargs = kernel.bind(*self.parts.with_arrays(arrays))
+                    args, kwargs = kernel.bind(*self.tree.with_arrays(arrays))
                     if route.distributed or kernel.distributes(args, kwargs):
                         out = kernel.distribute(args, kwargs, route.placement, _of_shard(run))
                     else:
@@ -237,7 +239,7 @@ def _offered_binding(program: Program, arrays: tuple[Any, ...]) -> Binding | Non
     if offered is None or offered[0] is not program:
         return None
     binding = offered[1]
-    same = binding.positions == program.parts.positions and binding.types == array_types(arrays)
+    same = binding.positions == program.tree.positions and binding.types == array_types(arrays)
     return binding if same else None
 
 

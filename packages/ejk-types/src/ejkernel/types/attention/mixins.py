@@ -72,11 +72,11 @@ class SoftmaxKernel:
         """Returns what ``Rows.m`` has more than the value that the forward pass saves."""
         return 0.0
 
-    def part_dtypes(self, problem: Problem) -> tuple[Any, Any]:
+    def partial_dtypes(self, problem: Problem) -> tuple[Any, Any]:
         """Returns the dtypes of the arrays and of the row values of a part."""
         return np.dtype(problem.dtype), np.dtype(np.float32)
 
-    def part(self, work: Any, arrays: Arrays) -> tuple[jax.Array, Rows]:
+    def partial_result(self, work: Any, arrays: Arrays) -> tuple[jax.Array, Rows]:
         """Returns o ``[b, q, h, dv]`` and ``Rows`` ``[b, q, h]`` over these keys, without sinks."""
         (o, lse), saved = self.forward(work, arrays)  # ty: ignore[missing-attribute]
         return o, self.rows_of(work.problem, lse, saved)
@@ -89,7 +89,7 @@ class SoftmaxKernel:
         rows = (m, tail[0] if tail else jnp.zeros_like(m))
         return Rows(*(x.swapaxes(1, 2) for x in rows))
 
-    def part_gradients(
+    def partial_gradients(
         self,
         work: Any,
         arrays: Arrays,

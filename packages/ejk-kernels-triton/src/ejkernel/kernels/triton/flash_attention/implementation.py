@@ -139,9 +139,9 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
         gradients = dict(super().backward(work, arrays, outputs, saved, cotangents))
         return gradients | _captured_gradients(work, arrays, lambda *_: cotangents)
 
-    def part_gradients(self, work, arrays, *, scales, delta, dlse, o, do) -> Arrays:
+    def partial_gradients(self, work, arrays, *, scales, delta, dlse, o, do) -> Arrays:
         rows = {"scales": scales, "delta": delta, "dlse": dlse, "o": o, "do": do}
-        gradients = super().part_gradients(work, arrays, **rows)
+        gradients = super().partial_gradients(work, arrays, **rows)
         lse = scales.m * self.row_unit(work.problem) - scales.log2_scale * LN2
 
         def of_part(o: Any, part_lse: Any) -> tuple[Any, Any]:

@@ -46,16 +46,16 @@ class BlockwiseKernel(XlaKernel):
     def row_unit(self, problem: Any) -> float:
         return Spec.from_problem(problem, Blocks(1, 1)).unit(problem.bias)
 
-    def part_dtypes(self, problem: Any) -> tuple[Any, Any]:
+    def partial_dtypes(self, problem: Any) -> tuple[Any, Any]:
         arrays = (problem.query, problem.key, problem.value)
         acc = accumulation_dtype(*arrays, at_least=jnp.dtype(problem.logits_dtype))
         return acc, acc
 
-    def part(self, work: Work, arrays: Arrays) -> tuple[Any, Any]:
+    def partial_result(self, work: Work, arrays: Arrays) -> tuple[Any, Any]:
         o, rows, _ = self.rows(work, arrays)
         return o, rows
 
-    def part_gradients(
+    def partial_gradients(
         self, work: Work, arrays: Arrays, *, scales: Any, delta: Any, dlse: Any, o: Any, do: Any
     ) -> Mapping[str, Any]:
         return self.gradients(work, arrays, row_scales=scales, delta=delta, do=do)

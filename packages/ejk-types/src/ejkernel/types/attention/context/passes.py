@@ -153,44 +153,44 @@ def _forward_pieces(
     is_full: bool,
     finish: bool,
 ) -> Any:
-    """Merges pieces into ``merged``, the parts of earlier steps: o and row values.
+    """Merges pieces into ``merged``, the partial results of earlier steps: o and row values.
 
-    There is one part for each chunk of queries, or one for all.
+    There is one result for each chunk of queries, or one for all.
 
-    ``is_full``: whether this is the first step, and its part is returned undivided.
+    ``is_full``: whether this is the first step, and its result is returned undivided.
     """
     flash, full = p.kernel.flash, p.problem.calls[0][1]
     unit = flash.row_unit(full)
     length = p.lengths[0] // p.ring.chunks
 
-    def divide_part(part: Any, count: int) -> list[Any]:
+    def split_chunks(result: Any, count: int) -> list[Any]:
         ranges = [slice(i * length, (i + 1) * length) for i in range(count)]
-        return [jax.tree.map(lambda x, at=at: x[:, at], part) for at in ranges]
+        return [jax.tree.map(lambda x, at=at: x[:, at], result) for at in ranges]
 
-    parts = [None] * p.ring.chunks if merged is None else list(merged)
-    if len(parts) < p.ring.chunks:
-        parts = divide_part(parts[0], p.ring.chunks)
+    results = [None] * p.ring.chunks if merged is None else list(merged)
+    if len(results) < p.ring.chunks:
+        results = split_chunks(results[0], p.ring.chunks)
     for piece in pieces:
         work, operands = p.piece_call(piece, keys, source)
-        part = flash.part(work, operands)
+        result = flash.partial_result(work, operands)
         if is_full and not finish:
-            return (part,)
-        for i, new in enumerate(divide_part(part, piece.q.count)):
-            before = parts[piece.q.first + i]
-            parts[piece.q.first + i] = new if before is None else merge(before, new, unit)
-    dtype, acc = flash.part_dtypes(full)
+            return (result,)
+        for i, new in enumerate(split_chunks(result, piece.q.count)):
+            before = results[piece.q.first + i]
+            results[piece.q.first + i] = new if before is None else merge(before, new, unit)
+    dtype, acc = flash.partial_dtypes(full)
     b, _, h, _ = p.query.shape
-    for i, part in enumerate(parts):
-        if part is None:
+    for i, result in enumerate(results):
+        if result is None:
             o = jnp.zeros((b, length, h, p.arrays["value"].shape[3]), dtype)
             zero = jnp.zeros((b, length, h), acc)
-            part = p.vary((o, Rows(zero - jnp.inf, zero)))
-        o, rows = part
-        parts[i] = (o.astype(acc) if wide else o, rows)
+            result = p.vary((o, Rows(zero - jnp.inf, zero)))
+        o, rows = result
+        results[i] = (o.astype(acc) if wide else o, rows)
     if not finish:
-        return tuple(parts)
-    o = _concatenate_rows([o for o, _ in parts])
-    rows = Rows(*(_concatenate_rows(x) for x in zip(*(rows for _, rows in parts), strict=True)))
+        return tuple(results)
+    o = _concatenate_rows([o for o, _ in results])
+    rows = Rows(*(_concatenate_rows(x) for x in zip(*(rows for _, rows in results), strict=True)))
     o, lse, scales = finalize_rows(o, rows, p.arrays.get("softmax_aux"), unit)
     return o.astype(p.query.dtype), lse, scales
 
@@ -229,7 +229,7 @@ class _BackwardSteps:
 
     Attributes:
         p, transport: the pass, and how its keys travel.
-        rows: values of the full rows, by their names as arguments of ``part_gradients``.
+        rows: values of the full rows, by their names as arguments of ``partial_gradients``.
         divided: as in ``Plan``, where the transport allows it.
         first_chunk: dk and dv of the first chunk of the local keys; empty where they are undivided.
     """
@@ -331,12 +331,12 @@ def _backward_pieces(
     flash = p.kernel.flash
     by_query = [None] * p.ring.chunks if dq is None else list(dq)
     by_key: list[list[Any]] = [[None] * p.ring.chunks for _ in KEYS]
-    dtype, acc = flash.part_dtypes(p.problem.calls[0][1])
+    dtype, acc = flash.partial_dtypes(p.problem.calls[0][1])
     for piece in pieces:
         work, operands = p.piece_call(piece, keys, source)
         at = p.slice_chunks(piece.q, 0)
         local = jax.tree.map(lambda x, at=at: x[:, at], dict(rows))
-        new = flash.part_gradients(work, operands, **local)
+        new = flash.partial_gradients(work, operands, **local)
         _add_by_chunk(by_query, piece.q, new["query"])
         for parts, name in zip(by_key, KEYS, strict=True):
             _add_by_chunk(parts, piece.kv, new[name])
@@ -365,16 +365,16 @@ def _backward_pieces(
     return dq, local_gradients, tuple(new)
 
 
-def _add_by_chunk(parts: list[Any], chunks: Chunks, new: jax.Array) -> None:
-    """Adds ``new`` ``[b, tokens, ...]``, the gradient of ``chunks``, to ``parts`` in place."""
+def _add_by_chunk(totals: list[Any], chunks: Chunks, new: jax.Array) -> None:
+    """Adds ``new`` ``[b, tokens, ...]``, the gradient of ``chunks``, to ``totals`` in place."""
     length = new.shape[1] // chunks.count
     for i in range(chunks.count):
-        part, at = new[:, i * length : (i + 1) * length], chunks.first + i
-        before = parts[at]
+        total, chunk = new[:, i * length : (i + 1) * length], chunks.first + i
+        before = totals[chunk]
         if before is not None:
-            dtype = _accumulation_dtype(part.dtype)
-            part = before.astype(dtype) + part.astype(dtype)
-        parts[at] = part
+            dtype = _accumulation_dtype(total.dtype)
+            total = before.astype(dtype) + total.astype(dtype)
+        totals[chunk] = total
 
 
 def _add_columns(p: Pass, dbias: Any, new: jax.Array, piece: Piece, source: Any) -> jax.Array:

@@ -220,7 +220,7 @@ def _forward_of_group(work: Any, arrays: Arrays, exchange: Exchange) -> Any:
     flash, query = work.kernel.flash, arrays["query"]
     floats = exchange.exchange_floats(select_floats(arrays))
     call, operands = _make_call(work, exchange, floats, arrays)
-    o, rows = flash.part(call, operands)
+    o, rows = flash.partial_result(call, operands)
     o, lse, scales = finalize_rows(o, rows, floats.get("softmax_aux"), flash.row_unit(call.problem))
     o = exchange.to_tokens(o.astype(query.dtype))
     lse, scales = jax.tree.map(exchange.to_tokens, (lse, scales))
@@ -252,7 +252,7 @@ def _backward_of_group(
     query, do, delta = clear_unless(alive, floats["query"], do, delta)
     call, operands = _make_call(work, exchange, {**floats, "query": query}, arrays)
     rows = {"scales": scales._replace(sinks=None), "delta": delta, "do": do}
-    gradients |= flash.part_gradients(call, operands, o=None, dlse=None, **rows)
+    gradients |= flash.partial_gradients(call, operands, o=None, dlse=None, **rows)
     if "bias" in floats and floats["bias"].shape[2] == 1:
         gradients["bias"] = gradients["bias"].sum(2, keepdims=True)
     captured = {name: gradients[name] for name in captured_floats(work.problem.mods, arrays)}

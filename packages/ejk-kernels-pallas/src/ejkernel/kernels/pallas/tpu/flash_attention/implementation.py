@@ -125,14 +125,14 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         return _forward_results(p, o, lse, base)
 
     def visitors(self, work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
-        """Returns keys and values as ``part_of_visitors`` takes them."""
+        """Returns keys and values as ``partial_result_of_visitors`` takes them."""
         layout, _, _ = _prepare(work, "fwd", arrays)
         return _operands(layout, _clear_hidden(work.problem, arrays))[1:]
 
-    def part_of_visitors(
+    def partial_result_of_visitors(
         self, work: Work, arrays: Arrays, visitors: tuple[jax.Array, ...], axis_name: str | None
     ) -> tuple[tuple[jax.Array, Rows], tuple[jax.Array, ...]]:
-        """Returns ``part`` over visiting keys, and the keys that visit next.
+        """Returns ``partial_result`` over visiting keys, and the keys that visit next.
 
         ``axis_name``: along which the kernel sends the keys to the next device; None: it does not.
         """

@@ -68,7 +68,7 @@ def forward_sending(work: Work, arrays: Arrays) -> tuple[tuple[jax.Array, jax.Ar
         next_masks = key_masks if is_last else ring.shift(key_masks, 1)
         call, operands = make_call(key_masks, p.source(t))
         axis_name = None if is_last else ring.axis_name
-        (o, rows), visitors = flash.part_of_visitors(call, operands, visitors, axis_name)
+        (o, rows), visitors = flash.partial_result_of_visitors(call, operands, visitors, axis_name)
         part = o.astype(rows.m.dtype), rows
         return part if merged is None else merge(merged, part, unit), visitors, next_masks
 

@@ -10,7 +10,7 @@ import jax
 from ejkernel.ops.core.keys import is_array
 
 
-class Parts(NamedTuple):
+class FlatTree(NamedTuple):
     """The leaves of a tree; those at ``positions`` are its arrays."""
 
     treedef: Any
@@ -18,7 +18,7 @@ class Parts(NamedTuple):
     positions: tuple[int, ...]
 
     @classmethod
-    def flatten(cls, tree: Any) -> Parts:
+    def flatten(cls, tree: Any) -> FlatTree:
         leaves, treedef = jax.tree_util.tree_flatten(tree)
         positions = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
         return cls(treedef, tuple(leaves), positions)
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
             leaves[position] = array
         return jax.tree_util.tree_unflatten(self.treedef, leaves)
 
-    def without_arrays(self) -> Parts:
+    def without_arrays(self) -> FlatTree:
         """Returns a copy that keeps no array alive."""
         leaves: list[Any] = list(self.leaves)
         for position in self.positions:
