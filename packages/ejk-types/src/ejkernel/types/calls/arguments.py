@@ -4,6 +4,10 @@ A new option of an operation does not belong in any of them: every kernel that n
 then claim to read it.
 """
 
+from __future__ import annotations
+
+from collections.abc import Container
+
 QKV = frozenset({"query", "key", "value"})
 ATTENTION = QKV | {"mask_info", "softmax_scale"}
 """What every kernel of softmax attention over contiguous keys reads."""
@@ -66,3 +70,8 @@ CONVOLUTION = frozenset(
 GROUPED_PRODUCT = frozenset(
     {"lhs", "rhs", "group_sizes", "group_offset", "existing_out", "transpose_rhs"}
 )
+
+
+def lengths_name(names: Container[str]) -> str:
+    """Returns the argument, among these, that has the length of every cached sequence."""
+    return "kv_lens" if "kv_lens" in names else "context_lens"

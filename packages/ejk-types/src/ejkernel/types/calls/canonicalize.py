@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH
+from ejkernel.types.calls.arguments import lengths_name
 from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.combine import mask_of, mask_of_rule
 from ejkernel.types.masks.fields import checked_rule
@@ -87,7 +88,7 @@ def at_least_one(a: Arguments, name: str) -> None:
 
 
 def _row_starts(a: Arguments) -> None:
-    lengths = "kv_lens" if "kv_lens" in a else "context_lens"
+    lengths = lengths_name(a)
     n, starts = a[lengths].shape[0], a["query_start_loc"]
     if starts.shape != (n + 1,):
         raise invalid("query_start_loc", f"int[{n + 1}], one more than {lengths}", starts)

@@ -46,6 +46,12 @@ class DecodeCall(Call):
         o, *lse = outputs
         return name_residuals(o.reshape(*rows, problem.value_dim), *(x.reshape(rows) for x in lse))
 
+    @staticmethod
+    def _query_rows(arrays: Mapping[str, Any]) -> Any:
+        """Returns the query ``[batch, heads, head_dim]``."""
+        query = arrays["query"]
+        return query if query.ndim == 3 else query[:, 0]
+
     @classmethod
     def _nothing_seen(cls, query: Any, value_dim: int) -> tuple[Any, ...]:
         """Returns the outputs of rows that see no key: 0, with an lse of minus infinity."""

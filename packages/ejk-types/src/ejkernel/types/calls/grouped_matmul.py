@@ -49,9 +49,8 @@ class GroupedMatmul(Call):
     def check_values(cls, a: Arguments) -> None:
         """Sizes and the first group are not negative; a sum above the rows is clipped later."""
         sizes = values.concrete_indices(a["group_sizes"])
-        if sizes is not None and (sizes < 0).any():
-            r = int(np.flatnonzero(sizes < 0)[0])
-            raise out_of_range(f"group_sizes[{r}]", "a size >= 0", int(sizes[r]))
+        if sizes is not None:
+            values.check_entries("group_sizes", sizes, sizes < 0, "a size >= 0")
         first = values.concrete_value(a["group_offset"])
         if first is not None and first.size == 1 and first.dtype.kind in "iu":
             value = int(first.reshape(()))

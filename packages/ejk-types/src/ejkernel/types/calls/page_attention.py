@@ -50,9 +50,8 @@ class PageAttention(DecodeCall, PagedCall, AttentionCall):
     @classmethod
     def stage_operands(cls, arrays: Mapping[str, Any], problem: PagedProblem) -> dict[str, Any]:
         """Returns the operands of the first stage."""
-        query = arrays["query"]
         operands = {
-            "q": query if query.ndim == 3 else query[:, 0],
+            "q": cls._query_rows(arrays),
             "k": arrays["key_cache"],
             "v": arrays["value_cache"],
             "lens": arrays["context_lens"],

@@ -15,7 +15,7 @@ from ejkernel.types.attention.softmax import count_sinks, name_lse, name_output
 from ejkernel.types.calls import arguments
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.values import concrete_indices, concrete_value
+from ejkernel.types.calls.values import check_entries, concrete_indices, concrete_value
 from ejkernel.types.calls.words import describe_value, out_of_range
 from ejkernel.types.errors import InvalidArgument
 from ejkernel.types.masks.segments import check_starts
@@ -85,7 +85,7 @@ class PagedCall(Call):
 
     @classmethod
     def _lengths(cls) -> str:
-        return "kv_lens" if "kv_lens" in cls.boundary.names else "context_lens"
+        return arguments.lengths_name(cls.boundary.names)
 
     @classmethod
     def _table_columns(cls, a: Arguments) -> Any:
@@ -329,8 +329,8 @@ class RaggedCall(PagedCall):
         if lens is None:
             return
         counts = np.diff(used.astype(np.int64))
-        short = np.flatnonzero(lens[: len(counts)] < counts)
-        if short.size:
-            r = int(short[0])
-            legal = f"at least its {int(counts[r])} query rows"
-            raise out_of_range(f"{name}[{r}]", legal, int(lens[r]))
+
+        def legal(row: int) -> str:
+            return f"at least its {int(counts[row])} query rows"
+
+        check_entries(name, lens, lens[: len(counts)] < counts, legal)

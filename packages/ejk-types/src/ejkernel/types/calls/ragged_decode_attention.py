@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from ejkernel.types.calls import values
 from ejkernel.types.calls.decode import DecodeCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, F, I, out_of_range
+from ejkernel.types.calls.words import Array, F, I
 from ejkernel.types.serving.operands import broadcast_operands, in_order
 from ejkernel.types.serving.problem import PagedProblem
 
@@ -40,17 +41,14 @@ class RaggedDecodeAttention(DecodeCall):
         length = a["key"].shape[1]
         for name in ("sequence_start", "sequence_end"):
             bounds = a[name]
-            outside = np.flatnonzero((bounds < 0) | (bounds > length))
-            if outside.size:
-                r = int(outside[0])
-                legal = f"0 to {length}, the tokens of key"
-                raise out_of_range(f"{name}[{r}]", legal, int(bounds[r]))
+            is_outside = (bounds < 0) | (bounds > length)
+            values.check_entries(name, bounds, is_outside, f"0 to {length}, the tokens of key")
         start, end = a["sequence_start"], a["sequence_end"]
-        backwards = np.flatnonzero(start > end)
-        if backwards.size:
-            r = int(backwards[0])
-            legal = f"0 to sequence_end[{r}], which is {int(end[r])}"
-            raise out_of_range(f"sequence_start[{r}]", legal, int(start[r]))
+
+        def legal(row: int) -> str:
+            return f"0 to sequence_end[{row}], which is {int(end[row])}"
+
+        values.check_entries("sequence_start", start, start > end, legal)
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> PagedProblem:
@@ -60,9 +58,8 @@ class RaggedDecodeAttention(DecodeCall):
     @classmethod
     def stage_operands(cls, arrays: Mapping[str, Any], problem: PagedProblem) -> dict[str, Any]:
         """Returns the operands of the first stage."""
-        query = arrays["query"]
         operands = {
-            "q": query if query.ndim == 3 else query[:, 0],
+            "q": cls._query_rows(arrays),
             "k": arrays["key"],
             "v": arrays["value"],
             "lens": arrays["sequence_end"],

@@ -8,6 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.calls.arguments import lengths_name
+
 
 def split_evenly(sequences: int, rows: int) -> np.ndarray:
     """Returns the cumulative lengths of sequences of equal length, int32 ``[sequences + 1]``."""
@@ -34,7 +36,7 @@ def pack_sequences(a: Mapping[str, Any], first: str) -> dict[str, Any]:
 
 def draw_tables(a: Mapping[str, Any], rng: np.random.Generator, cache: str) -> dict[str, Any]:
     """Returns full contexts, and ``block_tables`` that visit the pages in random order."""
-    lengths = "kv_lens" if "kv_lens" in a else "context_lens"
+    lengths = lengths_name(a)
     (pages, page_size), rows = a[cache].shape[:2], a[lengths].shape[0]
     shape = a["block_tables"].shape
     entries = int(np.prod(shape))

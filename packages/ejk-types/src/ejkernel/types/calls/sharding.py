@@ -55,14 +55,14 @@ class ShardingRule:
         Words that are refused begin with ``REFUSED``. An axis may hold several entries for each one
         of its word, all next to each other.
         """
-        return tuple(
-            REFUSED + word
-            if word in self.refused
-            else word
-            if self._is_free(word) and _is_multiple(size, self.sizes.get(word))
-            else ""
-            for word, size in zip((w.lstrip("#") for w in words), shape, strict=True)
-        )
+        return tuple(self._read_word(w, size) for w, size in zip(words, shape, strict=True))
+
+    def _read_word(self, word: str, size: int) -> str:
+        word = word.lstrip("#")
+        if word in self.refused:
+            return REFUSED + word
+        is_split = self._is_free(word) and _is_multiple(size, self.sizes.get(word))
+        return word if is_split else ""
 
     def _is_free(self, word: str) -> bool:
         if word.startswith(MAPPED) or word in self.sequence:

@@ -9,6 +9,7 @@ change it in place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,6 +79,20 @@ def scale_to_array(a: Arguments, name: str, *, divide: bool = False) -> None:
     if not np.isfinite(scale).all() or (divide and not scale.all()):
         legal = "finite numbers other than 0" if divide else "finite numbers"
         raise out_of_range(name, legal, value if scale.ndim == 0 else scale.tolist())
+
+
+def check_entries(
+    name: str, entries: np.ndarray, is_wrong: np.ndarray, legal: str | Callable[..., str]
+) -> None:
+    """ValueError about the first entry of an array that ``is_wrong``.
+
+    ``legal``: what it has to be, or a function of its index that says so.
+    """
+    wrong = np.argwhere(is_wrong)
+    if wrong.size:
+        index = tuple(map(int, wrong[0]))
+        expected = legal if isinstance(legal, str) else legal(*index)
+        raise out_of_range(f"{name}[{', '.join(map(str, index))}]", expected, int(entries[index]))
 
 
 def check_packed(a: Arguments, name: str, data: str, *, axis: int = 1) -> None:
