@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,19 +34,17 @@ def sharding_notes(
     arrays or masks, abstract or not; ``output``: words of the axes of the first output; ``a``: the
     canonical arguments; ``describe``: returns the note on a sequence whose devices pass states on.
     """
-    named = [
-        (name, rule.words(words, x.shape), words, x)
-        for name, forms in axes.items()
+    placed = [
+        _Placed(name, rule.words(forms, x.shape), forms, _mesh_axes(x), x)
+        for name, several in axes.items()
         if name in arrays
-        for words, x in zip(forms, jax.tree.leaves(arrays[name]), strict=True)
+        for forms, x in zip(several, jax.tree.leaves(arrays[name]), strict=True)
     ]
-    split = [_mesh_axes(x) for *_, x in named]
-    mesh_sizes = next((dict(x.sharding.mesh.shape) for *_, x in named if _is_on_mesh(x)), {})
-    if not any(map(any, split)):
+    if not any(any(p.mesh_axes) for p in placed):
         return ()
-    entries = [(words, mesh_axes) for (_, words, *_), mesh_axes in zip(named, split, strict=True)]
+    mesh_sizes = next(dict(p.array.sharding.mesh.shape) for p in placed if _is_on_mesh(p.array))
     try:
-        layout = rule.layout(mesh_sizes, entries)
+        layout = rule.layout(mesh_sizes, [(p.words, p.mesh_axes) for p in placed])
     except ValueError as error:
         return (f"refused: {error}",)
     used = {axis for mesh_axes in layout.spread.values() for axis in mesh_axes}
@@ -57,34 +55,60 @@ def sharding_notes(
         notes.append(_sequence_note(layout, rule, a) if describe is None else describe(layout))
     if layout.summed_axes:
         shape = [rule.sizes.get(word, 1) for word in output]
-        full = jax.ShapeDtypeStruct(tuple(shape), named[0][3].dtype)
-        present = set().union(*map(layout.axes, output)) if output else set()
-        over = " and ".join(sorted(layout.summed_axes))
-        size = _size(full, _parts(present, mesh_sizes))
+        full = jax.ShapeDtypeStruct(tuple(shape), placed[0].array.dtype)
+        over, size = " and ".join(sorted(layout.summed_axes)), _size(full, layout, output)
         notes.append(f"all-reduce of the output, {size}, over {over}: devices have terms of it")
-    moves: list[tuple[str, float]] = []
-    for (name, words, forms, x), mesh_axes in zip(named, split, strict=True):
-        present = set().union(*map(layout.axes, words))
-        for form, word, now in zip(forms, words, mesh_axes, strict=True):
-            moved = set(now).difference(layout.axes(word))
-            if moved:
-                collective = "all-to-all" if moved <= present else "all-gather"
-                parts = _parts(present, mesh_sizes)
-                axis, size = form.lstrip("#"), _size(x, parts)
-                notes.append(f"{collective} of {name}, {size} on each device: {axis} stays whole")
-                moves.append((name, _bytes(x) / parts))
-        missing = used - present
-        if missing and jnp.issubdtype(x.dtype, jnp.floating) and np.dtype(x.dtype).itemsize > 1:
-            size = _size(x, _parts(present, mesh_sizes))
-            over = " and ".join(sorted(missing))
-            notes.append(f"backward: all-reduce of the gradient of {name}, {size}, over {over}")
+    moved: dict[str, float] = {}
+    for p in placed:
+        moves, sums = _move_notes(p, layout), _gradient_notes(p, layout, used)
+        notes += moves + sums
+        if moves:
+            moved[p.name] = _bytes(p.array) / _count_parts(layout, p.words)
     idle = [axis for axis, size in mesh_sizes.items() if size > 1 and axis not in used]
     if idle:
         notes.append(f"not sharded over {' and '.join(idle)}: devices along it compute the same")
-    if moves or idle:
-        words_by_name = [(name, words) for name, words, *_ in named]
-        notes += _better_layout(rule, layout, idle, words_by_name, dict(moves))
+    if moved or idle:
+        words_by_name = [(p.name, p.words) for p in placed]
+        notes += _better_layout(rule, layout, idle, words_by_name, moved)
     return tuple(notes)
+
+
+class _Placed(NamedTuple):
+    """An array and how it lies on the mesh.
+
+    Attributes:
+        name: of its argument.
+        words, forms: the words of its axes, as the rule and as the signature have them.
+        mesh_axes: the mesh axes over which each axis is split.
+        array: the array.
+    """
+
+    name: str
+    words: Words
+    forms: tuple[str, ...]
+    mesh_axes: list[MeshAxes]
+    array: Any
+
+
+def _move_notes(p: _Placed, layout: Layout) -> list[str]:
+    """Returns the notes on axes of an array that are split and have to be whole."""
+    notes, present = [], _present_axes(layout, p.words)
+    for form, word, mesh_axes in zip(p.forms, p.words, p.mesh_axes, strict=True):
+        moved = set(mesh_axes).difference(layout.axes(word))
+        if moved:
+            collective = "all-to-all" if moved <= present else "all-gather"
+            axis, size = form.lstrip("#"), _size(p.array, layout, p.words)
+            notes.append(f"{collective} of {p.name}, {size} on each device: {axis} stays whole")
+    return notes
+
+
+def _gradient_notes(p: _Placed, layout: Layout, used: set[str]) -> list[str]:
+    """Returns the note on the sum of an array's gradient over devices that all have the array."""
+    missing, dtype = used - _present_axes(layout, p.words), p.array.dtype
+    if not (missing and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize > 1):
+        return []
+    size, over = _size(p.array, layout, p.words), " and ".join(sorted(missing))
+    return [f"backward: all-reduce of the gradient of {p.name}, {size}, over {over}"]
 
 
 def _sequence_note(layout: Layout, rule: ShardingRule, a: Mapping[str, Any]) -> str:
@@ -252,13 +276,18 @@ def _mesh_axes(x: Any) -> list[MeshAxes]:
     return [tuple(axis for axis in entry if sizes[axis] > 1) for entry in entries]
 
 
-def _parts(axes: set[str], mesh_sizes: Mapping[str, int]) -> int:
-    return math.prod(mesh_sizes[axis] for axis in axes)
+def _present_axes(layout: Layout, words: Sequence[str]) -> set[str]:
+    """Returns the mesh axes over which an array is spread."""
+    return {axis for word in words for axis in layout.axes(word)}
 
 
-def _size(x: Any, parts: int) -> str:
-    """Returns the size of a part of an array in words."""
-    return _in_words(_bytes(x) / parts)
+def _count_parts(layout: Layout, words: Sequence[str]) -> int:
+    return math.prod(layout.mesh_sizes[axis] for axis in _present_axes(layout, words))
+
+
+def _size(x: Any, layout: Layout, words: Sequence[str]) -> str:
+    """Returns the size of an array on each device, in words."""
+    return _in_words(_bytes(x) / _count_parts(layout, words))
 
 
 def _bytes(x: Any) -> int:
