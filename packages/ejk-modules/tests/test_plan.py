@@ -103,6 +103,23 @@ def test_another_call_refuses_it(rows, sequences):
 
 
 @pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (lambda x: jnp.stack([x, x]), r"lens int32\[2, 3\], starts int32\[2, 4\]"),  # of two layers
+        (lambda x: x.astype(jnp.float32), r"lens float32\[3\]"),
+        (lambda x: x[:3], r"lens int32\[3\], starts int32\[3\], rows int32\[3, 9\]"),
+        (lambda x: None, "lens NoneType None"),
+    ],
+)
+def test_other_arrays_than_those_of_a_plan(change, given):
+    plan = jax.tree.map(change, made())
+    with pytest.raises(InvalidArgument, match=f"^plan: expected lens .*, given {given}"):
+        read(Q, plan)
+    with pytest.raises(InvalidArgument, match=f"^plan: expected lens .*, given {given}"):
+        update(Q, PAGES, plan)
+
+
+@pytest.mark.parametrize(
     ("error", "match", "values"),
     [
         (InvalidArgument, "context_lens: ", {"context_lens": [1, 2]}),

@@ -198,15 +198,24 @@ class RaggedCall(PagedCall):
         raise NotImplementedError
 
     @classmethod
+    def prepare(cls, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
+        """The arrays of a plan have no axes but their own, such as those of layers or a batch."""
+        a = super().prepare(args, kwargs)
+        if isinstance(a["plan"], AttentionPlan):
+            _check_arrays(a["plan"])
+        return a
+
+    @classmethod
     def canonicalize(cls, a: Arguments) -> None:
         """A plan is of as many rows and sequences as the call has."""
         super().canonicalize(a)
         plan = a["plan"]
         if plan is None:
             return
-        planned = plan.rows.shape[-1], plan.lens.shape[-1]
+        _check_arrays(plan)
+        planned = plan.rows.shape[1], plan.lens.shape[0]
         legal = a["queries"].shape[0], a[cls._lengths()].shape[0]
-        if planned != legal or plan.rows.ndim != 2:
+        if planned != legal:
             theirs, ours = (f"{size[0]} rows and {size[1]} sequences" for size in (planned, legal))
             raise InvalidArgument(
                 f"plan: expected a plan of {ours}, as plan_ragged_attention({cls._lengths()}, "
@@ -334,3 +343,21 @@ class RaggedCall(PagedCall):
             return f"at least its {int(counts[row])} query rows"
 
         check_entries(name, lens, lens[: len(counts)] < counts, legal)
+
+
+def _check_arrays(plan: AttentionPlan) -> None:
+    """Checks the arrays of a plan, which whatever maps over a pytree may have replaced.
+
+    Raises:
+        InvalidArgument: wrong class, dtype, rank or sizes that disagree.
+    """
+    arrays = {"lens": plan.lens, "starts": plan.starts, "rows": plan.rows}
+    shapes = [getattr(x, "shape", ()) for x in arrays.values()]
+    (*_, n), (*_, t) = shapes[0] or (0,), shapes[2] or (0,)
+    if shapes == [(n,), (n + 1,), (4, t)]:
+        if all(jnp.issubdtype(x.dtype, jnp.integer) for x in arrays.values()):
+            return
+    given = ", ".join(f"{name} {describe_value(x)}" for name, x in arrays.items())
+    raise InvalidArgument(
+        f"plan: expected lens int[n], starts int[n+1] and rows int[4, tokens], given {given}"
+    )
