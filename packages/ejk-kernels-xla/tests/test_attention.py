@@ -169,6 +169,10 @@ def test_agreement_with_jax() -> None:
     [
         ({"deterministic": False, "dropout_prob": 0.1}, "dropout_rng"),
         ({"deterministic": False, "dropout_prob": 0.1, "dropout_rng": jnp.ones(2)}, "dropout_rng"),
+        (
+            {"deterministic": False, "dropout_prob": 0.1, "dropout_rng": np.ones(3, np.uint32)},
+            r"dropout_rng: expected a PRNG key: key\[\] or uint32\[2\]",
+        ),
         ({"dropout_prob": -0.1}, "dropout_prob"),
         ({"bias": jnp.ones((2, 3, 8, 8))}, "bias"),
     ],

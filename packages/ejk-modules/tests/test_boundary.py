@@ -149,6 +149,7 @@ WRONG = [
     ("grouped_matmul", "group_sizes", ids(4), "group_sizes: expected int.3., one per matrix"),
     ("grouped_matmul", "existing_out", ones(8, 5), r"existing_out: expected float\[8, 6\]"),
     ("grouped_matmul", "group_offset", ids(2), "group_offset: expected"),
+    ("grouped_matmul", "transpose_rhs", ones(), r"transpose_rhs: expected bool, given float32\[\]"),
 ]  # fmt: skip
 
 
@@ -234,6 +235,7 @@ BAD = [
     ("mean_pooling", dict(chunk_size=0), "chunk_size: given 0"),
     ("grouped_matmul", dict(group_sizes=np.asarray([3, -1, 4])), r"group_sizes\[1\]: given -1"),
     ("grouped_matmul", dict(group_offset=1), "group_offset: given 1, expected 0 to 0"),
+    ("grouped_matmul", dict(group_offset=2**40), "group_offset: given 1099511627776, expected 0 to 0"),
 ]  # fmt: skip
 
 

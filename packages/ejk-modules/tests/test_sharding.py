@@ -200,6 +200,9 @@ def test_bad_meshes():
     attend = modules.flash_attention
     with pytest.raises(ValueError, match="mesh: expected one with devices"):
         attend(*arrays, mesh=Mesh(np.zeros(0, object), ("dp",)), in_specs=specs)
+    for wrong in ({}, jax.devices()):
+        with pytest.raises(InvalidArgument, match="mesh: expected jax.sharding.Mesh, given"):
+            attend(*arrays, mesh=wrong, in_specs=specs)
     mesh = mesh_of((2, 4))
     with jax.set_mesh(mesh_of((4, 2))), pytest.raises(ValueError, match="mesh: .* in force"):
         attend(*arrays, mesh=mesh, in_specs=specs)

@@ -40,8 +40,7 @@ class Route:
     sequence_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh, type(None))):
-            raise InvalidArgument(f"mesh: expected jax.sharding.Mesh, given {self.mesh!r}")
+        checked_mesh(self.mesh)
         _check_specs("in_specs", self.in_specs, "a sequence of PartitionSpec or None")
         if not isinstance(self.out_specs, PartitionSpec):
             _check_specs("out_specs", self.out_specs, "PartitionSpec or a sequence of them")
@@ -91,6 +90,13 @@ def _check_specs(argument: str, specs: Any, legal: str) -> None:
         if not isinstance(spec, (PartitionSpec, type(None))):
             text = f"{argument}[{index}]: expected PartitionSpec or None, given {spec!r}"
             raise InvalidArgument(text)
+
+
+def checked_mesh(mesh: Any) -> Any:
+    """Returns ``mesh``; InvalidArgument for what is neither a mesh nor None."""
+    if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh, type(None))):
+        raise InvalidArgument(f"mesh: expected jax.sharding.Mesh, given {mesh!r}")
+    return mesh
 
 
 def specs_key(specs: Any) -> Any:

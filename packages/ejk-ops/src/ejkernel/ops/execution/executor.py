@@ -24,7 +24,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.binding import array_types
 from ejkernel.ops.core.flat_tree import FlatTree
 from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation, KernelOf
-from ejkernel.ops.core.route import EXECUTOR_KEYWORDS, Route, specs_key
+from ejkernel.ops.core.route import EXECUTOR_KEYWORDS, Route, checked_mesh, specs_key
 from ejkernel.ops.core.types import Cfg
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation, given_fields
@@ -114,7 +114,8 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         if not isinstance(platform, str | None):  # a name is looked at once, when the call is new
             parse_platform(platform)
         args, kwargs = kernel.prepare(args, kwargs)
-        options = (cfg, platform, mesh, specs_key(in_specs), specs_key(out_specs))
+        placement = checked_mesh(mesh), specs_key(in_specs), specs_key(out_specs)
+        options = (cfg, platform, *placement)
         try:
             flat = flatten(args, kwargs)
             surroundings = _surroundings(options)
@@ -284,7 +285,7 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
 def split_options(kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
     """Splits keywords into the executor's options and the kernel's arguments."""
     cfg, platform, mesh, *specs = (kwargs.pop(name, None) for name in EXECUTOR_KEYWORDS)
-    return (cfg, platform, mesh, *map(specs_key, specs)), kwargs
+    return (cfg, platform, checked_mesh(mesh), *map(specs_key, specs)), kwargs
 
 
 def _invocation(

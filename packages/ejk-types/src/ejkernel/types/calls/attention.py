@@ -69,6 +69,9 @@ class Attention(Call):
             raise invalid("dropout_rng", "a PRNG key: key[] or uint32[words]", key)
         if typed and key.ndim:
             raise invalid("dropout_rng", "a single PRNG key: key[]", key)
+        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+        if not typed and key.shape != words:
+            raise invalid("dropout_rng", f"a PRNG key: key[] or uint32{list(words)}", key)
         seed = canonicalize.seed_array(jax.random.bits(key, (), "uint32"))
         a["dropout_rng"] = jnp.stack([seed, jnp.int32(0), jnp.int32(0)])
 

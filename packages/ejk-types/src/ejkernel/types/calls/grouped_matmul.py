@@ -42,7 +42,7 @@ class GroupedMatmul(Call):
 
     @classmethod
     def argument_axes(cls, a: Arguments) -> dict[str, str]:
-        columns = "columns inner" if a["transpose_rhs"] else "inner columns"
+        columns = "columns inner" if a["transpose_rhs"] is True else "inner columns"
         return {"rhs": "groups " + columns}
 
     @classmethod

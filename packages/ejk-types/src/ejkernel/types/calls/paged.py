@@ -199,7 +199,7 @@ class RaggedCall(PagedCall):
 
     @classmethod
     def prepare(cls, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
-        """The arrays of a plan have no axes but their own, such as those of layers or a batch."""
+        """A plan has its own axes only: none of layers or of a batch."""
         a = super().prepare(args, kwargs)
         if isinstance(a["plan"], AttentionPlan):
             _check_arrays(a["plan"])
@@ -357,7 +357,7 @@ def _check_arrays(plan: AttentionPlan) -> None:
     if shapes == [(n,), (n + 1,), (4, t)]:
         if all(jnp.issubdtype(x.dtype, jnp.integer) for x in arrays.values()):
             return
-    given = ", ".join(f"{name} {describe_value(x)}" for name, x in arrays.items())
+    described = ", ".join(f"{name} {describe_value(x)}" for name, x in arrays.items())
     raise InvalidArgument(
-        f"plan: expected lens int[n], starts int[n+1] and rows int[4, tokens], given {given}"
+        f"plan: expected lens int[n], starts int[n+1] and rows int[4, tokens], given {described}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -181,7 +182,8 @@ class Call(DistributedCall):
                 values.scale_to_array(a, name, divide=name in cls.divisors)
             cls.check_values(a)
         except (AttributeError, LookupError, TypeError, ValueError):
-            cls.bind(dict(a))  # a wrong form is why values look wrong, where it is one
+            with contextlib.suppress(OverflowError):  # a wrong value, which JAX does not name
+                cls.bind(dict(a))  # a wrong form is why values look wrong, where it is one
             raise
         return a
 
