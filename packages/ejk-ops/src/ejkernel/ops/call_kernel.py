@@ -256,7 +256,7 @@ class CallKernel:
         for name, reason in self.call.constant_arguments(a).items():
             a[name] = not_differentiable(a[name], reason)
         if sequence_axes:
-            ring, a = self._on_shard(a, sequence_axes)
+            ring, a = self._sequence_shard(a, sequence_axes)
             return ring.run_canonical(cfg=cfg, **a)
         unread = self.unread_argument(a)
         if unread is not None:
@@ -265,7 +265,7 @@ class CallKernel:
         reason = self.unsupported_reason(problem, target)
         invariant = is_batch_invariant()
         if reason is None and invariant:
-            reason = self._variance(a, problem)
+            reason = self._variance_reason(a, problem)
         if reason is not None:
             raise self.unsupported_error(reason)
         outputs = self.empty_outputs(a, problem)
@@ -302,13 +302,13 @@ class CallKernel:
         tiles = self.apply_config(self.choose(problem, target), cfg, problem, target)
         return self.fix_order(tiles) if invariant else tiles
 
-    def _on_shard(self, a: Mapping[str, Any], axes: tuple[str, ...]) -> tuple[Any, Any]:
+    def _sequence_shard(self, a: Mapping[str, Any], axes: tuple[str, ...]) -> tuple[Any, Any]:
         """Returns the kernel and the arguments of a call on a shard of its sequence."""
         if self.context is None:
             raise self.unsupported_error(f"{self.call.boundary.names[0]}: a sharded sequence")
         return self.context, self.sharded_call.arguments(a, axes)
 
-    def _variance(self, a: Mapping[str, Any], problem: Any) -> str | None:
+    def _variance_reason(self, a: Mapping[str, Any], problem: Any) -> str | None:
         """Returns the argument for which, or why, a call is not batch-invariant; None if it is."""
         for name in ("cum_seqlens_q", "cu_seqlens"):
             if a.get(name) is not None:
@@ -327,7 +327,7 @@ class CallKernel:
             return None, _not_supported(unread)
         try:
             if call.route.sequence_axes:
-                kernel, a = self._on_shard(a, call.route.sequence_axes)
+                kernel, a = self._sequence_shard(a, call.route.sequence_axes)
             problem = kernel.problem(a)
             return problem, kernel.unsupported_reason(problem, kernel.target())
         except self.call.Unsupported as error:
@@ -347,7 +347,7 @@ class CallKernel:
             if call.route.sequence_axes:
                 return "batch_invariant: devices share a sequence"
             # packed sequences are a mask in canonical form
-            reason = self._variance({**call.arguments, **_packed(call)}, problem)
+            reason = self._variance_reason({**call.arguments, **_packed(call)}, problem)
         return reason
 
     def heuristic(self, call: BoundCall) -> dict[str, Any]:

@@ -157,9 +157,9 @@ class Implementation:
             return reason
         if route.sequence_axes and not hasattr(self.load(), "shares_sequence"):
             return "it does not say whether devices may share a sequence"
-        return self._variance(inv) if route.batch_invariant else None
+        return self._variance_reason(inv) if route.batch_invariant else None
 
-    def _variance(self, inv: Any) -> str | None:
+    def _variance_reason(self, inv: Any) -> str | None:
         """Returns why a call is not batch-invariant, where ``supports`` has not said it."""
         kernel: Any = self.load()
         if not hasattr(kernel, "variant_reason"):

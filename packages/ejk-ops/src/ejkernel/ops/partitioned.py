@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.batch_invariance import batch_invariant
+from ejkernel.ops.core.flat_tree import replace_at
 from ejkernel.ops.core.keys import has_gradient
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.partition import automatic_devices, run_region
@@ -144,7 +145,7 @@ class PartitionedKernel:
             leaves, results, cotangents = inputs[:first], inputs[first:last], inputs[last:]
 
             def arguments_of(*floats: Any) -> dict[str, Any]:
-                return self._local_arguments(shard, _replaced(leaves, smooth, floats))
+                return self._local_arguments(shard, replace_at(leaves, smooth, floats))
 
             floats = [leaves[i] for i in smooth]
             if self._passes_states(shard):
@@ -368,14 +369,6 @@ def _parts_of(shard: Any, types: Sequence[Any], words: Sequence[Words]) -> list[
         shape = tuple(n // part for n, part in zip(x.shape, parts, strict=True))
         local.append(jax.ShapeDtypeStruct(shape, x.dtype))
     return local
-
-
-def _replaced(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """Returns the leaves, those at the indices replaced."""
-    changed = list(leaves)
-    for i, x in zip(indices, values, strict=True):
-        changed[i] = x
-    return changed
 
 
 def _type_of(x: Any) -> jax.ShapeDtypeStruct:

@@ -22,6 +22,7 @@ from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, S
 from jax.sharding import NamedSharding
 
 from ejkernel.ops import compat
+from ejkernel.ops.core.flat_tree import replace_at
 
 Words = tuple[str, ...]
 MeshAxes = tuple[str, ...]
@@ -89,10 +90,7 @@ class Region:
             primals = arrays[:count]
 
             def call(*floats: Any) -> tuple[Any, ...]:
-                changed = list(primals)
-                for i, x in zip(smooth, floats, strict=True):
-                    changed[i] = x
-                values = function(shard, *changed)
+                values = function(shard, *replace_at(primals, smooth, floats))
                 return tuple(values[i] for i in results)
 
             return jax.jvp(call, tuple(primals[i] for i in smooth), tuple(arrays[count:]))[1]

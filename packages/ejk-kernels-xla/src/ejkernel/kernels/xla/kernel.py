@@ -66,7 +66,7 @@ class XlaKernel(CallKernel):
         if not (self.by_rows and is_batch_invariant()):
             return run(cfg=cfg, **arguments)
         a = {**self.call.boundary.defaults, **arguments}
-        reason = self._variance(a, self.problem(a))
+        reason = self._variance_reason(a, self.problem(a))
         if reason is not None:
             raise self.unsupported_error(reason)
         if next(iter(a.values())).shape[0] == 0:

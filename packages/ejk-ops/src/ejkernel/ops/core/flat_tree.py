@@ -29,14 +29,18 @@ class FlatTree(NamedTuple):
 
     def with_arrays(self, arrays: Iterable[Any]) -> Any:
         """Returns the tree with other arrays in the places of its own."""
-        leaves = list(self.leaves)
-        for position, array in zip(self.positions, arrays, strict=True):
-            leaves[position] = array
+        leaves = replace_at(self.leaves, self.positions, arrays)
         return jax.tree_util.tree_unflatten(self.treedef, leaves)
 
     def without_arrays(self) -> FlatTree:
         """Returns a copy that keeps no array alive."""
-        leaves: list[Any] = list(self.leaves)
-        for position in self.positions:
-            leaves[position] = None
+        leaves = replace_at(self.leaves, self.positions, [None] * len(self.positions))
         return self._replace(leaves=tuple(leaves))
+
+
+def replace_at(values: Iterable[Any], indices: Iterable[int], new: Iterable[Any]) -> list[Any]:
+    """Returns the values, those at the indices replaced by the new ones."""
+    replaced = list(values)
+    for i, x in zip(indices, new, strict=True):
+        replaced[i] = x
+    return replaced

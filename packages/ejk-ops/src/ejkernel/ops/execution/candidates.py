@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.compat import settings
-from ejkernel.ops.core.flat_tree import FlatTree
+from ejkernel.ops.core.flat_tree import FlatTree, replace_at
 from ejkernel.ops.core.invocation import BoundCall, bind_by_name
 from ejkernel.ops.core.keys import has_gradient, is_array
 from ejkernel.ops.core.samples import DRAWN, random_array, sample_generator
@@ -250,10 +250,8 @@ class Workbench:
     def _with_gradients(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def both(arrays: list[Any], cotangents: list[Any]) -> Any:
             def floats_only(*floats: Any) -> Any:
-                full = list(arrays)
-                for position, value in zip(self.differentiated, floats, strict=True):
-                    full[position] = value
-                leaves = jax.tree_util.tree_leaves(run(*full))
+                inputs = replace_at(arrays, self.differentiated, floats)
+                leaves = jax.tree_util.tree_leaves(run(*inputs))
                 return [leaf for leaf in leaves if has_gradient(leaf)]
 
             out, vjp = jax.vjp(floats_only, *(arrays[i] for i in self.differentiated))
