@@ -203,15 +203,15 @@ FAULTS = (
     Fault(
         "a stored config for another platform is used",
         f"{OPS}/config/selection.py",
-        "_refusal(kernel, cfg, call) or self._lowering_failure(lookup, cfg)",
+        "_unusable_reason(kernel, cfg, call) or self._lowering_failure(lookup, cfg)",
         "self._lowering_failure(lookup, cfg)",
         f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
         "a stored config that cannot be lowered is used",
         f"{OPS}/config/selection.py",
-        "_refusal(kernel, cfg, call) or self._lowering_failure(lookup, cfg)",
-        "_refusal(kernel, cfg, call)",
+        "_unusable_reason(kernel, cfg, call) or self._lowering_failure(lookup, cfg)",
+        "_unusable_reason(kernel, cfg, call)",
         f"{OPS_TESTS}/test_stored_configs.py",
     ),
     Fault(

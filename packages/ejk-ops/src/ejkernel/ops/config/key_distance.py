@@ -10,7 +10,7 @@ head by ``GROUP_FACTOR``. Further away, an entry says less than arithmetic does.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 FACTOR = 4.0
@@ -54,11 +54,12 @@ def key_schema(payload: Mapping[str, Any], rules: SimilarityRules) -> Hashable:
     """Returns the part of a payload that must be equal in comparable payloads."""
     arguments = sorted(payload.get("arguments", {}).items())
     placed = repr((payload.get("mesh"), payload.get("specs")))
-    return (*subject(payload), placed, *[(name, *_fixed(name, x, rules)) for name, x in arguments])
+    fixed = [(name, *_fixed_part(name, x, rules)) for name, x in arguments]
+    return (*subject(payload), placed, *fixed)
 
 
-def _fixed(name: str, x: Any, rules: SimilarityRules) -> tuple[Any, ...]:
-    """Returns the part of an argument that must be equal; ``_argument`` compares the other part."""
+def _fixed_part(name: str, x: Any, rules: SimilarityRules) -> tuple[Any, ...]:
+    """Returns the part of an argument that must be equal; distances compare its sizes."""
     if isinstance(x, Mapping):
         if _is_array(x):
             free, heads = x["free"], _head_axis(x, name in rules.pools)
@@ -87,14 +88,14 @@ def distance_within_schema(
     platform, tuned = call.get("platform", "auto"), entry.get("platform", "auto")
     if tuned not in ("auto", platform):  # the best of one platform is not the best of all
         return math.inf
-    ours, theirs = entry.get("arguments", {}), call.get("arguments", {})
+    call_arguments = call.get("arguments", {})
     heads: list[float] = []
     distance = 0.0
-    for name, a in ours.items():
-        b = theirs[name]
+    for name, a in entry.get("arguments", {}).items():
+        b = call_arguments[name]
         if type(a) is type(b) and a == b and not isinstance(a, Mapping):
             continue
-        distance += _argument(name, a, b, heads, rules)
+        distance += _argument_distance(name, a, b, heads, rules)
         if distance == math.inf:
             return math.inf
     if heads and max(heads) - min(heads) > _GROUP_LIMIT:
@@ -102,10 +103,12 @@ def distance_within_schema(
     return distance + (0.0 if tuned == platform else OTHER_PLATFORM)
 
 
-def _argument(name: str, a: Any, b: Any, heads: list[float], rules: SimilarityRules) -> float:
+def _argument_distance(
+    name: str, a: Any, b: Any, heads: list[float], rules: SimilarityRules
+) -> float:
     """Distance of one argument; ``heads`` collects the ratios of head counts, in octaves."""
     if _is_array(a) and _is_array(b):
-        return _array(a, b, heads, pool=name in rules.pools)
+        return _array_distance(a, b, heads, pool=name in rules.pools)
     if a == b and type(a) is type(b):
         return 0.0
     if _is_array(a) or _is_array(b):
@@ -113,9 +116,9 @@ def _argument(name: str, a: Any, b: Any, heads: list[float], rules: SimilarityRu
     if name in rules.untuned_arguments:
         return DETAIL
     if _is_node(a) and _is_node(b):
-        return _node(a, b)
+        return _node_distance(a, b)
     if name in rules.size_arguments:
-        return _size(_pair(a), _pair(b))
+        return _size_distance(_window_sides(a), _window_sides(b))
     return math.inf
 
 
@@ -127,35 +130,36 @@ def _is_node(x: Any) -> bool:
     return isinstance(x, Mapping) and "node" in x
 
 
-def _pair(window: Any) -> Any:
+def _window_sides(window: Any) -> Any:
     """A window as ``[left, right]``."""
     return [window, window] if type(window) is int else window
 
 
-def _size(a: Any, b: Any) -> float:
+def _size_distance(a: Any, b: Any) -> float:
     """Returns the distance of static sizes such as windows; a size must be given on both sides."""
     if a == b and type(a) is type(b):
         return 0.0
     if type(a) is int and type(b) is int:  # a window of n sees n + 1 tokens
-        return _within(_octaves(a + 1, b + 1)) if a > 0 and b > 0 else math.inf
+        return _within_limit(_octaves(a + 1, b + 1)) if a > 0 and b > 0 else math.inf
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return _sum(map(_size, a, b))
+        return sum(map(_size_distance, a, b))
     if isinstance(a, str) and isinstance(b, str):
         return DETAIL
     return math.inf
 
 
-def _node(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
+def _node_distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
     """Returns the distance of pytrees such as masks: the same arrays, and one kind of rule."""
     if a["node"] != b["node"] or len(a["children"]) != len(b["children"]):
         return math.inf
-    return _size(a["static"], b["static"]) + _sum(map(_child, a["children"], b["children"]))
+    children = sum(map(_child_distance, a["children"], b["children"]))
+    return _size_distance(a["static"], b["static"]) + children
 
 
-def _child(a: Any, b: Any) -> float:
+def _child_distance(a: Any, b: Any) -> float:
     if isinstance(a, list) and isinstance(b, list):
-        return _sum(map(_child, a, b)) if len(a) == len(b) else math.inf
-    return _argument("", a, b, [], NO_RULES)
+        return sum(map(_child_distance, a, b)) if len(a) == len(b) else math.inf
+    return _argument_distance("", a, b, [], NO_RULES)
 
 
 def _head_axis(x: Mapping[str, Any], pool: bool) -> int | None:
@@ -164,23 +168,25 @@ def _head_axis(x: Mapping[str, Any], pool: bool) -> int | None:
     return rank - 2 if rank > (3 if pool else 1) else None
 
 
-def _array(a: Mapping[str, Any], b: Mapping[str, Any], heads: list[float], *, pool: bool) -> float:
+def _array_distance(
+    a: Mapping[str, Any], b: Mapping[str, Any], heads: list[float], *, pool: bool
+) -> float:
     head_axis = _head_axis(a, pool)
-    ours, theirs = a["shape"], b["shape"]
-    if a["dtype"] != b["dtype"] or a["free"] != b["free"] or len(ours) != len(theirs):
+    alike = all(a[name] == b[name] for name in ("dtype", "free"))
+    if not alike or len(a["shape"]) != len(b["shape"]):
         return math.inf  # arguments have passed the schema; arrays inside masks have not
     free = set(a["free"])
     sizes, rows = 0.0, 0.0
-    for axis, (m, n) in enumerate(zip(ours, theirs, strict=True)):
+    for axis, (m, n) in enumerate(zip(a["shape"], b["shape"], strict=True)):
         octaves = 0.0 if m == n else _octaves(m, n)
         if axis in free:
             if pool and axis == 0:
                 continue
-            sizes += _within(octaves) if octaves else 0.0
+            sizes += _within_limit(octaves) if octaves else 0.0
             rows += octaves if axis == 0 else 0.0
         elif axis == head_axis:
             heads.append(octaves)
-            sizes += HEADS_WEIGHT * _within(octaves) if octaves else 0.0
+            sizes += HEADS_WEIGHT * _within_limit(octaves) if octaves else 0.0
             rows += octaves
         elif octaves:
             return math.inf
@@ -193,14 +199,5 @@ def _octaves(a: int, b: int) -> float:
     return math.log2(a / b) if a > 0 and b > 0 else math.inf
 
 
-def _within(octaves: float) -> float:
+def _within_limit(octaves: float) -> float:
     return abs(octaves) if abs(octaves) <= _LIMIT else math.inf
-
-
-def _sum(distances: Iterable[float]) -> float:
-    total = 0.0
-    for distance in distances:
-        total += distance
-        if total == math.inf:
-            break
-    return total

@@ -112,7 +112,7 @@ class ConfigSelectorChain:
         """Returns the choice with its tier; an explicit ``cfg`` wins and is never stored."""
         lookup = _Lookup(inv.bound, kernel, dry=False)
         choice = self._fast_tiers(lookup, cfg)
-        if choice is None and _is_fixed(lookup.call):
+        if choice is None and _heuristics_alone(lookup.call):
             choice = self._heuristics(lookup)
         if choice is None:
             group = multihost.peers() if kernel.has_tunables else None
@@ -135,7 +135,7 @@ class ConfigSelectorChain:
     def preview(self, inv: Invocation, kernel: AnyKernel, cfg: Any = None) -> Choice:
         """Returns the choice of ``decide``, without tuning, storing or events."""
         lookup = _Lookup(inv.bound, kernel, dry=True)
-        slow = self._heuristics if _is_fixed(lookup.call) else self._slow_tiers
+        slow = self._heuristics if _heuristics_alone(lookup.call) else self._slow_tiers
         return self._fast_tiers(lookup, cfg) or slow(lookup)
 
     def store(self, key: str, cfg: Any, metadata: Any = None, measured: Any = None) -> None:
@@ -185,7 +185,7 @@ class ConfigSelectorChain:
             return None
         cfg = lookup.kernel.convert_config(cfg, lookup.call)
         # calls of one key may differ in the values of floats: not all platforms do dropout
-        refusal = _refusal(lookup.kernel, cfg, lookup.call)
+        refusal = _unusable_reason(lookup.kernel, cfg, lookup.call)
         if refusal is not None:
             lookup.miss("memory", f"not used: {refusal}")
             return None
@@ -209,8 +209,8 @@ class ConfigSelectorChain:
         kernel, call = lookup.kernel, lookup.call
         miss = "no persistent cache" if self.persistent is None else "key not on disk"
         refusals: list[str] = []
-        for cfg, answer in self._stored(lookup):
-            reason = _refusal(kernel, cfg, call) or self._lowering_failure(lookup, cfg)
+        for cfg, answer in self._iterate_stored(lookup):
+            reason = _unusable_reason(kernel, cfg, call) or self._lowering_failure(lookup, cfg)
             if reason is None:
                 cfg = kernel.convert_config(cfg, call)
                 if not lookup.dry:
@@ -220,7 +220,7 @@ class ConfigSelectorChain:
         lookup.miss("persistent", refusals[0] if refusals else miss)
         return None
 
-    def _stored(self, lookup: _Lookup) -> Iterator[tuple[Any, str]]:
+    def _iterate_stored(self, lookup: _Lookup) -> Iterator[tuple[Any, str]]:
         """Yields configs of files with where they are from: the user's, then the nearest ones."""
         call = lookup.call
         if isinstance(self.persistent, PersistentCache):
@@ -229,8 +229,8 @@ class ConfigSelectorChain:
             cfg = None if self.persistent is None else self.persistent.get(call.key)
         if cfg is not None:
             yield cfg, "hit"
-        for shipped, distance in self._shipped(lookup):
-            yield shipped, f"shipped table, {_near(distance)}"
+        for shipped, distance in self._iterate_shipped(lookup):
+            yield shipped, f"shipped table, {_describe_distance(distance)}"
 
     def _lowering_failure(self, lookup: _Lookup, cfg: Any) -> str | None:
         """Returns why a config of a file cannot be lowered here, None when it can.
@@ -265,7 +265,7 @@ class ConfigSelectorChain:
         cfg = lookup.kernel.convert_config(cfg, lookup.call)
         return config_error(lookup.call, cfg) is None
 
-    def _shipped(self, lookup: _Lookup) -> Any:
+    def _iterate_shipped(self, lookup: _Lookup) -> Any:
         tables = lookup.kernel.config_tables(lookup.call)
         payload = lookup.call.payload
         if not tables or not payload:
@@ -289,7 +289,8 @@ class ConfigSelectorChain:
         if not self.policy.explicitly_enabled() and self._has_shipped_table(lookup):
             lookup.miss("autotune", "shipped tables know this device: tuned only when asked for")
             return None
-        configs = [c for c in kernel.config_space(call) if _refusal(kernel, c, call) is None]
+        configs = list(kernel.config_space(call))
+        configs = [cfg for cfg in configs if _unusable_reason(kernel, cfg, call) is None]
         if len(configs) < 2:
             lookup.miss("autotune", f"{len(configs)} candidates, nothing to compare")
             return None
@@ -347,7 +348,7 @@ class ConfigSelectorChain:
             self.on_event(event, {"kernel": lookup.kernel.name, "key": lookup.call.key, **details})
 
 
-def _is_fixed(call: BoundCall) -> bool:
+def _heuristics_alone(call: BoundCall) -> bool:
     """Returns whether nothing stored or timed serves a call.
 
     No size is known of a symbolic one, and what is timed for one batch differs from another's.
@@ -355,11 +356,11 @@ def _is_fixed(call: BoundCall) -> bool:
     return call.symbolic or call.route.batch_invariant
 
 
-def _near(distance: float) -> str:
+def _describe_distance(distance: float) -> str:
     return "same bucket" if distance == 0 else f"nearest entry, {distance:.2g} octaves away"
 
 
-def _refusal(kernel: AnyKernel, cfg: Any, call: BoundCall) -> str | None:
+def _unusable_reason(kernel: AnyKernel, cfg: Any, call: BoundCall) -> str | None:
     """Returns why a stored or proposed config cannot serve this call, None when it can."""
     try:
         cfg = kernel.convert_config(cfg, call)
