@@ -88,7 +88,7 @@ def finalize_rows(
     if sinks is None or sinks.shape[-1] == 0:
         lse = jnp.where(empty, rows.m, m * unit + rows.l2 * LN2)
         return o, lse, RowScales(m, jnp.where(empty, DEAD, -rows.l2))
-    top, weight = _sink_sum(sinks.astype(m.dtype))
+    top, weight = sum_sinks(sinks.astype(m.dtype))
     # the larger of the two maxima is the reference; one difference decides for both
     top, weight = top[None, None], weight[None, None]
     gap = m * unit - top
@@ -100,10 +100,10 @@ def finalize_rows(
     return o, lse, RowScales(m, key, sink)
 
 
-def _sink_sum(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest sink ``[h]``, finite, and the sum of exponentials relative to it."""
+def sum_sinks(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the largest of ``[..., n]``, finite, and the sum of exponentials relative to it."""
     top = jnp.maximum(sinks.max(-1), jnp.finfo(sinks.dtype).min)
-    return top, jnp.exp2((sinks - top[:, None]) * LOG2E).sum(-1)
+    return top, jnp.exp2((sinks - top[..., None]) * LOG2E).sum(-1)
 
 
 def sink_gradient(
@@ -118,7 +118,7 @@ def sink_gradient(
     if row_scales.sinks is None:
         return jnp.zeros_like(sinks)
     wide = sinks.astype(delta.dtype)
-    top, _ = _sink_sum(wide)
+    top, _ = sum_sinks(wide)
     p = jnp.exp2(((wide - top[:, None]) * LOG2E)[None, None] + row_scales.sinks[..., None])
     grad = -(p * jnp.where(row_scales.alive, delta, 0.0)[..., None]).sum((0, 1))
     return grad.astype(sinks.dtype)

@@ -27,6 +27,7 @@ from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
 from ejkernel.ops.second_order import current_operation, reverse_once
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.attention.rows import sum_sinks
 from ejkernel.types.attention.softmax import name_residuals
 
 NEG_INF = float("-inf")
@@ -164,19 +165,13 @@ def _group_forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles: T
     row_max, keys = top, zero
     if sinks is not None:
         # the larger of the two maxima is the reference; one difference decides for both
-        sink, weight = _sink_sum(sinks)
+        sink, weight = sum_sinks(sinks)
         gap = top - sink[None, :, :, None]
         row_max, keys = jnp.maximum(top, sink[None, :, :, None]), jnp.minimum(gap, 0.0)
         total = total * jnp.exp(keys) + jnp.exp(jnp.minimum(-gap, 0.0)) * weight[None, :, :, None]
     log_sum = jnp.log(total)
     o = jnp.where(alive[..., None], o * jnp.exp(keys - log_sum)[..., None], 0.0)
     return o, log_sum, jnp.where(alive, row_max, NEG_INF), top
-
-
-def _sink_sum(sinks):
-    """The largest sink ``[hk, g]``, finite, and the sum of exponentials relative to it."""
-    top = jnp.maximum(jnp.max(sinks, axis=-1), jnp.finfo(sinks.dtype).min)
-    return top, jnp.sum(jnp.exp(sinks - top[..., None]), axis=-1)
 
 
 def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, tiles, saved):
