@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("triton")
 
 from ejkernel.kernels.triton import causal_conv1d
-from ejkernel.kernels.triton.causal_conv1d import segments
+from ejkernel.kernels.triton.causal_conv1d import segments, tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
+from ejkernel.types.problems.convolution import ConvolutionProblem
 from ejktest.cases.convolution import check_convolution
 from ejktest.cases.convolution import convolution_arguments as make
 from ejktest.cases.linear import cotangents
@@ -55,7 +56,14 @@ def check(args, cu_seqlens=None, activation=None):
 
 @pytest.mark.parametrize(
     ("width", "s", "c", "activation"),
-    [(2, 9, 3, None), (4, 21, 20, "silu"), (8, 5, 3, "silu"), (4, 16, 3, None), (4, 1, 3, "silu")],
+    [
+        (2, 9, 3, None),
+        (4, 21, 20, "silu"),
+        (4, 40, 20, "silu"),
+        (8, 5, 3, "silu"),
+        (4, 16, 3, None),
+        (4, 1, 3, "silu"),
+    ],
 )
 def test_values_and_gradients(width, s, c, activation):
     check(make(b=2, s=s, c=c, width=width), activation=activation)
@@ -142,6 +150,17 @@ def test_vmap_of_shared_taps():
 def test_unsupported_calls_are_refused():
     with jax.enable_x64(True), pytest.raises(Unsupported, match=r"^weight: float64"):
         causal_conv1d(np.zeros((2, 3, 4), np.float32), np.zeros((4, 2)))
+
+
+def test_backward_programs_leave_no_round_almost_empty():
+    """A multiprocessor of a Hopper GPU has room for four backward programs of four warps."""
+    target = cuda_target(90, 132)
+    for batch, rows, channels in [(2, 8192, 8192), (1, 8192, 8192), (1, 32768, 8192)]:
+        p = ConvolutionProblem(batch, rows, channels, 4, 0, True, False, "bfloat16")
+        t = tiles.choose(p, target).backward(p, target, has_state=False)
+        rounds = t.programs(p) / (4 * target.cores)
+        assert (t.channels, t.num_warps) == (512, 4)
+        assert 0.9 * np.ceil(rounds) < rounds <= 2
 
 
 @pytest.mark.parametrize("call", cover(["convolution", "convolution packed"], "convolution packed"))

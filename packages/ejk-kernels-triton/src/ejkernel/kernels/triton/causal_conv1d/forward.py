@@ -21,6 +21,7 @@ from typing import ClassVar
 
 from ejkernel.kernels.triton.causal_conv1d.segments import (
     find_position,
+    in_channels,
     load_history,
     load_taps,
     load_tokens,
@@ -41,10 +42,10 @@ def convolve(x, weight, bias, initial_state, cu, y, state, sizes, SILU: tl.const
     position = find_position(cu, sizes)
     batch, last, valid = position.batch, position.last, position.valid
     channel = position.block * sizes.CHANNELS + tl.arange(0, sizes.CHANNELS)
-    inside = channel < sizes.channels
-    x += batch * sizes.rows * sizes.channels
-    y += batch * sizes.rows * sizes.channels
-    state_offset = position.state * sizes.channels * (WIDTH - 1)
+    inside = in_channels(channel, sizes)
+    x += batch * sizes.rows * sizes.ALL_CHANNELS
+    y += batch * sizes.rows * sizes.ALL_CHANNELS
+    state_offset = position.state * sizes.ALL_CHANNELS * (WIDTH - 1)
     states = None
     if initial_state is not None:
         states = initial_state + state_offset
@@ -57,7 +58,7 @@ def convolve(x, weight, bias, initial_state, cu, y, state, sizes, SILU: tl.const
             if SILU:
                 z = z * sigmoid(z)
             z = tl.where(valid, z, 0.0)
-            row = y + tl.cast(t + j, tl.int64) * sizes.channels
+            row = y + tl.cast(t + j, tl.int64) * sizes.ALL_CHANNELS
             tl.store(row + channel, z.to(y.dtype.element_ty), mask=inside & (t + j < last))
         history = tokens[sizes.STEP :]
     if position.ends:

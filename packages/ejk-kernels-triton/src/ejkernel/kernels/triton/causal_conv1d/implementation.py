@@ -50,7 +50,8 @@ class CausalConv1D(TritonKernel):
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, (dy, dstate) = work.problem, cotangents
-        launch = ConvolveBackwardLaunch(p, work.tiles.backward(p, work.target))
+        t = work.tiles.backward(p, work.target, has_state="initial_state" in arrays)
+        launch = ConvolveBackwardLaunch(p, t)
         # the gradient of a state that nobody gets is 0
         dstate = dstate if p.returns_state else None
         results = call(launch, **_operands(arrays), dy=dy, dstate=dstate)

@@ -17,41 +17,47 @@ class Sizes(NamedTuple):
         sequences: packed sequences of a batch row, 0: one sequence.
         segments: segments of a batch row.
         weight_batch, bias_batch: elements from one batch row to the next, 0: one for all.
+        ALL_CHANNELS: channels of a token; a constant, so that tokens lie at constant distances.
         SEGMENT, CHANNELS: tokens and channels of a program.
         STEP: tokens loaded together.
         WIDTH: number of taps.
         LANES: sequences searched together.
+        EVEN: whether every segment has whole steps, each of more tokens than a sum reads before it.
     """
 
     rows: int
-    channels: int
     sequences: int
     segments: int
     weight_batch: int
     bias_batch: int
+    ALL_CHANNELS: int
     SEGMENT: int
     STEP: int
     CHANNELS: int
     WIDTH: int
     LANES: int
+    EVEN: bool
 
 
 def sizes_of(launch: Any, step: int) -> Sizes:
     """Returns the sizes of a launch that loads ``step`` tokens together."""
     p, t = launch.problem, launch.tiles
+    step = min(step, t.segment)
+    even = not p.sequences and p.rows % step == 0 and t.segment % step == 0 and p.width <= step
     shared = {name: (launch.shape(name) or (1,))[0] == 1 for name in ("weight", "bias")}
     return Sizes(
         p.rows,
-        p.channels,
         p.sequences,
         t.segments(p),
         weight_batch=0 if shared["weight"] else p.channels * p.width,
         bias_batch=0 if shared["bias"] else p.channels,
+        ALL_CHANNELS=p.channels,
         SEGMENT=t.segment,
-        STEP=min(step, t.segment),
+        STEP=step,
         CHANNELS=t.channels,
         WIDTH=p.width,
         LANES=lane_count(p.sequences),
+        EVEN=even,
     )
 
 
@@ -84,7 +90,7 @@ class SegmentPosition(NamedTuple):
 @triton.jit
 def find_position(cu, sizes):
     """Returns the ``SegmentPosition`` of this program."""
-    across = (sizes.channels + sizes.CHANNELS - 1) // sizes.CHANNELS
+    across = (sizes.ALL_CHANNELS + sizes.CHANNELS - 1) // sizes.CHANNELS
     program = tl.program_id(0)
     block = program % across
     segment = program // across
@@ -112,6 +118,12 @@ def find_position(cu, sizes):
 
 
 @triton.jit
+def in_channels(channel, sizes):
+    """Returns which of the channels exist."""
+    return (channel < sizes.ALL_CHANNELS) | (sizes.ALL_CHANNELS % sizes.CHANNELS == 0)
+
+
+@triton.jit
 def load_taps(weight, bias, batch, channel, inside, sizes):
     """Returns the taps of every channel, the earliest token's first, and the bias, in float32."""
     weight += batch * sizes.weight_batch
@@ -136,17 +148,24 @@ def load_history(x, states, row, position, channel, inside, sizes):
         t = row - (sizes.WIDTH - 1) + i
         token = load_token(x, t, valid & (t >= start), channel, inside, sizes)
         if states is not None:
-            at = states + channel * (sizes.WIDTH - 1) + (t - start + sizes.WIDTH - 1)
-            before = tl.load(at, mask=inside & valid & (t < start), other=0.0)
-            token += before.to(tl.float32)
+            token += load_state(states, t, position, channel, inside, sizes)
         history += (token,)
     return history
 
 
 @triton.jit
+def load_state(states, t, position, channel, inside, sizes):
+    """Returns the channels of token ``t`` of the initial state in float32, 0 where it has none."""
+    at = t - position.start + sizes.WIDTH - 1
+    before = inside & position.valid & (at >= 0) & (at < sizes.WIDTH - 1)
+    pointers = states + channel * (sizes.WIDTH - 1) + at
+    return tl.load(pointers, mask=before, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_token(x, t, valid, channel, inside, sizes):
     """Returns the channels of token ``t`` in float32, 0 where it is not ``valid``."""
-    row = x + tl.cast(t, tl.int64) * sizes.channels
+    row = x + tl.cast(t, tl.int64) * sizes.ALL_CHANNELS
     return tl.load(row + channel, mask=inside & valid, other=0.0).to(tl.float32)
 
 

@@ -15,6 +15,8 @@ FIELDS = {"segment": "token_tile", "channels": "channel_tile", "num_warps": "num
 LANES = 128  # channels of a warp: four per thread, 8 bytes of bfloat16
 STEP, BACKWARD_STEP = 8, 4  # tokens loaded together
 MIN_SEGMENT = 16
+LONGER = (1, 2, 4, 8)  # times as many tokens in a segment of the backward launch
+EXTRA_TOKENS = 16  # a backward segment takes the time of as many more: its halo, first loads, sums
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,19 @@ class Tiles:
         """Returns these tiles with the values of a config."""
         return override_tiles(self, cfg, FIELDS)
 
-    def backward(self, p: ConvolutionProblem, target: Target) -> Tiles:
-        """Returns the tiles of the backward launch, which stores sums for every segment."""
-        longer = replace(self, segment=2 * self.segment)
-        return longer if longer.programs(p) >= 4 * target.cores else self
+    def backward(self, p: ConvolutionProblem, target: Target, has_state: bool) -> Tiles:
+        """Returns the tiles of the backward launch, with segments as long or a few times longer.
+
+        Programs that a multiprocessor has no room for wait for a round of their own, which takes as
+        long as the others, however few they are: all rounds together are to be short.
+        """
+        warps = backward_warps(p, target, has_state) * target.cores
+        at_once = max(1, warps // self.num_warps)
+
+        def cost(t: Tiles) -> int:
+            return -(-t.programs(p) // at_once) * (t.segment + EXTRA_TOKENS)
+
+        return min((replace(self, segment=n * self.segment) for n in LONGER), key=cost)
 
     def segments(self, p: ConvolutionProblem) -> int:
         """Returns the number of segments of a batch row."""
@@ -54,6 +65,17 @@ class Tiles:
     def programs(self, p: ConvolutionProblem) -> int:
         """Returns the number of programs of a launch."""
         return p.batch * self.segments(p) * -(-p.channels // self.channels)
+
+
+def backward_warps(p: ConvolutionProblem, target: Target, has_state: bool) -> int:
+    """Returns the warps of backward programs for which a multiprocessor has registers.
+
+    A thread has four channels; with four taps and 16-bit tokens that is 128 registers on Hopper.
+    """
+    taps = p.width + (has_state or p.dtype == "float32")
+    if taps <= 4 and target.hopper:
+        return 16
+    return 12 if taps <= 6 else 8
 
 
 def choose(p: ConvolutionProblem, target: Target) -> Tiles:
