@@ -214,6 +214,30 @@ def test_a_mask_travels_with_its_program():
     np.testing.assert_allclose(again.call(qkv, mask), run(qkv, mask), atol=1e-6)
 
 
+def test_a_mask_builder_and_a_plan_of_symbolic_length():
+    query = call("blocksparse_attention").arrays["query"]
+    arrays, lens, starts = call("ragged_page_attention").arrays, [5, 9, 0], [0, 1, 5, 5]
+    lens, starts = np.int32(lens), np.int32(starts)
+    (n,) = export.symbolic_shape("n")
+
+    def blocks(x):
+        def lower(q_len, kv_len, heads):
+            return jnp.tri(-(-q_len // 4), -(-kv_len // 4), dtype=bool)
+
+        sizes = {"q_block_size": 4, "kv_block_size": 4}
+        return modules.blocksparse_attention(x, x, x, mask_builder=lower, **sizes, platform="xla")
+
+    def step(queries):
+        plan = modules.plan_ragged_attention(lens, starts, 2, tokens=queries.shape[0])
+        read = modules.ragged_page_attention
+        return read(**{**arrays, "queries": queries}, plan=plan, platform="xla")
+
+    for f, x in ((blocks, query), (step, arrays["queries"])):
+        shape = jax.ShapeDtypeStruct([n if m in (S, 6) else m for m in x.shape], x.dtype)
+        exported = export.export(jax.jit(f))(shape)
+        np.testing.assert_allclose(exported.call(x), f(x), atol=1e-6)
+
+
 def test_symbolic_sizes_are_neither_tuned_nor_given_to_other_platforms():
     arrays = open_shapes(call("flash_attention"), "batch")
     found = modules.supports("flash_attention", **arrays, platform="triton")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules._op import own_errors
+from ejkernel.types.arrays import is_symbolic
 from ejkernel.types.calls import values
 from ejkernel.types.calls.words import Array, I, invalid, out_of_range
 from ejkernel.types.masks.segments import check_starts
@@ -51,7 +52,8 @@ def plan_ragged_attention(
     with own_errors():
         _check(context_lens, query_start_loc, num_seqs, tokens, max_query_len)
     count = jnp.asarray(num_seqs, jnp.int32).reshape(())
-    return make_plan(context_lens, query_start_loc, count, int(tokens), max_query_len)
+    rows = tokens if is_symbolic(tokens) else int(tokens)
+    return make_plan(context_lens, query_start_loc, count, rows, max_query_len)
 
 
 def _check(lens: Any, starts: Any, count: Any, tokens: Any, max_query_len: Any) -> None:
@@ -76,6 +78,8 @@ def _check(lens: Any, starts: Any, count: Any, tokens: Any, max_query_len: Any) 
         raise out_of_range("num_seqs", legal, int(np.reshape(number, ())))
     for name, x, least in (("tokens", tokens, 0), ("max_query_len", max_query_len, 1)):
         if x is None and name == "max_query_len":
+            continue
+        if name == "tokens" and is_symbolic(x):
             continue
         if not isinstance(x, (int, np.integer)) or isinstance(x, bool):
             raise invalid(name, "a Python int", x)

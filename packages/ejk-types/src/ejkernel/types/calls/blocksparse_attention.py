@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ejkernel.types.arrays import is_symbolic
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.layout import Layout
@@ -81,7 +83,8 @@ class BlockSparseAttention(SoftmaxCall):
         if any(len(shape) != 4 for shape in shapes):
             return  # the type check has more to say
         cls.check_axes(a)
-        with jax.ensure_compile_time_eval():
+        symbolic = any(is_symbolic(n) for n in shapes[0] + shapes[1])
+        with nullcontext() if symbolic else jax.ensure_compile_time_eval():
             mask = builder(shapes[0][1], shapes[1][1], shapes[0][2])
         traced = isinstance(a["query"], Tracer)
         if traced and isinstance(mask, jax.Array) and not isinstance(mask, Tracer):
