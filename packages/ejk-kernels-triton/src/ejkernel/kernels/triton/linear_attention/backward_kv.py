@@ -25,7 +25,7 @@ Sources: as ``chunk_loop``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.common.sequences import find_piece
 from ejkernel.kernels.triton.language import tl, triton
@@ -33,10 +33,94 @@ from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention import tiles
 from ejkernel.kernels.triton.linear_attention.gates import load_chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.launch import ScalarGradientLaunch
-from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
+from ejkernel.kernels.triton.linear_attention.rows import (
+    ChunkOfSegment,
+    HeadRows,
+    load_chunk_rows,
+    store_chunk_rows,
+)
 from ejkernel.kernels.triton.linear_attention.tiles import width
 
 ACROSS, DOWN = tl.constexpr(tiles.ACROSS), tl.constexpr(tiles.DOWN)
+
+
+class Segment(NamedTuple):
+    """A segment, and where the state after it in time is stored.
+
+    Attributes:
+        batch: batch row.
+        begin, end, used: first row, row past the last, and row past the last in use.
+        after: the segment that starts from the state after this one.
+        is_last: whether that state is the final one of the sequence instead.
+        sequence: the sequence, counted over all batch rows.
+    """
+
+    batch: Any
+    begin: Any
+    end: Any
+    used: Any
+    after: Any
+    is_last: Any
+    sequence: Any
+
+
+@triton.jit
+def find_segment_and_next(cu, slot, inputs):
+    """Returns the ``Segment`` with number ``slot``, counted over all batch rows."""
+    batch = slot // inputs.pieces
+    piece = (slot % inputs.pieces).to(tl.int32)
+    tile = piece * inputs.SEGMENT
+    sequence = 0
+    start = 0
+    end = inputs.rows
+    if cu is not None:
+        cu += batch * (inputs.sequences + 1)
+        sequence, start, end, tile = find_piece(
+            cu, inputs.sequences, inputs.rows, piece, inputs.SEGMENT, inputs.LANES
+        )
+    if inputs.REVERSED:
+        is_last = tile <= start
+        after = slot - 1
+    else:
+        is_last = tile + inputs.SEGMENT >= end
+        after = slot + 1
+    end = tl.minimum(end, tile + inputs.SEGMENT)
+    begin = tl.maximum(tile, start)
+    used = end
+    state_row = batch
+    if cu is not None:
+        # rows after the last sequence read as 0 and write 0
+        used = tl.where(sequence < inputs.sequences, end, begin)
+        state_row = batch * inputs.sequences + sequence
+    return Segment(batch, begin, end, used, after, is_last, state_row)
+
+
+@triton.jit
+def store_pair_sums(z_read, z_reading, z, element, written):
+    """Stores sums of ``z [row, row that reads it]`` over rows that read, and in parts over rows."""
+    CHUNK: tl.constexpr = z.shape[0]
+    tl.store(z_read + element, tl.sum(z, 1), mask=written)
+    parts = tl.sum(tl.reshape(z, (DOWN, CHUNK // DOWN, CHUNK)), 1)
+    part_at = element[None, :] * DOWN + tl.arange(0, DOWN)[:, None]
+    tl.store(z_reading + part_at, parts, mask=written[None, :])
+
+
+@triton.jit
+def dot_states(starts, final, dstarts, size, inner, valid):
+    """Returns <H, dH> of ``size`` elements, which are 0 from ``valid`` on.
+
+    H is the start of the next segment for the first ``inner`` elements (all or none of them), the
+    ``final`` state for the others.
+    """
+    # few elements at a time: addresses take registers as well
+    e = tl.arange(0, 1024)
+    total = tl.zeros([1024], tl.float32)
+    for first in tl.range(0, size, 1024):
+        n = first + e
+        h = tl.load(starts + n, mask=n < inner, other=0.0)
+        h += tl.load(final + n, mask=(n >= inner) & (n < valid), other=0.0)
+        total += h * tl.load(dstarts + n, mask=n < valid, other=0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -51,7 +135,6 @@ def backward_kv(
     """
     heads, kv_heads, dim, columns = inputs.heads, inputs.kv_heads, inputs.dim, inputs.columns
     CHUNK: tl.constexpr = inputs.CHUNK
-    SEGMENT: tl.constexpr = inputs.SEGMENT
     DIM: tl.constexpr = inputs.DIM
     COLUMNS: tl.constexpr = inputs.COLUMNS
     MAPS: tl.constexpr = inputs.MAPS
@@ -61,31 +144,8 @@ def backward_kv(
     head = program % heads
     kv_head = head // (heads // kv_heads)
     slot = (program // heads).to(tl.int64)
-    batch = slot // inputs.pieces
-    piece = (slot % inputs.pieces).to(tl.int32)
-    tile = piece * SEGMENT
-    sequence = 0
-    start = 0
-    end = inputs.rows
-    if cu is not None:
-        cu += batch * (inputs.sequences + 1)
-        sequence, start, end, tile = find_piece(
-            cu, inputs.sequences, inputs.rows, piece, SEGMENT, inputs.LANES
-        )
-    if inputs.REVERSED:
-        last = tile <= start
-        after = slot - 1
-    else:
-        last = tile + SEGMENT >= end
-        after = slot + 1
-    end = tl.minimum(end, tile + SEGMENT)
-    begin = tl.maximum(tile, start)
-    used = end
-    state_row = batch
-    if cu is not None:
-        # rows after the last sequence read as 0 and write 0
-        used = tl.where(sequence < inputs.sequences, end, begin)
-        state_row = batch * inputs.sequences + sequence
+    segment = find_segment_and_next(cu, slot, inputs)
+    begin, end, used = segment.begin, segment.end, segment.used
     steps = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 0)
 
     d = tl.arange(0, DIM)[:, None]
@@ -95,22 +155,20 @@ def backward_kv(
     size = dim * columns
     dstarts += (slot * heads + head) * size
     if state_dot is not None:
-        # few elements at a time: addresses take registers as well
-        starts += (after * heads + head) * size
-        final += (state_row * heads + head) * size
-        e = tl.arange(0, 1024)
+        starts += (segment.after * heads + head) * size
+        final += (segment.sequence * heads + head) * size
         valid = tl.where(used > begin, size, 0)
-        inner = tl.where(last, 0, valid)
-        total = tl.zeros([1024], tl.float32)
-        for first in tl.range(0, size, 1024):
-            n = first + e
-            h = tl.load(starts + n, mask=n < inner, other=0.0)
-            h += tl.load(final + n, mask=(n >= inner) & (n < valid), other=0.0)
-            total += h * tl.load(dstarts + n, mask=n < valid, other=0.0)
-        tl.store(state_dot + slot * heads + head, tl.sum(total, 0))
+        dot = dot_states(starts, final, dstarts, size, tl.where(segment.is_last, 0, valid), valid)
+        tl.store(state_dot + slot * heads + head, dot)
     dstate = tl.load(dstarts + state_element, mask=(c < columns) & (d < valid_dim), other=0.0)
-    base = batch * inputs.rows + begin
+    base = segment.batch * inputs.rows + begin
     length = used - begin
+    q_rows = HeadRows(inputs.query, head, heads, dim)
+    k_rows = HeadRows(inputs.key, kv_head, kv_heads, dim)
+    v_rows = HeadRows(inputs.value, kv_head, kv_heads, columns)
+    do_rows = HeadRows(inputs.dout, head, heads, columns)
+    dk_rows = HeadRows(dkey, head, heads, dim)
+    dv_rows = HeadRows(dvalue, head, heads, columns)
     chunk_row = tl.arange(0, CHUNK)
     i = chunk_row[:, None]
     j = chunk_row[None, :]
@@ -120,21 +178,15 @@ def backward_kv(
         else:
             at = (steps - 1 - t) * CHUNK
         row = base + at
-        q = load_rows(inputs.query, base, length, at, head, heads, 0, dim, CHUNK, DIM, MAPS).to(
-            DTYPE
-        )
-        k = load_rows(inputs.key, base, length, at, kv_head, kv_heads, 0, dim, CHUNK, DIM, MAPS)
-        k = k.to(DTYPE)
-        v = load_rows(
-            inputs.value, base, length, at, kv_head, kv_heads, 0, columns, CHUNK, COLUMNS, MAPS
-        ).to(DTYPE)  # fmt: skip
-        do = load_rows(
-            inputs.dout, base, length, at, head, heads, 0, columns, CHUNK, COLUMNS, MAPS
-        ).to(DTYPE)  # fmt: skip
+        chunk = ChunkOfSegment(base, length, at, row, end - begin)
+        q = load_chunk_rows(q_rows, chunk, 0, CHUNK, DIM, MAPS).to(DTYPE)
+        k = load_chunk_rows(k_rows, chunk, 0, CHUNK, DIM, MAPS).to(DTYPE)
+        v = load_chunk_rows(v_rows, chunk, 0, CHUNK, COLUMNS, MAPS).to(DTYPE)
+        do = load_chunk_rows(do_rows, chunk, 0, CHUNK, COLUMNS, MAPS).to(DTYPE)
         if inputs.high_sums is not None:
             high, low, since, until, chunk_decay = load_chunk_sums(
                 inputs.high_sums, inputs.low_sums, inputs.gate_totals, row * heads + head,
-                slot * (SEGMENT // CHUNK) + at // CHUNK, head, heads, length - at,
+                slot * (inputs.SEGMENT // CHUNK) + at // CHUNK, head, heads, length - at,
                 not inputs.REVERSED, CHUNK, MAPS,
             )  # fmt: skip
             row_decay = tl.exp(since)
@@ -168,18 +220,15 @@ def backward_kv(
         s = s * decays
         if state_dot is not None:
             z = tl.where(i == j, 0.0, s * p) * inputs.scale
-            tl.store(z_read + element, tl.sum(z, 1), mask=chunk_row < written)
-            z = tl.sum(tl.reshape(z, (DOWN, CHUNK // DOWN, CHUNK)), 1)
-            at_parts = element[None, :] * DOWN + tl.arange(0, DOWN)[:, None]
-            tl.store(z_reading + at_parts, z, mask=chunk_row[None, :] < written)
+            store_pair_sums(z_read, z_reading, z, element, chunk_row < written)
         p = p * decays
 
         # matmuls of their own: one accumulator would tie the layouts of two
         dv += tl.dot(s.to(DTYPE), do, input_precision=PRECISION) * inputs.scale
-        store_rows(dvalue, dv, row, written, head, heads, 0, columns, CHUNK, COLUMNS, MAPS)
+        store_chunk_rows(dv_rows, dv, chunk, 0, CHUNK, COLUMNS, MAPS)
         dk = tl.dot(v, tl.trans(dstate_operand), input_precision=PRECISION) * row_decay[:, None]
         dk += tl.dot(p.to(DTYPE), q, input_precision=PRECISION) * inputs.scale
-        store_rows(dkey, dk, row, written, head, heads, 0, dim, CHUNK, DIM, MAPS)
+        store_chunk_rows(dk_rows, dk, chunk, 0, CHUNK, DIM, MAPS)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,12 @@ from ejkernel.kernels.triton.linear_attention.channels import (
     visible_rows,
 )
 from ejkernel.kernels.triton.linear_attention.launch import LinearLaunch
-from ejkernel.kernels.triton.linear_attention.rows import find_chunk, load_chunk_rows
+from ejkernel.kernels.triton.linear_attention.rows import (
+    POINTERS,
+    HeadRows,
+    find_chunk,
+    load_chunk_rows,
+)
 from ejkernel.kernels.triton.linear_attention.tiles import CHANNELS, channel_options, maps_of, width
 from ejkernel.kernels.triton.targets import Target
 
@@ -140,7 +145,7 @@ def gradients_by_halves(
 
 
 @triton.jit
-def load_state(
+def _load_state_tile(
     states, index, dim, columns, row, column, exists, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     MAPS: tl.constexpr,
 ):  # fmt: skip
@@ -154,6 +159,24 @@ def load_state(
         inside = (r < tl.where(exists, dim - row, 0)) & (c < columns - column)
         tile = tl.load(states + r * columns + c, mask=inside, other=0.0)
     return tile
+
+
+@triton.jit
+def load_state(states, index, channel, other, exists, sizes, tile):
+    """Loads ``[OTHERS, CHANNELS]`` of a state, if it ``exists``."""
+    channels, others = sizes.channels, sizes.others
+    if tile.OF_VALUES:
+        h = _load_state_tile(
+            states, index, others, channels, other, channel, exists, tile.OTHERS, tile.CHANNELS,
+            tile.MAPS,
+        )  # fmt: skip
+    else:
+        h = _load_state_tile(
+            states, index, channels, others, channel, other, exists, tile.CHANNELS, tile.OTHERS,
+            tile.MAPS,
+        )  # fmt: skip
+        h = tl.trans(h)
+    return h
 
 
 class Sizes(NamedTuple):
@@ -214,10 +237,15 @@ def channel_gradient(
     slot = (program // across // heads).to(tl.int64)
     chunk = find_chunk(cu, slot, sizes, CHUNK, tile.SEGMENT, tile.LANES)
     chunk_row = tl.arange(0, CHUNK)
-    reader_head = head // (heads // sizes.reader_heads)
-    source_head = head // (heads // sizes.source_heads)
-    reader_other_head = head // (heads // sizes.reader_other_heads)
-    source_other_head = head // (heads // sizes.source_other_heads)
+    a_head = head // (heads // sizes.reader_heads)
+    b_head = head // (heads // sizes.source_heads)
+    c_head = head // (heads // sizes.reader_other_heads)
+    d_head = head // (heads // sizes.source_other_heads)
+    a_rows = HeadRows(reader, a_head, sizes.reader_heads, channels)
+    b_rows = HeadRows(source, b_head, sizes.source_heads, channels)
+    c_rows = HeadRows(reader_other, c_head, sizes.reader_other_heads, others)
+    d_rows = HeadRows(source_other, d_head, sizes.source_other_heads, others)
+    gate_rows = HeadRows(gate, head, heads, channels)
 
     n = tl.arange(0, CHANNELS)
     m = tl.arange(0, OTHERS)
@@ -232,49 +260,19 @@ def channel_gradient(
     # by address: all three are in flight at once
     a = None
     if reader is not None:
-        a = load_chunk_rows(
-            reader, chunk, reader_head, sizes.reader_heads, channel, channels, CHUNK, CHANNELS, 0
-        )
-    b = load_chunk_rows(
-        source, chunk, source_head, sizes.source_heads, channel, channels, CHUNK, CHANNELS, 0
-    )
-    g = load_chunk_rows(gate, chunk, head, heads, channel, channels, CHUNK, CHANNELS, 0)
+        a = load_chunk_rows(a_rows, chunk, channel, CHUNK, CHANNELS, POINTERS)
+    b = load_chunk_rows(b_rows, chunk, channel, CHUNK, CHANNELS, POINTERS)
+    g = load_chunk_rows(gate_rows, chunk, channel, CHUNK, CHANNELS, POINTERS)
     exists = chunk.at < chunk.length  # chunks without rows have no states
     for other in tl.range(0, others, OTHERS):
-        c = load_chunk_rows(
-            reader_other, chunk, reader_other_head, sizes.reader_other_heads, other, others, CHUNK,
-            OTHERS, MAPS,
-        ).to(DTYPE)  # fmt: skip
-        d = load_chunk_rows(
-            source_other, chunk, source_other_head, sizes.source_other_heads, other, others, CHUNK,
-            OTHERS, MAPS,
-        ).to(DTYPE)  # fmt: skip
-        if tile.OF_VALUES:
-            h = load_state(
-                states, slot * heads + head, others, channels, other, channel, exists, OTHERS,
-                CHANNELS, MAPS,
-            )  # fmt: skip
-        else:
-            h = load_state(
-                states, slot * heads + head, channels, others, channel, other, exists, CHANNELS,
-                OTHERS, MAPS,
-            )  # fmt: skip
-            h = tl.trans(h)
+        c = load_chunk_rows(c_rows, chunk, other, CHUNK, OTHERS, MAPS).to(DTYPE)
+        d = load_chunk_rows(d_rows, chunk, other, CHUNK, OTHERS, MAPS).to(DTYPE)
+        h = load_state(states, slot * heads + head, channel, other, exists, sizes, tile)
         reached = tl.dot(c, h.to(DTYPE), reached, input_precision=PRECISION)
         if pairs is None:
             products = tl.dot(c, tl.trans(d), products, input_precision=PRECISION)
         if dstates is not None:
-            if tile.OF_VALUES:
-                dh = load_state(
-                    dstates, slot * heads + head, others, channels, other, channel, exists, OTHERS,
-                    CHANNELS, MAPS,
-                )  # fmt: skip
-            else:
-                dh = load_state(
-                    dstates, slot * heads + head, channels, others, channel, other, exists,
-                    CHANNELS, OTHERS, MAPS,
-                )  # fmt: skip
-                dh = tl.trans(dh)
+            dh = load_state(dstates, slot * heads + head, channel, other, exists, sizes, tile)
             leaving = tl.dot(d, dh.to(DTYPE), leaving, input_precision=PRECISION)
             both = h.to(tl.float32) * dh.to(tl.float32)
             if totals is not None:

@@ -70,7 +70,12 @@ from ejkernel.kernels.triton.linear_attention.gates import (
 )
 from ejkernel.kernels.triton.linear_attention.launch import GATE_SUMS, LinearLaunch, Operand
 from ejkernel.kernels.triton.linear_attention.passes import ARRAYS, Pass
-from ejkernel.kernels.triton.linear_attention.rows import load_rows, store_rows
+from ejkernel.kernels.triton.linear_attention.rows import (
+    ChunkOfSegment,
+    HeadRows,
+    load_chunk_rows,
+    store_chunk_rows,
+)
 from ejkernel.kernels.triton.linear_attention.tiles import (
     FULL,
     Tiles,
@@ -224,6 +229,55 @@ class Tile(NamedTuple):
 
 
 @triton.jit
+def load_decays(gates, gate, chunk, chunk_slot, head, heads, tile):
+    """Returns ``gates.in_loop_order`` of a chunk."""
+    count = chunk.length - chunk.at
+    if gates.constant is not None:
+        high, low, since, until, total = constant_sums(
+            gate, count, tile.LATER, tile.REVERSED, tile.CHUNK, tile.MAPS
+        )
+    else:
+        high, low, since, until, total = load_chunk_sums(
+            gates.high_sums, gates.low_sums, gates.totals, chunk.row * heads + head, chunk_slot,
+            head, heads, count, tile.LATER, tile.CHUNK, tile.MAPS,
+        )  # fmt: skip
+    return high, low, since, until, total
+
+
+@triton.jit
+def decay_by_channel(state, key_total, value_total, decayed, chunk_head, column, sizes, tile):
+    """Decays a state by its channels over one chunk, and adds the log decays to the totals."""
+    if decayed.totals is not None:
+        d = tl.arange(0, tile.DIM)
+        decay = tl.load(decayed.totals + chunk_head * sizes.dim + d, mask=d < sizes.dim, other=0.0)
+        key_total += decay
+        state = state * tl.exp(decay)[:, None]
+    if decayed.value_totals is not None:
+        c = tl.arange(0, tile.COLUMNS)
+        total_at = decayed.value_totals + chunk_head * sizes.columns + column + c
+        decay = tl.load(total_at, mask=c < sizes.columns - column, other=0.0)
+        value_total += decay
+        state = state * tl.exp(decay)[None, :]
+    return state, key_total, value_total
+
+
+@triton.jit
+def store_segment_decays(ends, total, key_total, value_total, segment_head, column, sizes, tile):
+    """Stores the log decays of a segment: of rows and keys only with the first columns."""
+    if column == 0:
+        if ends.decays is not None:
+            tl.store(ends.decays + segment_head, total)
+        if ends.key_decays is not None:
+            d = tl.arange(0, tile.DIM)
+            key_at = ends.key_decays + segment_head * sizes.dim
+            tl.store(key_at + d, key_total, mask=d < sizes.dim)
+    if ends.value_decays is not None:
+        c = tl.arange(0, tile.COLUMNS)
+        value_at = ends.value_decays + segment_head * sizes.columns + column
+        tl.store(value_at + c, value_total, mask=c < sizes.columns - column)
+
+
+@triton.jit
 def chunk_loop(
     query, key, value, gates, decayed, dot_with, cu, starts, out, ends, states, state_dots,
     sizes, scale_in, scale_out, constant_stride, tile,
@@ -261,7 +315,8 @@ def chunk_loop(
     else:
         element = d * columns + column + c
     inside = (d < dim) & (c < columns - column)
-    state_at = (slot * heads + head) * dim * columns
+    segment_head = slot * heads + head
+    state_at = segment_head * dim * columns
     state = tl.zeros([DIM, COLUMNS], tl.float32)
     if starts is not None:
         valid = inside & (d < tl.where(used > begin, dim, 0))
@@ -269,52 +324,43 @@ def chunk_loop(
     total = 0.0
     key_total = tl.zeros([DIM], tl.float32)
     value_total = tl.zeros([COLUMNS], tl.float32)
+    gate = None
     if gates.constant is not None:
         gate = tl.load(gates.constant + batch * constant_stride + head).to(tl.float32)
     base = batch * rows + begin
     chunk_row = tl.arange(0, CHUNK)
     DECAYS: tl.constexpr = gates.high_sums is not None or gates.constant is not None
-    key_head = head // (heads // sizes.key_heads)
-    value_head = head // (heads // sizes.value_heads)
-    query_head = head // (heads // sizes.query_heads)
+    q_rows = HeadRows(query, head // (heads // sizes.query_heads), sizes.query_heads, dim)
+    k_rows = HeadRows(key, head // (heads // sizes.key_heads), sizes.key_heads, dim)
+    v_rows = HeadRows(value, head // (heads // sizes.value_heads), sizes.value_heads, columns)
+    dot_rows = HeadRows(dot_with, head // (heads // sizes.dot_heads), sizes.dot_heads, columns)
+    out_rows = HeadRows(out, head, heads, columns)
     for t in tl.range(0, steps):
         if LATER:
             at = (steps - 1 - t) * CHUNK
         else:
             at = t * CHUNK
-        row = base + at
+        chunk = ChunkOfSegment(base, used - begin, at, base + at, end - begin)
         chunk_slot = slot * (SEGMENT // CHUNK) + at // CHUNK
+        chunk_head = chunk_slot * heads + head
         if not SPLIT:
-            k = load_rows(
-                key, base, used - begin, at, key_head, sizes.key_heads, 0, dim, CHUNK, DIM, MAPS
-            ).to(DTYPE)  # fmt: skip
-        v_rows = load_rows(
-            value, base, used - begin, at, value_head, sizes.value_heads, column, columns, CHUNK,
-            COLUMNS, MAPS,
-        )  # fmt: skip
-        v, v_low = split_float32(v_rows, DTYPE, SPLIT)
-        if gates.constant is not None:
-            high, low, since, until, chunk_decay = constant_sums(
-                gate, used - begin - at, LATER, tile.REVERSED, CHUNK, MAPS
+            k = load_chunk_rows(k_rows, chunk, 0, CHUNK, DIM, MAPS).to(DTYPE)
+        v_float = load_chunk_rows(v_rows, chunk, column, CHUNK, COLUMNS, MAPS)
+        v, v_low = split_float32(v_float, DTYPE, SPLIT)
+        high = None
+        low = None
+        if DECAYS:
+            high, low, since, until, chunk_decay = load_decays(
+                gates, gate, chunk, chunk_slot, head, heads, tile
             )
-        elif gates.high_sums is not None:
-            high, low, since, until, chunk_decay = load_chunk_sums(
-                gates.high_sums, gates.low_sums, gates.totals, row * heads + head, chunk_slot, head,
-                heads, used - begin - at, LATER, CHUNK, MAPS,
-            )  # fmt: skip
-        else:
-            high = None
-            low = None
         v_end, v_end_low = v, v_low
         if SPLIT:
             # both operands of the state's matmul in registers at once would spill
             if DECAYS:
-                v_end, v_end_low = decay_rows(v_rows, until, scale_in, DTYPE, SPLIT)
-            k = load_rows(
-                key, base, used - begin, at, key_head, sizes.key_heads, 0, dim, CHUNK, DIM, MAPS
-            ).to(DTYPE)  # fmt: skip
+                v_end, v_end_low = decay_rows(v_float, until, scale_in, DTYPE, SPLIT)
+            k = load_chunk_rows(k_rows, chunk, 0, CHUNK, DIM, MAPS).to(DTYPE)
         if states is not None:
-            chunk_state = states + (chunk_slot * heads + head) * dim * columns
+            chunk_state = states + chunk_head * dim * columns
             tl.store(chunk_state + element, state.to(states.dtype.element_ty), mask=inside)
         # Rows in registers are read from shared memory where they are loaded, and would wait there
         # for the output: where matmuls are asynchronous the state goes on first. Not if it is
@@ -322,31 +368,20 @@ def chunk_loop(
         before = state
         if query is not None:
             if not tile.AHEAD:
-                q = load_rows(
-                    query, base, used - begin, at, query_head, sizes.query_heads, 0, dim,
-                    CHUNK, DIM, MAPS,
-                ).to(DTYPE)  # fmt: skip
+                q = load_chunk_rows(q_rows, chunk, 0, CHUNK, DIM, MAPS).to(DTYPE)
                 if not ASYNCHRONOUS:  # scores are small again before the output takes registers
                     weights = row_weights(
-                        q, k, decayed.pairs, chunk_slot * heads + head, high, low, LATER,
-                        tile.TRANSPOSED, CHUNK, PRECISION,
+                        q, k, decayed.pairs, chunk_head, high, low, LATER, tile.TRANSPOSED, CHUNK,
+                        PRECISION,
                     )  # fmt: skip
                 o = tl.dot(q, state.to(DTYPE), input_precision=PRECISION)
         kt, kt_low = split_float32(tl.trans(k), DTYPE, SPLIT)
-        if decayed.totals is not None:
-            total_at = decayed.totals + (chunk_slot * heads + head) * dim + tl.arange(0, DIM)
-            key_decay = tl.load(total_at, mask=tl.arange(0, DIM) < dim, other=0.0)
-            key_total += key_decay
-            state = state * tl.exp(key_decay)[:, None]
-        if decayed.value_totals is not None:
-            at_columns = (chunk_slot * heads + head) * columns + column + tl.arange(0, COLUMNS)
-            in_columns = tl.arange(0, COLUMNS) < columns - column
-            value_decay = tl.load(decayed.value_totals + at_columns, mask=in_columns, other=0.0)
-            value_total += value_decay
-            state = state * tl.exp(value_decay)[None, :]
+        state, key_total, value_total = decay_by_channel(
+            state, key_total, value_total, decayed, chunk_head, column, sizes, tile
+        )
         if DECAYS:
             if not SPLIT:
-                v_end, v_end_low = decay_rows(v_rows, until, scale_in, DTYPE, SPLIT)
+                v_end, v_end_low = decay_rows(v_float, until, scale_in, DTYPE, SPLIT)
             state = state * tl.exp(chunk_decay)
             total += chunk_decay
             state = split_dot(kt, kt_low, v_end, v_end_low, state, SPLIT, PRECISION)
@@ -356,48 +391,30 @@ def chunk_loop(
 
         if query is not None:
             if tile.AHEAD:
-                q = load_rows(
-                    query, base, used - begin, at, query_head, sizes.query_heads, 0, dim,
-                    CHUNK, DIM, MAPS,
-                ).to(DTYPE)  # fmt: skip
+                q = load_chunk_rows(q_rows, chunk, 0, CHUNK, DIM, MAPS).to(DTYPE)
                 o = tl.dot(q, before.to(DTYPE), input_precision=PRECISION)
             if DECAYS:
                 o = o * (tl.exp(since) * scale_out)[:, None]
             else:
                 o = o * scale_out
             if dot_with is not None:
-                other = load_rows(
-                    dot_with, base, used - begin, at, head // (heads // sizes.dot_heads),
-                    sizes.dot_heads, column, columns, CHUNK, COLUMNS, MAPS,
-                )  # fmt: skip
-                dots = state_dots + ((row * heads + head) + chunk_row * heads) * across
+                other = load_chunk_rows(dot_rows, chunk, column, CHUNK, COLUMNS, MAPS)
+                dots = state_dots + ((chunk.row * heads + head) + chunk_row * heads) * across
                 dots += column // COLUMNS
                 valid_row = chunk_row < end - begin - at
                 tl.store(dots, tl.sum(o * other.to(tl.float32), 1), mask=valid_row)
             if ASYNCHRONOUS:
                 weights = row_weights(
-                    q, k, decayed.pairs, chunk_slot * heads + head, high, low, LATER,
-                    tile.TRANSPOSED, CHUNK, PRECISION,
+                    q, k, decayed.pairs, chunk_head, high, low, LATER, tile.TRANSPOSED, CHUNK,
+                    PRECISION,
                 )  # fmt: skip
             o = add_intra_chunk(
                 o, weights, v, v_low, scale_in * scale_out, ASYNCHRONOUS, DTYPE, SPLIT, PRECISION
             )  # fmt: skip
-            store_rows(
-                out, o, row, end - begin - at, head, heads, column, columns, CHUNK, COLUMNS, MAPS
-            )  # fmt: skip
+            store_chunk_rows(out_rows, o, chunk, column, CHUNK, COLUMNS, MAPS)
     if ends.states is not None:
         tl.store(ends.states + state_at + element, state, mask=inside)
-        if ends.decays is not None:
-            if column == 0:
-                tl.store(ends.decays + slot * heads + head, total)
-        if ends.key_decays is not None:
-            if column == 0:
-                key_at = ends.key_decays + (slot * heads + head) * dim
-                tl.store(key_at + tl.arange(0, DIM), key_total, mask=tl.arange(0, DIM) < dim)
-        if ends.value_decays is not None:
-            n = tl.arange(0, COLUMNS)
-            value_at = ends.value_decays + (slot * heads + head) * columns + column
-            tl.store(value_at + n, value_total, mask=n < columns - column)
+        store_segment_decays(ends, total, key_total, value_total, segment_head, column, sizes, tile)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ejkernel.kernels.triton.linear_attention.channels import (
     visible_rows,
 )
 from ejkernel.kernels.triton.linear_attention.launch import LinearLaunch
-from ejkernel.kernels.triton.linear_attention.rows import find_chunk, load_chunk_rows
+from ejkernel.kernels.triton.linear_attention.rows import HeadRows, find_chunk, load_chunk_rows
 from ejkernel.kernels.triton.linear_attention.tiles import CHANNELS, channel_options, maps_of, width
 
 
@@ -82,6 +82,9 @@ def decay_channels(
     chunk_row = tl.arange(0, CHUNK)
     reader_head = head // (heads // sizes.reader_heads)
     source_head = head // (heads // sizes.source_heads)
+    reader_rows = HeadRows(reader, reader_head, sizes.reader_heads, channels)
+    source_rows = HeadRows(source, source_head, sizes.source_heads, channels)
+    gate_rows = HeadRows(gate, head, heads, channels)
     n = tl.arange(0, CHANNELS)
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
     visible = visible_rows(REVERSED, CHUNK) | (chunk_row[:, None] == chunk_row[None, :])
@@ -90,15 +93,9 @@ def decay_channels(
     to_end = load_cut_matrix(cut_matrices, 2, CHUNK)
     for channel in tl.range(0, channels, CHANNELS, disable_licm=True):
         if reader is not None:
-            q = load_chunk_rows(
-                reader, chunk, reader_head, sizes.reader_heads, channel, channels, CHUNK, CHANNELS,
-                tile.MAPS,
-            ).to(DTYPE)  # fmt: skip
-        k = load_chunk_rows(
-            source, chunk, source_head, sizes.source_heads, channel, channels, CHUNK, CHANNELS,
-            tile.MAPS,
-        ).to(DTYPE)  # fmt: skip
-        g = load_chunk_rows(gate, chunk, head, heads, channel, channels, CHUNK, CHANNELS, tile.MAPS)
+            q = load_chunk_rows(reader_rows, chunk, channel, CHUNK, CHANNELS, tile.MAPS).to(DTYPE)
+        k = load_chunk_rows(source_rows, chunk, channel, CHUNK, CHANNELS, tile.MAPS).to(DTYPE)
+        g = load_chunk_rows(gate_rows, chunk, channel, CHUNK, CHANNELS, tile.MAPS)
         g = tl.maximum(g.to(tl.float32), -128.0)
         since_mid, is_near = decay_from_middle(
             to_middle, g, REVERSED, tile.PARTS, tile.LEVELS, tile.NEAR

@@ -28,7 +28,12 @@ from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.gates import load_chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.launch import ScalarGradientLaunch
-from ejkernel.kernels.triton.linear_attention.rows import POINTERS, find_chunk, load_chunk_rows
+from ejkernel.kernels.triton.linear_attention.rows import (
+    POINTERS,
+    HeadRows,
+    find_chunk,
+    load_chunk_rows,
+)
 from ejkernel.kernels.triton.linear_attention.tiles import width
 
 
@@ -54,8 +59,12 @@ def gate_gradient(inputs, states, dstates, cu, dgate):
         inputs.high_sums, inputs.low_sums, inputs.gate_totals, row * heads + head, slot, head,
         heads, length - at, inputs.REVERSED, CHUNK, POINTERS,
     )  # fmt: skip
-    q = load_chunk_rows(inputs.query, chunk, head, heads, 0, dim, CHUNK, DIM, MAPS).to(DTYPE)
-    k = load_chunk_rows(inputs.key, chunk, kv_head, kv_heads, 0, dim, CHUNK, DIM, MAPS).to(DTYPE)
+    q_rows = HeadRows(inputs.query, head, heads, dim)
+    k_rows = HeadRows(inputs.key, kv_head, kv_heads, dim)
+    v_rows = HeadRows(inputs.value, kv_head, kv_heads, columns)
+    do_rows = HeadRows(inputs.dout, head, heads, columns)
+    q = load_chunk_rows(q_rows, chunk, 0, CHUNK, DIM, MAPS).to(DTYPE)
+    k = load_chunk_rows(k_rows, chunk, 0, CHUNK, DIM, MAPS).to(DTYPE)
     d = tl.arange(0, DIM)[:, None]
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
     reached = tl.zeros([CHUNK], tl.float32)
@@ -66,12 +75,8 @@ def gate_gradient(inputs, states, dstates, cu, dgate):
     valid_dim = tl.where(at < length, dim, 0)
     for column in tl.range(0, columns, COLUMNS):
         c = (column + tl.arange(0, COLUMNS))[None, :]
-        v = load_chunk_rows(
-            inputs.value, chunk, kv_head, kv_heads, column, columns, CHUNK, COLUMNS, MAPS
-        ).to(DTYPE)
-        do = load_chunk_rows(
-            inputs.dout, chunk, head, heads, column, columns, CHUNK, COLUMNS, MAPS
-        ).to(DTYPE)
+        v = load_chunk_rows(v_rows, chunk, column, CHUNK, COLUMNS, MAPS).to(DTYPE)
+        do = load_chunk_rows(do_rows, chunk, column, CHUNK, COLUMNS, MAPS).to(DTYPE)
         element = d * columns + c
         inside = (d < valid_dim) & (c < columns)
         h = tl.load(states + state_at + element, mask=inside, other=0.0)

@@ -54,15 +54,35 @@ def find_chunk(
     return ChunkOfSegment(base, length, at, row, end - begin)
 
 
+class HeadRows(NamedTuple):
+    """The rows of one of the ``heads`` of an array ``[rows, heads, columns]`` or its descriptor."""
+
+    array: Any
+    head: Any
+    heads: Any
+    columns: Any
+
+
 @triton.jit
 def load_chunk_rows(
-    source, chunk, head, heads, column, columns, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-    MAPS: tl.constexpr,
-):  # fmt: skip
-    """Loads ``load_rows`` of a ``ChunkOfSegment``."""
+    rows, chunk, column, CHUNK: tl.constexpr, WIDTH: tl.constexpr, MAPS: tl.constexpr
+):
+    """Loads WIDTH columns of ``HeadRows`` at ``column``, in a ``ChunkOfSegment``: ``load_rows``."""
     return load_rows(
-        source, chunk.base, chunk.length, chunk.at, head, heads, column, columns, CHUNK, WIDTH, MAPS
-    )
+        rows.array, chunk.base, chunk.length, chunk.at, rows.head, rows.heads, column, rows.columns,
+        CHUNK, WIDTH, MAPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_chunk_rows(
+    rows, x, chunk, column, CHUNK: tl.constexpr, WIDTH: tl.constexpr, MAPS: tl.constexpr
+):
+    """Stores what ``load_chunk_rows`` loads, and the rows that are not in use."""
+    store_rows(
+        rows.array, x, chunk.row, chunk.size - chunk.at, rows.head, rows.heads, column,
+        rows.columns, CHUNK, WIDTH, MAPS,
+    )  # fmt: skip
 
 
 @triton.jit
