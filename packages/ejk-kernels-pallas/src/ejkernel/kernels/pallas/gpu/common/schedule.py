@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -100,26 +99,27 @@ def _assigned(rows: int, costs: tuple[float, ...], group: int, programs: int) ->
     return _simulate_queue(numbers, np.tile(costs, rows), programs)
 
 
+def _run_queue(costs: list[float], programs: int) -> tuple[list[int], float]:
+    """Returns the program that takes each cost, the one that is free first, and when all end."""
+    free = [(0.0, p) for p in range(programs)]
+    takers = []
+    for cost in costs:
+        time, p = free[0]
+        heapq.heapreplace(free, (time + cost, p))
+        takers.append(p)
+    return takers, max(free)[0]
+
+
 def _simulate_queue(tiles: np.ndarray, costs: np.ndarray, programs: int) -> np.ndarray:
     """Returns the tiles of each program, if the one that is free first takes the next.
 
     ``tiles`` are tiles in the order of the queue, ``costs[tile]`` is the cost of a tile.
     """
+    takers, _ = _run_queue((costs[tiles] + TILE_COST).tolist(), programs)
     taken: list[list[int]] = [[] for _ in range(programs)]
-    free = [(0.0, p) for p in range(programs)]
-    for tile in tiles.tolist():
-        time, p = heapq.heappop(free)
+    for tile, p in zip(tiles.tolist(), takers, strict=True):
         taken[p].append(tile)
-        heapq.heappush(free, (time + float(costs[tile]) + TILE_COST, p))
     return _padded(taken)
-
-
-def end_of_queue(costs: Sequence[float], programs: int) -> float:
-    """Returns when the last program ends, if the one that is free first takes the next cost."""
-    free = [0.0] * programs
-    for cost in costs:
-        heapq.heapreplace(free, free[0] + cost)
-    return max(free)
 
 
 @functools.lru_cache(maxsize=64)
@@ -134,7 +134,7 @@ def rows_together(rows: int, costs: tuple[float, ...], programs: int) -> int:
         return 1
     longest_first = np.sort(np.asarray(costs))[::-1] + TILE_COST
     ends = [
-        end_of_queue(np.tile(np.repeat(longest_first, n), rows // n).tolist(), programs)
+        _run_queue(np.tile(np.repeat(longest_first, n), rows // n).tolist(), programs)[1]
         for n in counts
     ]
     return next(n for n, end in zip(counts, ends, strict=True) if end <= 1.01 * min(ends))
