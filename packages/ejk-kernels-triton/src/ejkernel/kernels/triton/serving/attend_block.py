@@ -350,16 +350,3 @@ def attend_block(
             acc_tail, acc_tail_odd, alpha, offset, p, tail_even, tail_odd, cache.V, dots.PRECISION
         )
     return m, l, e, (acc, acc_odd, acc_tail, acc_tail_odd)
-
-
-@triton.jit
-def store_rows(target, rows, acc, acc_tail, inside, layout):
-    """Stores both parts of every row, like values of ``layout``; ``rows`` are int64 indices."""
-    where = target + rows[:, None] * layout.DIM
-    column = tl.arange(0, layout.MAIN)
-    mask = inside[:, None] & (column < layout.DIM)[None, :]
-    tl.store(where + column[None, :], acc.to(target.dtype.element_ty), mask=mask)
-    if layout.TAIL > 0:
-        column = layout.MAIN + tl.arange(0, layout.TAIL)
-        mask = inside[:, None] & (column < layout.DIM)[None, :]
-        tl.store(where + column[None, :], acc_tail.to(target.dtype.element_ty), mask=mask)

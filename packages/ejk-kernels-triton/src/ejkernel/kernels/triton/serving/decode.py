@@ -49,11 +49,10 @@ from ejkernel.kernels.triton.serving.attend_block import (
     init_state,
     join_columns,
     rows_at_block,
-    store_rows,
     tree_rows,
 )
 from ejkernel.kernels.triton.serving.decode_tiles import query_rows
-from ejkernel.kernels.triton.serving.epilogue import compute_output_factor, load_head_scale
+from ejkernel.kernels.triton.serving.epilogue import load_head_scale, store_output, store_partial
 from ejkernel.kernels.triton.serving.groups import (
     DecodeSizes,
     MergeAtEnd,
@@ -237,11 +236,10 @@ def paged_split(
         )  # fmt: skip
         if partial.acc is None:
             value_scale = load_head_scale(v_scale, b, hk)
-            factor = compute_output_factor(m, l, sinks, b, heads, inside, value_scale)
-            acc = acc * factor[:, None]
-            if cache.V.TAIL > 0:
-                acc_tail = acc_tail * factor[:, None]
-            store_rows(o, row + row_of, acc, acc_tail, inside, cache.V)
+            store_output(
+                o, lse, row + row_of, m, l, acc, acc_tail, sinks, b, heads, inside, value_scale,
+                cache.V,
+            )  # fmt: skip
         else:
             slot = work_range + b if SPLITS == 0 else work_range
             partial_row = slot.to(tl.int64) * (TOKENS * layout.ALL) + row_of
@@ -250,9 +248,7 @@ def paged_split(
                 acc = acc * factor[:, None]
                 if cache.V.TAIL > 0:
                     acc_tail = acc_tail * factor[:, None]
-            tl.store(partial.m + partial_row, m, mask=inside)
-            tl.store(partial.l + partial_row, l, mask=inside)
-            store_rows(partial.acc, partial_row, acc, acc_tail, inside, cache.V)
+            store_partial(partial, partial_row, m, l, acc, acc_tail, inside, cache.V)
             if counters is not None and merge.MEMBERS > 0:
                 merge_by_last(
                     partial, v_scale, sinks, o, lse, counters, b, hk, chunk, layout, cache.V.DIM,

@@ -58,3 +58,37 @@ def compute_output_factor(m, l, sinks, b, heads, inside, value_scale):  # noqa: 
     """Returns the float32 factor of accumulators of rows with state (m, l); 0 for empty rows."""
     alive, factor, _, total = add_sinks(m, l, sinks, b, heads, inside)
     return tl.where(alive, factor / total * value_scale, 0.0)
+
+
+@triton.jit
+def store_rows(target, rows, acc, acc_tail, inside, layout):
+    """Stores both parts of every row, like values of ``layout``; ``rows`` are int64 indices."""
+    where = target + rows[:, None] * layout.DIM
+    column = tl.arange(0, layout.MAIN)
+    mask = inside[:, None] & (column < layout.DIM)[None, :]
+    tl.store(where + column[None, :], acc.to(target.dtype.element_ty), mask=mask)
+    if layout.TAIL > 0:
+        column = layout.MAIN + tl.arange(0, layout.TAIL)
+        mask = inside[:, None] & (column < layout.DIM)[None, :]
+        tl.store(where + column[None, :], acc_tail.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_output(
+    o, lse, rows, m, l, acc, acc_tail, sinks, b, heads, inside, value_scale, layout  # noqa: E741
+):  # fmt: skip
+    """Stores rows of the output, and their log-sum-exp unless ``lse`` is None."""
+    factor = compute_output_factor(m, l, sinks, b, heads, inside, value_scale)
+    if layout.TAIL > 0:
+        acc_tail = acc_tail * factor[:, None]
+    store_rows(o, rows, acc * factor[:, None], acc_tail, inside, layout)
+    if lse is not None:
+        tl.store(lse + rows, row_lse(m, l, sinks, b, heads, inside), mask=inside)
+
+
+@triton.jit
+def store_partial(partial, rows, m, l, acc, acc_tail, inside, layout):  # noqa: E741
+    """Stores the state and the accumulator of rows as partial results."""
+    tl.store(partial.m + rows, m, mask=inside)
+    tl.store(partial.l + rows, l, mask=inside)
+    store_rows(partial.acc, rows, acc, acc_tail, inside, layout)

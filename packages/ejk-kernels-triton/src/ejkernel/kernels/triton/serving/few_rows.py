@@ -25,14 +25,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import power_of_two, struct
-from ejkernel.kernels.triton.serving.attend_block import store_rows, tree_rows
+from ejkernel.kernels.triton.serving.attend_block import tree_rows
 from ejkernel.kernels.triton.serving.decode import attend_tiles
 from ejkernel.kernels.triton.serving.decode_tiles import query_rows
-from ejkernel.kernels.triton.serving.epilogue import compute_output_factor, load_head_scale, row_lse
+from ejkernel.kernels.triton.serving.epilogue import (
+    load_head_scale,
+    store_output,
+    store_partial,
+    store_rows,
+)
 from ejkernel.kernels.triton.serving.finished import count_finished
 from ejkernel.kernels.triton.serving.groups import Partial, RowLayout
 from ejkernel.kernels.triton.serving.in_place import copy_if_elsewhere
@@ -104,6 +109,94 @@ def _clear_rows(o, lse, lane, is_seen, first, step, rows, member, inside, layout
                     tl.store(lse + target, least, mask=inside)
 
 
+class RowChunks(NamedTuple):
+    """Chunks of up to TOKENS rows of a sequence, each numbered by its first row.
+
+    Attributes:
+        sequence, first: the sequence, and its first row.
+        tiles, ends: key tiles, and the sum of those up to this chunk; other rows have no tiles.
+        counts: rows.
+        begins, stops: first key that is visible, and the end of the keys.
+        before: keys before the new ones of a tree, or before the first row of the chunk.
+        is_seen: whether the row itself sees a key.
+    """
+
+    sequence: Any
+    first: Any
+    tiles: Any
+    ends: Any
+    counts: Any
+    begins: Any
+    stops: Any
+    before: Any
+    is_seen: Any
+
+
+@triton.jit
+def _find_chunks(
+    lane, packed, capacity, sizes, TREE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """Returns the ``RowChunks`` that begin at rows ``lane``; TREE: their rows are nodes of one."""
+    row_of = find_packed_rows(lane, packed, sizes.n, sizes.rows, capacity, SEQUENCES)
+    is_chunk = (row_of.last > 0) & ((lane - row_of.first) % TOKENS == 0)
+    counts = tl.minimum(row_of.last - lane, TOKENS)
+    first_position = row_of.length - row_of.last + lane
+    stops = first_position + counts
+    before = stops - counts
+    if TREE:
+        stops = row_of.length
+        before = row_of.length - (row_of.last - row_of.first)
+    begins = stops * 0
+    if sizes.WINDOW:
+        begins = tl.maximum(before - sizes.left, 0)
+    tiles = tl.where(is_chunk & (stops > 0), tl.cdiv(stops, BLOCK) - begins // BLOCK, 0)
+    # the position of a row that sees a key is not negative
+    is_seen = (row_of.last > 0) & (first_position >= 0)
+    return RowChunks(
+        row_of.sequence, row_of.first, tiles, tl.cumsum(tiles, 0), counts, begins, stops, before,
+        is_seen,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_chunk(
+    q, b, chunks, lane, tile, tile_count, token, row_number, is_head, hk, cache, tables, tree,
+    k_scale, sizes, logits, layout, dots, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Returns (m, l, acc, acc_tail, validity) of the query rows of chunk ``b``.
+
+    Attends to ``tile_count`` key tiles from the chunk's tile ``tile`` on.
+    """
+    TOKENS: tl.constexpr = layout.TOKENS
+    count = select_lane(lane, chunks.counts, b)
+    length = select_lane(lane, chunks.stops, b)
+    begin = select_lane(lane, chunks.begins, b)
+    sequence = select_lane(lane, chunks.sequence, b)
+    table = tables + sequence.to(tl.int64) * sizes.max_pages
+    first_tile = begin // BLOCK + tile
+    page = load_block_pages(table, first_tile * BLOCK, length, cache.PAGE, BLOCK)
+    factor = None
+    if k_scale.array is not None:
+        factor = tl.load(k_scale.array + hk * k_scale.head).to(tl.float32) * logits.scale
+    inside = is_head
+    position = None
+    nodes = None
+    if TOKENS > 1:
+        inside = token < count
+        position = length - count + token
+    if tree.words is not None:
+        keys_before = select_lane(lane, chunks.before, b)
+        position = keys_before + b - select_lane(lane, chunks.first, b) + token
+        nodes = tree_rows(tree, b + token, inside, position, keys_before)
+    m, l, acc, acc_tail = attend_tiles(  # noqa: E741
+        q, b.to(tl.int64) * layout.ALL + row_number, inside, position, nodes, factor, cache,
+        cache.k + cache.V_OFFSET, hk, table, page, first_tile, first_tile + tile_count, length,
+        begin, sizes, logits, layout, dots, BLOCK, sizes.WINDOW, PTX,
+    )  # fmt: skip
+    return m, l, acc, acc_tail, inside
+
+
 @triton.jit
 def few_rows_attention(
     q, cache, tables, packed, tree, k_scale, v_scale, sinks, counters_in, partial, o, lse, counters,
@@ -123,27 +216,12 @@ def few_rows_attention(
     if cache_out is not None:
         copy_if_elsewhere(cache.k, cache_out, sizes.cache_size, tile.COPIED)
 
-    # the chunk that begins at each row; other rows have no tiles
     lane = tl.arange(0, tile.LANES)
-    row_of = find_packed_rows(
-        lane, packed, sizes.n, rows, sizes.max_pages * cache.PAGE, tile.SEQUENCES
-    )
-    token_of = lane - row_of.first
-    is_chunk = (row_of.last > 0) & (token_of % TOKENS == 0)
-    counts = tl.minimum(row_of.last - lane, TOKENS)
-    # the keys that the rows of a chunk see end here
-    stops = row_of.length - row_of.last + lane + counts
-    # keys before the new ones of a tree, or before the first row of a chunk
-    before = stops - counts
-    if tree.words is not None:
-        stops = row_of.length
-        before = row_of.length - (row_of.last - row_of.first)
-    begins = stops * 0
-    if sizes.WINDOW:
-        begins = tl.maximum(before - sizes.left, 0)
-    tiles = tl.where(is_chunk & (stops > 0), tl.cdiv(stops, BLOCK) - begins // BLOCK, 0)
-    ends = tl.cumsum(tiles, 0)
-    total = tl.sum(tiles, 0)
+    chunks = _find_chunks(
+        lane, packed, sizes.max_pages * cache.PAGE, sizes, tree.words is not None, TOKENS, BLOCK,
+        tile.SEQUENCES,
+    )  # fmt: skip
+    total = tl.sum(chunks.tiles, 0)
     tiles_each = total // ranges
     extra = total % ranges
     t = work_range * tiles_each + tl.minimum(work_range, extra)
@@ -153,70 +231,40 @@ def few_rows_attention(
     token = member // GROUP
     member = hk * GROUP + (member if TOKENS == 1 else member % GROUP)
     is_head = token == 0
+    row_number = token * layout.ALL + member
     if work_range < rows:
-        # the position of a row that sees a key is not negative
-        is_seen = (row_of.last > 0) & (row_of.length - row_of.last + lane >= 0)
         _clear_rows(
-            o, lse, lane, is_seen.to(tl.int32), work_range, ranges, rows, member, is_head, layout,
-            cache.V,
+            o, lse, lane, chunks.is_seen.to(tl.int32), work_range, ranges, rows, member, is_head,
+            layout, cache.V,
         )  # fmt: skip
-    v = cache.k + cache.V_OFFSET
     while t < end:
-        b = tl.sum((ends <= t).to(tl.int32), 0)
-        chunk_end = select_lane(lane, ends, b)
-        chunk_tiles = select_lane(lane, tiles, b)
-        count = select_lane(lane, counts, b)
-        length = select_lane(lane, stops, b)
-        begin = select_lane(lane, begins, b)
-        sequence = select_lane(lane, row_of.sequence, b)
-        chunk_start = chunk_end - chunk_tiles
+        b = tl.sum((chunks.ends <= t).to(tl.int32), 0)
+        chunk_end = select_lane(lane, chunks.ends, b)
+        chunk_start = chunk_end - select_lane(lane, chunks.tiles, b)
         stop = tl.minimum(end, chunk_end)
-        table = tables + sequence.to(tl.int64) * sizes.max_pages
-        first_tile = begin // BLOCK + t - chunk_start
-        page = load_block_pages(table, first_tile * BLOCK, length, cache.PAGE, BLOCK)
-        factor = None
-        if k_scale.array is not None:
-            factor = tl.load(k_scale.array + hk * k_scale.head).to(tl.float32) * logits.scale
-        inside = is_head
-        position = None
-        nodes = None
-        if TOKENS > 1:
-            inside = token < count
-            position = length - count + token
-        if tree.words is not None:
-            keys_before = select_lane(lane, before, b)
-            position = keys_before + b - select_lane(lane, row_of.first, b) + token
-            nodes = tree_rows(tree, b + token, inside, position, keys_before)
-        row_number = token * layout.ALL + member
-        q_row = b.to(tl.int64) * layout.ALL + row_number
-        m, l, acc, acc_tail = attend_tiles(  # noqa: E741
-            q, q_row, inside, position, nodes, factor, cache, v, hk, table, page, first_tile,
-            first_tile + stop - t, length, begin, sizes, logits, layout, dots, BLOCK,
-            sizes.WINDOW, PTX,
+        m, l, acc, acc_tail, inside = _attend_chunk(  # noqa: E741
+            q, b, chunks, lane, t - chunk_start, stop - t, token, row_number, is_head, hk, cache,
+            tables, tree, k_scale, sizes, logits, layout, dots, BLOCK, PTX,
         )  # fmt: skip
 
         value_scale = load_head_scale(v_scale, 0, hk)
         first_range = find_range(chunk_start, tiles_each, extra)
         parts = find_range(chunk_end - 1, tiles_each, extra) - first_range + 1
         if parts == 1:
-            weight = compute_output_factor(m, l, sinks, 0, member, inside, value_scale)
-            if cache.V.TAIL > 0:
-                acc_tail = acc_tail * weight[:, None]
-            store_rows(o, q_row, acc * weight[:, None], acc_tail, inside, cache.V)
-            if lse is not None:
-                tl.store(lse + q_row, row_lse(m, l, sinks, 0, member, inside), mask=inside)
+            store_output(
+                o, lse, b.to(tl.int64) * layout.ALL + row_number, m, l, acc, acc_tail, sinks, 0,
+                member, inside, value_scale, cache.V,
+            )  # fmt: skip
         else:
             slot = (work_range + b).to(tl.int64) * (TOKENS * layout.ALL)
-            tl.store(partial.m + slot + row_number, m, mask=inside)
-            tl.store(partial.l + slot + row_number, l, mask=inside)
-            store_rows(partial.acc, slot + row_number, acc, acc_tail, inside, cache.V)
+            store_partial(partial, slot + row_number, m, l, acc, acc_tail, inside, cache.V)
             finished = count_finished(counters + b * (layout.KV * layout.CHUNKS) + head_block)
             if finished == parts - 1:
                 first = (first_range + b).to(tl.int64) * (TOKENS * layout.ALL)
                 head = (head_block % layout.CHUNKS) * tile.HEADS + tl.arange(0, tile.HEADS)
                 is_valid = head < GROUP
                 head += hk * GROUP
-                for i in range(0, count):
+                for i in range(0, select_lane(lane, chunks.counts, b)):
                     merge_block(
                         partial, sinks, o, lse, 0, first + i * layout.ALL + head,
                         (b + i).to(tl.int64) * layout.ALL + head, head, is_valid, parts,

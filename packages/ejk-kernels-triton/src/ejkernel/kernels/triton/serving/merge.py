@@ -94,6 +94,30 @@ def _multiply_rounded(a, b):
 
 
 @triton.jit
+def _for_columns(x, acc):
+    """Returns values of rows for the columns of ``acc``, which is of one row or of several."""
+    return x[:, None] if len(acc.shape) == 2 else x
+
+
+@triton.jit
+def _add_partials(m, l, acc, ms, ls, accs, PARTS: tl.constexpr, AVERAGES: tl.constexpr):  # noqa: E741
+    """Adds PARTS partial results to rows with state (m, l) and accumulator ``acc``."""
+    top = m
+    for n in tl.static_range(PARTS):
+        top = tl.maximum(top, ms[n])
+    base = tl.where(top == float("-inf"), 0.0, top)
+    alpha = tl.exp2(m - base)
+    l = l * alpha  # noqa: E741
+    acc = acc * _for_columns(alpha, acc)
+    for n in tl.static_range(PARTS):
+        weight = tl.exp2(ms[n] - base)
+        total = ls[n] * weight
+        l += total  # noqa: E741
+        acc += accs[n] * _for_columns(total if AVERAGES else weight, acc)
+    return top, l, acc
+
+
+@triton.jit
 def _merge_few(
     acc_in, m_in, l_in, first, count, step, column, DV: tl.constexpr, PARTS: tl.constexpr,
     AVERAGES: tl.constexpr,
@@ -107,7 +131,6 @@ def _merge_few(
         accs = ()
         ms = ()
         ls = ()
-        top = m
         for n in tl.static_range(PARTS):
             inside = lane < count - i - n
             at = first + (i + n) * step
@@ -115,18 +138,7 @@ def _merge_few(
             accs += (tl.load(acc_in + at * DV + column, mask=mask, other=0.0).to(tl.float32),)
             ms += (tl.load(m_in + at + lane, mask=inside, other=float("-inf")),)
             ls += (tl.load(l_in + at + lane, mask=inside, other=0.0),)
-        for n in tl.static_range(PARTS):
-            top = tl.maximum(top, ms[n])
-        base = tl.where(top == float("-inf"), 0.0, top)
-        alpha = tl.exp2(m - base)
-        m = top
-        l = l * alpha  # noqa: E741
-        acc = acc * alpha
-        for n in tl.static_range(PARTS):
-            weight = tl.exp2(ms[n] - base)
-            total = ls[n] * weight
-            l += total  # noqa: E741
-            acc += accs[n] * (total if AVERAGES else weight)
+        m, l, acc = _add_partials(m, l, acc, ms, ls, accs, PARTS, AVERAGES)  # noqa: E741
     return m, l, acc
 
 
@@ -200,7 +212,6 @@ def merge_rows(
         accs = ()
         ms = ()
         ls = ()
-        top = m
         for n in tl.static_range(PARTS):
             valid = inside & (i + n < count)
             at = rows + (i + n) * step
@@ -209,19 +220,38 @@ def merge_rows(
             accs += (tl.load(acc_at, mask=mask, other=0.0).to(tl.float32),)
             ms += (tl.load(m_in + at, mask=valid, other=float("-inf")),)
             ls += (tl.load(l_in + at, mask=valid, other=0.0),)
-        for n in tl.static_range(PARTS):
-            top = tl.maximum(top, ms[n])
-        base = tl.where(top == float("-inf"), 0.0, top)
-        alpha = tl.exp2(m - base)
-        m = top
-        l = l * alpha  # noqa: E741
-        acc = acc * alpha[:, None]
-        for n in tl.static_range(PARTS):
-            weight = tl.exp2(ms[n] - base)
-            total = ls[n] * weight
-            l += total  # noqa: E741
-            acc += accs[n] * (total if AVERAGES else weight)[:, None]
+        m, l, acc = _add_partials(m, l, acc, ms, ls, accs, PARTS, AVERAGES)  # noqa: E741
     return m, l, acc
+
+
+@triton.jit
+def store_merged_row(
+    o, lse_out, row, m, l, acc, column, chunk, sinks, b, h, value_scale, DV: tl.constexpr  # noqa: E741
+):  # fmt: skip
+    """Stores columns of a row of the output, and with the first ``chunk`` of them its lse, if any.
+
+    m and l are ``[1]``.
+    """
+    lane = tl.arange(0, 1)
+    factor = compute_output_factor(m, l, sinks, b, h + lane, lane < 1, value_scale)
+    if lse_out is not None:
+        lse = row_lse(m, l, sinks, b, h + lane, lane < 1)
+        tl.store(lse_out + row + lane, lse, mask=lane + chunk < 1)
+    acc = (acc * tl.sum(factor, 0)).to(o.dtype.element_ty)
+    tl.store(o + row * DV + column, acc, mask=column < DV)
+
+
+@triton.jit
+def store_merged_rows(
+    o, lse_out, rows, m, l, acc, column, sinks, b, heads, inside, value_scale, DV: tl.constexpr  # noqa: E741
+):  # fmt: skip
+    """Stores rows of the output, and their lse, if any."""
+    factor = compute_output_factor(m, l, sinks, b, heads, inside, value_scale)
+    acc = (acc * factor[:, None]).to(o.dtype.element_ty)
+    mask = inside[:, None] & (column < DV)[None, :]
+    tl.store(o + rows[:, None] * DV + column[None, :], acc, mask=mask)
+    if lse_out is not None:
+        tl.store(lse_out + rows, row_lse(m, l, sinks, b, heads, inside), mask=inside)
 
 
 @triton.jit
@@ -240,15 +270,8 @@ def merge_columns(
         partial.acc, partial.m, partial.l, slot.to(tl.int64) * ROWS + row, count, ROWS, column, DV,
         PARTS,
     )  # fmt: skip
-    lane = tl.arange(0, 1)
-    factor = compute_output_factor(m, l, sinks, b, h + lane, lane < 1, value_scale)
     row += b.to(tl.int64) * ROWS
-    if lse_out is not None:
-        lse = row_lse(m, l, sinks, b, h + lane, lane < 1)
-        tl.store(lse_out + row + lane, lse, mask=lane + chunk < 1)
-    tl.store(
-        o + row * DV + column, (acc * tl.sum(factor, 0)).to(o.dtype.element_ty), mask=column < DV
-    )
+    store_merged_row(o, lse_out, row, m, l, acc, column, chunk, sinks, b, h, value_scale, DV)
 
 
 @triton.jit
@@ -264,14 +287,7 @@ def merge_block(
     m, l, acc = merge_rows(  # noqa: E741
         partial.acc, partial.m, partial.l, partial_rows, inside, count, step, column, DV, PARTS
     )
-    factor = compute_output_factor(m, l, sinks, b, heads, inside, value_scale)
-    tl.store(
-        o + rows[:, None] * DV + column[None, :],
-        (acc * factor[:, None]).to(o.dtype.element_ty),
-        mask=inside[:, None] & (column < DV)[None, :],
-    )
-    if lse_out is not None:
-        tl.store(lse_out + rows, row_lse(m, l, sinks, b, heads, inside), mask=inside)
+    store_merged_rows(o, lse_out, rows, m, l, acc, column, sinks, b, heads, inside, value_scale, DV)
 
 
 @triton.jit

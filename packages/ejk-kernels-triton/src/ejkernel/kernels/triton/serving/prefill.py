@@ -25,7 +25,7 @@ Sources: Dao, "FlashAttention-2" (2023), section 3; Kwon et al., "PagedAttention
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
 from ejkernel.kernels.triton.common.visibility import band_blocks
@@ -37,13 +37,12 @@ from ejkernel.kernels.triton.serving.attend_block import (
     init_state,
     join_columns,
     rows_at_block,
-    store_rows,
     tree_rows,
 )
 from ejkernel.kernels.triton.serving.epilogue import (
-    compute_output_factor,
     load_head_scale,
-    row_lse,
+    store_output,
+    store_partial,
 )
 from ejkernel.kernels.triton.serving.groups import Partial, PrefillSizes
 from ejkernel.kernels.triton.serving.launch import (
@@ -109,6 +108,149 @@ def _clear_rows(
             tl.store(target, value, mask=is_unused[:, None] & (column < WIDTH)[None, :])
 
 
+class PrefillUnit(NamedTuple):
+    """A work unit: one split of the keys of a tile, for some query heads of a kv head.
+
+    Attributes:
+        sequence: number of the sequence.
+        first, count, length: its first row, number of rows, and number of keys.
+        units: its work units.
+        head_chunk: number of the query heads.
+        tile: number of the tile in the sequence.
+        split, splits: number of the split, and splits of the tile.
+    """
+
+    sequence: Any
+    first: Any
+    count: Any
+    length: Any
+    units: Any
+    head_chunk: Any
+    tile: Any
+    split: Any
+    splits: Any
+
+
+@triton.jit
+def _load_unit(r, before, item, first_rows, sequences, n, HEAD_CHUNKS: tl.constexpr):
+    """Loads the ``PrefillUnit`` of program ``item``, of sequence ``r`` behind ``before`` units."""
+    units = tl.load(sequences + UNITS_END * n + r) - before
+    splits = tl.load(sequences + SPLITS * n + r)
+    first = tl.load(first_rows + r)
+    count = tl.load(sequences + ROW_END * n + r) - first
+    length = tl.load(sequences + KV_LEN * n + r)
+    head_chunk = (item - before * HEAD_CHUNKS) // units
+    unit = (item - before * HEAD_CHUNKS) % units
+    tile = units - 1 - unit
+    split = 0
+    if splits > 1:
+        tile = units // splits - 1 - unit // splits
+        split = unit % splits
+    return PrefillUnit(r, first, count, length, units, head_chunk, tile, split, splits)
+
+
+@triton.jit
+def _find_blocks(
+    unit, i0, i1, left, IS_TREE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Returns the blocks of a split (start, stop), and of them (full_start, full_stop).
+
+    All rows see all of the latter. The rows are at positions ``i0`` to ``i1``.
+    """
+    if IS_TREE:
+        start = tl.maximum(i0 - left, 0) // BLOCK if WINDOW else i0 * 0
+        stop = tl.cdiv(unit.length, BLOCK)
+        full_start = stop if WINDOW else start
+        full_stop = tl.maximum(i0, 0) // BLOCK
+    else:
+        start, full_start, full_stop, stop = band_blocks(
+            i0, i1, unit.length, -left if WINDOW else None, 0, BLOCK
+        )
+    if unit.splits > 1:
+        blocks = (stop - start).to(tl.int64)
+        stop = start + (blocks * (unit.split + 1) // unit.splits).to(tl.int32)
+        start = start + (blocks * unit.split // unit.splits).to(tl.int32)
+    full_start = tl.minimum(tl.maximum(full_start, start), stop)
+    full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
+    return start, stop, full_start, full_stop
+
+
+@triton.jit
+def _attend_unit(
+    q, unit, hk, token, row, inside, cache, tables, tree, k_scale, sizes, logits, layout, dots,
+    BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Returns (m, l, acc, acc_tail) of the rows of a unit, m as a base-2 logit.
+
+    ``token``, ``row``, ``inside``: see ``tile_rows``.
+    """
+    ROWS: tl.constexpr = layout.ROWS
+    TILE: tl.constexpr = layout.TILE
+    PAGE: tl.constexpr = cache.PAGE
+    WINDOW: tl.constexpr = sizes.WINDOW
+    left, v = sizes.left, cache.v
+    before = unit.length - unit.count
+    position = before + token
+    nodes = None
+    if tree.words is None:
+        i0 = before + unit.tile * TILE
+        i1 = before + tl.minimum(unit.tile * TILE + TILE, unit.count) - 1
+    else:
+        # any row may see any new token, and the window of a branch begins with it
+        i0 = before
+        i1 = unit.length - 1
+        nodes = tree_rows(tree, unit.first + token, inside, position, i0)
+    start, stop, full_start, full_stop = _find_blocks(
+        unit, i0, i1, left, tree.words is not None, WINDOW, BLOCK
+    )
+
+    # before the queries, whose use waits for them
+    table = tables + unit.sequence.to(tl.int64) * sizes.max_pages
+    last = tl.maximum(i1, 0)
+    low = tl.maximum(i0 - left, 0) if WINDOW else None
+    page = load_clamped_pages(table, start * BLOCK, low, last, PAGE, BLOCK)
+
+    factor = logits.scale
+    if k_scale.array is not None:
+        factor *= tl.load(k_scale.array + hk * k_scale.head).to(tl.float32)
+    queries = prepare_queries(
+        q, row, inside, factor, logits, cache.K, dots, logits.POSITIVE and k_scale.array is None
+    )
+    m, l, sums = init_state(cache.V, ROWS)  # noqa: E741
+    e = tl.zeros([ROWS], tl.float32)
+    for block in tl.range(start, stop):
+        cache_rows = None
+        run = None
+        if v is None:
+            cache_rows = compute_clamped_rows(
+                page, block * BLOCK, low, last, sizes.pages, PAGE, BLOCK
+            )
+        else:
+            run = clamp_run(page, block * BLOCK, last, sizes.pages, PAGE, BLOCK)
+        # a step ahead, as in ``decode``
+        page = load_clamped_pages(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
+        j = block * BLOCK + tl.arange(0, BLOCK)
+        partly = (block < full_start) | (block >= full_stop)
+        keys = Keys(
+            j, cache_rows, None, run, position, left if WINDOW else None, partly,
+            rows_at_block(nodes, block * BLOCK),
+        )  # fmt: skip
+        m, l, e, sums = attend_block(  # noqa: E741
+            queries, m, l, e, sums, cache, cache.k + cache.V_OFFSET if v is None else v, hk, keys,
+            logits, dots, PTX,
+        )  # fmt: skip
+
+    m = m * queries.slopes
+    acc, acc_tail = join_columns(sums, cache.V)
+    if dots.FUSED:
+        shrink = tl.exp2(-e)
+        l = l * shrink  # noqa: E741
+        acc = acc * shrink[:, None]
+        if cache.V.TAIL > 0:
+            acc_tail = acc_tail * shrink[:, None]
+    return m, l, acc, acc_tail
+
+
 @triton.jit
 def ragged_prefill(
     q, cache, tables, first_rows, sequences, header, tree, k_scale, v_scale, sinks, o_in, o, lse,
@@ -122,12 +264,9 @@ def ragged_prefill(
     """
     HEADS: tl.constexpr = layout.HEADS
     ROWS: tl.constexpr = layout.ROWS
-    TILE: tl.constexpr = layout.TILE
-    PAGE: tl.constexpr = cache.PAGE
-    WINDOW: tl.constexpr = sizes.WINDOW
     GROUP: tl.constexpr = HEADS // layout.KV_HEADS
     HEAD_CHUNKS: tl.constexpr = layout.KV_HEADS * layout.CHUNKS  # programs of a unit
-    n, left, v = sizes.n, sizes.left, cache.v
+    n = sizes.n
     pid = tl.program_id(0)
     if pid >= sizes.programs:
         _clear_rows(
@@ -151,117 +290,30 @@ def ragged_prefill(
                 item // HEAD_CHUNKS, sequences + UNITS_END * n, n, sizes.LANES
             )
             if r < n:
-                units = tl.load(sequences + UNITS_END * n + r) - before
-                splits = tl.load(sequences + SPLITS * n + r)
-                first = tl.load(first_rows + r)
-                count = tl.load(sequences + ROW_END * n + r) - first
-                length = tl.load(sequences + KV_LEN * n + r)
-                head_chunk = (item - before * HEAD_CHUNKS) // units
-                unit = (item - before * HEAD_CHUNKS) % units
-                tile = units - 1 - unit
-                split = 0
-                if splits > 1:
-                    tile = units // splits - 1 - unit // splits
-                    split = unit % splits
-                hk = head_chunk // layout.CHUNKS
-
+                unit = _load_unit(r, before, item, first_rows, sequences, n, HEAD_CHUNKS)
+                hk = unit.head_chunk // layout.CHUNKS
                 token, heads, row, inside = tile_rows(
-                    tl.arange(0, ROWS), tile, head_chunk % layout.CHUNKS, first, count, hk,
-                    HEADS, GROUP, TILE, layout.MEMBERS,
+                    tl.arange(0, ROWS), unit.tile, unit.head_chunk % layout.CHUNKS, unit.first,
+                    unit.count, hk, HEADS, GROUP, layout.TILE, layout.MEMBERS,
                 )  # fmt: skip
-                position = length - count + token
-                i0 = length - count + tile * TILE
-                i1 = length - count + tl.minimum(tile * TILE + TILE, count) - 1
-                nodes = None
-                if tree.words is None:
-                    start, full_start, full_stop, stop = band_blocks(
-                        i0, i1, length, -left if WINDOW else None, 0, BLOCK
-                    )
-                else:
-                    # any row may see any new token, and the window of a branch begins with it
-                    i0 = length - count
-                    i1 = length - 1
-                    nodes = tree_rows(tree, first + token, inside, position, i0)
-                    start = tl.maximum(i0 - left, 0) // BLOCK if WINDOW else i0 * 0
-                    stop = tl.cdiv(length, BLOCK)
-                    full_start = stop if WINDOW else start
-                    full_stop = tl.maximum(i0, 0) // BLOCK
-                if splits > 1:
-                    blocks = (stop - start).to(tl.int64)
-                    stop = start + (blocks * (split + 1) // splits).to(tl.int32)
-                    start = start + (blocks * split // splits).to(tl.int32)
-                full_start = tl.minimum(tl.maximum(full_start, start), stop)
-                full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
-
-                # before the queries, whose use waits for them
-                table = tables + r.to(tl.int64) * sizes.max_pages
-                last = tl.maximum(i1, 0)
-                low = tl.maximum(i0 - left, 0) if WINDOW else None
-                page = load_clamped_pages(table, start * BLOCK, low, last, PAGE, BLOCK)
-
-                factor = logits.scale
-                if k_scale.array is not None:
-                    factor *= tl.load(k_scale.array + hk * k_scale.head).to(tl.float32)
-                queries = prepare_queries(
-                    q, row, inside, factor, logits, cache.K, dots,
-                    logits.POSITIVE and k_scale.array is None,
+                m, l, acc, acc_tail = _attend_unit(  # noqa: E741
+                    q, unit, hk, token, row, inside, cache, tables, tree, k_scale, sizes, logits,
+                    layout, dots, BLOCK, PTX,
                 )  # fmt: skip
-                m, l, sums = init_state(cache.V, ROWS)  # noqa: E741
-                e = tl.zeros([ROWS], tl.float32)
-                for block in tl.range(start, stop):
-                    cache_rows = None
-                    run = None
-                    if v is None:
-                        cache_rows = compute_clamped_rows(
-                            page, block * BLOCK, low, last, sizes.pages, PAGE, BLOCK
-                        )
-                    else:
-                        run = clamp_run(page, block * BLOCK, last, sizes.pages, PAGE, BLOCK)
-                    # a step ahead, as in ``decode``
-                    page = load_clamped_pages(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
-                    j = block * BLOCK + tl.arange(0, BLOCK)
-                    partly = (block < full_start) | (block >= full_stop)
-                    keys = Keys(
-                        j,
-                        cache_rows,
-                        None,
-                        run,
-                        position,
-                        left if WINDOW else None,
-                        partly,
-                        rows_at_block(nodes, block * BLOCK),
-                    )
-                    m, l, e, sums = attend_block(  # noqa: E741
-                        queries, m, l, e, sums, cache, cache.k + cache.V_OFFSET if v is None else v,
-                        hk, keys, logits, dots, PTX,
-                    )  # fmt: skip
-
-                m = m * queries.slopes
-                acc, acc_tail = join_columns(sums, cache.V)
-                if dots.FUSED:
-                    shrink = tl.exp2(-e)
-                    l = l * shrink  # noqa: E741
-                    acc = acc * shrink[:, None]
-                    if cache.V.TAIL > 0:
-                        acc_tail = acc_tail * shrink[:, None]
-                if splits == 1:
+                if unit.splits == 1:
                     value_scale = load_head_scale(v_scale, 0, hk)
-                    weight = compute_output_factor(m, l, sinks, 0, heads, inside, value_scale)
-                    o_tail = acc_tail
-                    if cache.V.TAIL > 0:
-                        o_tail = acc_tail * weight[:, None]
-                    store_rows(o, row, acc * weight[:, None], o_tail, inside, cache.V)
-                    if lse is not None:
-                        logit = row_lse(m, l, sinks, 0, heads, inside)
-                        tl.store(lse + row, logit, mask=inside)
+                    store_output(
+                        o, lse, row, m, l, acc, acc_tail, sinks, 0, heads, inside, value_scale,
+                        cache.V,
+                    )  # fmt: skip
                 else:
                     slots_end = tl.load(sequences + SLOTS_END * n + r)
-                    slot = slots_end - units + tile * splits + split
+                    slot = slots_end - unit.units + unit.tile * unit.splits + unit.split
+                    first = slot.to(tl.int64) * HEAD_CHUNKS + unit.head_chunk
                     member = tl.arange(0, ROWS)
-                    partial_row = (slot.to(tl.int64) * HEAD_CHUNKS + head_chunk) * ROWS + member
-                    tl.store(partial.m + partial_row, m)
-                    tl.store(partial.l + partial_row, l)
-                    store_rows(partial.acc, partial_row, acc, acc_tail, member >= 0, cache.V)
+                    store_partial(
+                        partial, first * ROWS + member, m, l, acc, acc_tail, member >= 0, cache.V
+                    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import power_of_two, struct
-from ejkernel.kernels.triton.serving.epilogue import compute_output_factor, load_head_scale, row_lse
+from ejkernel.kernels.triton.serving.epilogue import load_head_scale
 from ejkernel.kernels.triton.serving.groups import Partial
 from ejkernel.kernels.triton.serving.in_place import copy_if_elsewhere, is_elsewhere
 from ejkernel.kernels.triton.serving.launch import (
@@ -23,7 +23,12 @@ from ejkernel.kernels.triton.serving.launch import (
     partials_at_once,
     sequential,
 )
-from ejkernel.kernels.triton.serving.merge import find_slots, merge_row
+from ejkernel.kernels.triton.serving.merge import (
+    find_slots,
+    merge_row,
+    store_merged_row,
+    store_merged_rows,
+)
 from ejkernel.kernels.triton.serving.prefill import tile_rows
 from ejkernel.kernels.triton.serving.schedule import (
     ROW_END,
@@ -117,14 +122,8 @@ def _merge_decoded_rows(
                 decoded.acc, decoded.m, decoded.l, partial_row, count, TOKENS * HEADS, column,
                 tile.D, tile.PARTS,
             )  # fmt: skip
-            lane = tl.arange(0, 1)
-            factor = compute_output_factor(m, l, sinks, 0, h + lane, lane < 1, value_scale)
             row = (start + token).to(tl.int64) * HEADS + h
-            acc = (acc * tl.sum(factor, 0)).to(o.dtype.element_ty)
-            tl.store(o + row * tile.D + column, acc, mask=column < tile.D)
-            if lse is not None:
-                logit = row_lse(m, l, sinks, 0, h + lane, lane < 1)
-                tl.store(lse + row + lane, logit, mask=lane < 1)
+            store_merged_row(o, lse, row, m, l, acc, column, 0, sinks, 0, h, value_scale, tile.D)
 
 
 @triton.jit
@@ -178,13 +177,9 @@ def _merge_split_tiles(
                 l = l * alpha + tl.load(prefilled.l + partial_row) * weight  # noqa: E741
                 acc = acc * alpha[:, None] + acc_i * weight[:, None]
             value_scale = load_head_scale(v_scale, 0, hk)
-            factor = compute_output_factor(m, l, sinks, 0, heads, inside, value_scale)
-            acc = (acc * factor[:, None]).to(o.dtype.element_ty)
-            where = o + row[:, None] * D + column[None, :]
-            tl.store(where, acc, mask=inside[:, None] & (column < D)[None, :])
-            if lse is not None:
-                logit = row_lse(m, l, sinks, 0, heads, inside)
-                tl.store(lse + row, logit, mask=inside)
+            store_merged_rows(
+                o, lse, row, m, l, acc, column, sinks, 0, heads, inside, value_scale, D
+            )
 
 
 @triton.jit

@@ -52,7 +52,7 @@ TILES = tl.constexpr(16)  # tiles of each of them
 EMPTY_LINES = tl.constexpr(128)  # lines of the queue that are cleared together
 ALIGNED = tl.constexpr(ROW_ALIGNMENT)
 LEAD = tl.constexpr(DECODE_LEAD)
-WORK_COLUMNS = tl.constexpr(len(WorkTile._fields))
+WORK_COLUMNS, DECODE_COLUMNS = (tl.constexpr(len(row._fields)) for row in (WorkTile, DecodeRow))
 
 # columns of the tables: ``SequenceWork``, ``ScheduleHeader``, ``WorkTile`` and ``DecodeRow``
 ROW_END, KV_LEN, UNITS_END, SPLITS, SLOTS_END = map(tl.constexpr, columns_of(SequenceWork))
@@ -295,6 +295,30 @@ def _choose_long_prefill(loaded, starts, lens, valid, first_row, sizes, LANES: t
 
 
 @triton.jit
+def _store_long_prefill(
+    tables, i, sequence_rows, long_count, max_rows, decodes, programs, n, BLOCK_Q: tl.constexpr
+):
+    """Stores the sequences ``i`` of long prefill behind ``long_count`` others, and decode rows.
+
+    Returns the number of these sequences.
+    """
+    first, last, length, count = sequence_rows
+    is_long = count > max_rows
+    target = tables.sequences + long_count + tl.cumsum(is_long.to(tl.int32), 0) - 1
+    tl.store(target + LONG_SEQUENCE * n, i, mask=is_long)
+    tl.store(target + LONG_FIRST * n, first, mask=is_long)
+    tl.store(target + LONG_END * n, last, mask=is_long)
+    tl.store(target + LONG_KV_LEN * n, length, mask=is_long)
+    tl.store(target + LONG_TILES * n, _count_long_tiles(first, last, BLOCK_Q), mask=is_long)
+    is_single = (count == 1) & (decodes > 0)
+    line = tables.decode_rows + DECODE_COLUMNS * i
+    tl.store(line + DECODE_ROW, first, mask=i < n)
+    tl.store(line + DECODE_KV_LEN, tl.where(is_single, length, 0), mask=i < n)
+    tl.store(line + DECODE_PROGRAMS, programs, mask=i < n)
+    return tl.sum(is_long.to(tl.int32), 0)
+
+
+@triton.jit
 def ragged_schedule(
     starts, lens, valid, decode, sequences, header, long_prefill, sizes, LANES: tl.constexpr, tile
 ):
@@ -337,9 +361,8 @@ def ragged_schedule(
     for base in range(0, LANES if tile.SINGLE_PASS else n, LANES):
         i = base + lane
         inside = i < n
-        first, last, length, count = _pass_sequences(
-            loaded, i, starts, lens, valid, min_start, sizes, tile
-        )
+        sequence_rows = _pass_sequences(loaded, i, starts, lens, valid, min_start, sizes, tile)
+        first, last, length, count = sequence_rows
         tiles, longest = _count_prefill_tiles(length, count, max_rows, sizes.left, tile)
         min_start = tl.max(first, 0)
         end_row = tl.maximum(end_row, tl.max(tl.where(i < valid, last, 0), 0))
@@ -365,21 +388,10 @@ def ragged_schedule(
         units += tl.sum(sequence_units, 0)
         slots += tl.sum(sequence_slots, 0)
         if tile.MIN_ROWS > 0:
-            is_long = count > max_rows
-            target = long_prefill.sequences + long_count + tl.cumsum(is_long.to(tl.int32), 0) - 1
-            tl.store(target + LONG_SEQUENCE * n, i, mask=is_long)
-            tl.store(target + LONG_FIRST * n, first, mask=is_long)
-            tl.store(target + LONG_END * n, last, mask=is_long)
-            tl.store(target + LONG_KV_LEN * n, length, mask=is_long)
-            tl.store(
-                target + LONG_TILES * n, _count_long_tiles(first, last, tile.BLOCK_Q), mask=is_long
-            )
-            long_count += tl.sum(is_long.to(tl.int32), 0)
-            is_single = (count == 1) & (decodes > 0)
-            line = long_prefill.decode_rows + 3 * i
-            tl.store(line + DECODE_ROW, first, mask=inside)
-            tl.store(line + DECODE_KV_LEN, tl.where(is_single, length, 0), mask=inside)
-            tl.store(line + DECODE_PROGRAMS, programs, mask=inside)
+            long_count += _store_long_prefill(
+                long_prefill, i, sequence_rows, long_count, max_rows, decodes, programs, n,
+                tile.BLOCK_Q,
+            )  # fmt: skip
     tl.store(header + UNITS, units)
     tl.store(header + FIRST_ROW, first_row)
     tl.store(header + END_ROW, end_row)
