@@ -34,6 +34,13 @@ from ejkernel.kernels.triton.native_sparse_attention.launch import SomeHeadsLaun
 
 
 @triton.jit
+def _store_rows(target, rows, x, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Stores the first D columns of x into rows of ``target [., D]``."""
+    column = tl.arange(0, COLUMNS)
+    tl.store(target + rows[:, None] * D + column[None, :], x, mask=(column < D)[None, :])
+
+
+@triton.jit
 def selected_dkv(
     q, k, v, places, bounds, first_tokens, do, base, log_sum, delta, dk_pieces, dv_pieces, ds, sizes
 ):
@@ -106,18 +113,8 @@ def selected_dkv(
 
         out = (bh.to(tl.int64) * sizes.pieces + piece) * (sizes.PARTS * sizes.KEYS)
         out = out + part * sizes.KEYS + within
-        column = tl.arange(0, sizes.COLUMNS)
-        tl.store(
-            dk_pieces + out[:, None] * sizes.D + column[None, :],
-            dk * sizes.scale,
-            mask=(column < sizes.D)[None, :],
-        )
-        column = tl.arange(0, sizes.VALUE_COLUMNS)
-        tl.store(
-            dv_pieces + out[:, None] * sizes.DV + column[None, :],
-            dv,
-            mask=(column < sizes.DV)[None, :],
-        )
+        _store_rows(dk_pieces, out, dk * sizes.scale, sizes.D, sizes.COLUMNS)
+        _store_rows(dv_pieces, out, dv, sizes.DV, sizes.VALUE_COLUMNS)
 
 
 @triton.jit

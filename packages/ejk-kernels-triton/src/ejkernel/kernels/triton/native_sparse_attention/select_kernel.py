@@ -244,6 +244,40 @@ class Tile(NamedTuple):
 
 
 @triton.jit
+def softmax_terms(
+    q_high, q_low, terms, head_row, begin, end, inner, outer, low, high, real, slope, power,
+    PACKED: tl.constexpr, tile,
+):  # fmt: skip
+    """Returns (slope, shift, factor): a row's probabilities are exp2(slope score - shift) factor.
+
+    A row sees the blocks ``low`` to ``high``, every row those from ``inner`` to ``outer``, and some
+    row those from ``begin`` to ``end``.
+    """
+    KEYS: tl.constexpr = tile.KEYS
+    ROWS: tl.constexpr = tile.TOKENS * tile.MEMBERS
+    large = 1073741824.0 / power  # as in fused_softmax
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+    e = tl.zeros([ROWS], tl.float32)
+    for at in tl.range(0, end - begin, KEYS):
+        first = begin + at
+        s = exact_scores(q_high, q_low, terms, head_row, first, tile)
+        if (first < inner) | (first + KEYS > outer):
+            c = first + tl.arange(0, KEYS)[None, :]
+            visible = c < high[:, None]
+            if PACKED:
+                visible = visible & (c >= low[:, None])
+            s = tl.where(visible, s, float("-inf"))
+        _, m, l, e, _ = fused_softmax(s, m, l, e, slope, power, large, True)  # noqa: E741
+    # p is exp2 of the same multiply-add, over l: rounding of a large m cancels
+    # next to a block whose score is NaN, which is chosen, the other blocks score 0
+    m = tl.where(l > 0.0, m, 0.0)
+    slope = tl.where(tl.abs(m) >= large, power, slope)
+    factor = tl.where(real & (l > 0.0), 1.0 / tl.where(l > 0.0, l, 1.0), 0.0)
+    return slope, m * slope, factor
+
+
+@triton.jit
 def score_blocks(q, terms, factors, firsts, completes, owns, chosen, scores, queries, sizes, tile):
     """Writes the lists of blocks of all tokens, or with ``chosen`` None the scores.
 
@@ -297,28 +331,10 @@ def score_blocks(q, terms, factors, firsts, completes, owns, chosen, scores, que
             q_high, q_low = store_and_load(
                 queries, q_high, q_low, TOKENS * MEMBERS, COLUMNS, tile.QUERY_TERMS
             )
-            large = 1073741824.0 / power  # as in fused_softmax
-            m = tl.full([TOKENS * MEMBERS], float("-inf"), tl.float32)
-            l = tl.zeros([TOKENS * MEMBERS], tl.float32)  # noqa: E741
-            e = tl.zeros([TOKENS * MEMBERS], tl.float32)
-            for at in tl.range(0, end - begin, KEYS):
-                first = begin + at
-                s = exact_scores(q_high, q_low, terms, head_row, first, tile)
-                if (first < inner) | (first + KEYS > outer):
-                    c = first + tl.arange(0, KEYS)[None, :]
-                    visible = c < row_high[:, None]
-                    if firsts is not None:
-                        visible = visible & (c >= row_low[:, None])
-                    s = tl.where(visible, s, float("-inf"))
-                _, m, l, e, _ = fused_softmax(  # noqa: E741
-                    s, m, l, e, row_slope, power, large, True
-                )
-            # p is exp2 of the same multiply-add, over l: rounding of a large m cancels
-            # next to a block whose score is NaN, which is chosen, the other blocks score 0
-            m = tl.where(l > 0.0, m, 0.0)
-            row_slope = tl.where(tl.abs(m) >= large, power, row_slope)
-            shift = m * row_slope
-            inverse = tl.where(real & (l > 0.0), 1.0 / tl.where(l > 0.0, l, 1.0), 0.0)
+            row_slope, shift, inverse = softmax_terms(
+                q_high, q_low, terms, head_row, begin, end, inner, outer, row_low, row_high, real,
+                row_slope, power, firsts is not None, tile,
+            )  # fmt: skip
             for at in tl.range(0, end - begin, KEYS):
                 first = begin + at
                 s = exact_scores(q_high, q_low, terms, head_row, first, tile)
