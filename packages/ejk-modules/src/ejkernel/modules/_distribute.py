@@ -78,28 +78,16 @@ def distribute(
         a = without_packing(a)
     override = op.spec.distributed_axes(a)
     arguments = [_argument(p, a[p.name], override, in_specs or (), i) for i, p in _arrays(op)]
-    sizes = _sizes_by_word(arguments)
-    layout = Layout(
-        op.spec.name,
-        {axis: mesh.shape[axis] for axis in axis_names},
-        _spreadable(
-            arguments,
-            sequence=op.spec.sequence_axes if shares else (),
-            pages=op.spec.shards_pages and not typed,
-        ),
-        source="arguments" if typed else "in_specs",
-        sequence_hint=op.spec.sequence_hint,
-    )
-    if ring_axis is not None:
-        layout.spread.update(q_len=(ring_axis,), kv_len=(ring_axis,))
+    by_name = {argument.name: argument for argument in arguments}
+    mesh_sizes = {axis: mesh.shape[axis] for axis in axis_names}
+    layout = _init_layout(op, arguments, mesh_sizes, ring_axis, shares=shares, typed=typed)
     typed_layout = read_types(layout, _typed_arrays(a, arguments)) if typed else None
     if typed_layout is None:
         read_specs(layout, arguments, in_specs)
     shared = spread_sequence(layout, op.spec.sequence_axes) if shares else ()
-    pick = spread_key_heads(layout, sizes, whole_groups=op.spec.whole_groups)
+    shard = Shard(layout, _sizes_by_word(arguments))
+    pick = spread_key_heads(layout, shard.sizes, whole_groups=op.spec.whole_groups)
     check_divisible(layout, arguments)
-    shard = Shard(layout, sizes)
-    by_name = {argument.name: argument for argument in arguments}
     key_heads = {x.name: x.words for x in arguments if x.shape is not None} if pick else {}
     outputs = op.spec.output_axes(a)
     natural = tuple(layout.spec(_output_words(axes, by_name)) for axes in outputs)
@@ -107,10 +95,7 @@ def distribute(
         out_layout = _requested_specs(op, mesh, out_specs, natural)
     else:
         out_layout = tuple(_typed_output(typed_layout, axes, by_name, a) for axes in outputs)
-
     arrays, specs, rebuild = _split(a, by_name, layout)
-
-    single = len(outputs) == 1
 
     def body(*leaves: Any) -> Any:
         local = rebuild(leaves)
@@ -119,7 +104,7 @@ def distribute(
         op.to_shard(local, shard)
         if shared and op.spec.passes_states:
             results = op.spec.share_sequence(local, shard, lambda part: call((), part))
-            return results[0] if single else results
+            return results if len(outputs) > 1 else results[0]
         return _run_shard(op, local, shard, call, shared if by_kernel else ())
 
     by_specs = typed_layout is None and not ring_alone
@@ -128,13 +113,34 @@ def distribute(
     is_partial = len(axis_names) < len(mesh.axis_names)
     if explicit_axes(mesh) or (by_specs and is_partial):  # whole over axes that no spec names
         arrays = [_placed_tree(x, mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
-    local_specs = (tuple(specs), natural[0] if single else natural)
+    local_specs = (tuple(specs), natural if len(outputs) > 1 else natural[0])
     result = over_axes(body, mesh, axis_names, *local_specs)(*arrays)
-    if out_layout == natural:
-        return result
-    results = [result] if single else result
-    moved = [_move(x, mesh, spec) for x, spec in zip(results, out_layout, strict=True)]
-    return moved[0] if single else tuple(moved)
+    return result if out_layout == natural else _move_outputs(result, mesh, out_layout)
+
+
+def _init_layout(
+    op: DistributedOperation,
+    arguments: Sequence[Argument],
+    mesh_sizes: dict[str, int],
+    ring_axis: str | None,
+    *,
+    shares: bool,
+    typed: bool,
+) -> Layout:
+    """Returns a layout that spreads no axis but the sequence of a ring.
+
+    ``shares``: devices may share a sequence; ``typed``: the types of the arguments say how.
+    """
+    spreadable = _spreadable(
+        arguments,
+        sequence=op.spec.sequence_axes if shares else (),
+        pages=op.spec.shards_pages and not typed,
+    )
+    source, hint = "arguments" if typed else "in_specs", op.spec.sequence_hint
+    layout = Layout(op.spec.name, mesh_sizes, spreadable, source=source, sequence_hint=hint)
+    if ring_axis is not None:
+        layout.spread.update(q_len=(ring_axis,), kv_len=(ring_axis,))
+    return layout
 
 
 def _run_shard(
@@ -297,6 +303,13 @@ def _requested_specs(
         entries = [mesh_axes(entry) for entry in spec] + [()] * (len(natural_spec) - len(spec))
         specs.append(PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries)))
     return tuple(specs)
+
+
+def _move_outputs(result: Any, mesh: Any, specs: tuple[PartitionSpec, ...]) -> Any:
+    """Moves the outputs of a call, one array or several, to other specs."""
+    if len(specs) == 1:
+        return _move(result, mesh, specs[0])
+    return tuple(_move(x, mesh, spec) for x, spec in zip(result, specs, strict=True))
 
 
 def _move(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
