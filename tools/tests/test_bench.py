@@ -57,7 +57,7 @@ def test_a_case_becomes_rows_with_ratios(tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 7])
 def test_contenders_follow_each_other_equally_often(count):
     names = [f"c{i}" for i in range(count)]
-    rounds = [timing._turns(names, number) for number in range(2 * count)]
+    rounds = [timing._round_order(names, number) for number in range(2 * count)]
     assert all(sorted(turns) == names for turns in rounds)
     assert sorted(turns[0] for turns in rounds) == sorted(2 * names)
     pairs = Counter(pair for turns in rounds for pair in itertools.pairwise(turns))

@@ -26,7 +26,7 @@ def lines() -> list[str]:
 
 @pytest.mark.parametrize("line", dict.fromkeys(lines()))
 def test_the_line_is_understood(line):
-    args = app.parse(shlex.split(line)[1:])
+    args = app.parse_words(shlex.split(line)[1:])
     operation = getattr(args, "operation", None)
     if operation is None:
         return

@@ -106,9 +106,9 @@ def test_own_kernels_are_tuned_exported_and_imported(capsys, tmp_path, monkeypat
 
 
 def test_import_may_stand_at_every_place():
-    args = app.parse("--import a --plain cache --import=b ls --import c --json".split())
+    args = app.parse_words("--import a --plain cache --import=b ls --import c --json".split())
     assert args.imports == ["a", "b", "c"] and args.action == "ls" and args.json and args.plain
-    args = app.parse(["shapes"])
+    args = app.parse_words(["shapes"])
     assert args.imports == [] and not args.json and not args.plain
 
 

@@ -11,55 +11,55 @@ Form = Mapping[str, Check]
 LEAST, MOST = 1e-30, 1e30
 
 
-def text(x: Any) -> bool:
+def is_text(x: Any) -> bool:
     return isinstance(x, str)
 
 
-def number(x: Any) -> bool:
+def is_number(x: Any) -> bool:
     """Returns whether this is a number of plausible size, so that ratios stay finite."""
     return type(x) in (int, float) and -MOST < x < MOST
 
 
-def time(x: Any) -> bool:
-    return number(x) and x > LEAST
+def is_time(x: Any) -> bool:
+    return is_number(x) and x > LEAST
 
 
-def fields(x: Any) -> bool:
+def is_mapping(x: Any) -> bool:
     return isinstance(x, Mapping)
 
 
-def numbers(x: Any) -> bool:
-    return isinstance(x, Mapping) and all(map(number, x.values()))
+def is_mapping_of_numbers(x: Any) -> bool:
+    return isinstance(x, Mapping) and all(map(is_number, x.values()))
 
 
-def maybe(check: Check) -> Check:
+def or_none(check: Check) -> Check:
     return lambda x: x is None or check(x)
 
 
-ROW: Form = {"case": text, "mode": text, "contender": text, "ms": maybe(time)}
+ROW: Form = {"case": is_text, "mode": is_text, "contender": is_text, "ms": or_none(is_time)}
 ROW_MAY: Form = {
-    "speed_over": numbers,
-    **dict.fromkeys(("tflops", "gbps", "percent_of_limit", "spread_ms"), maybe(number)),
-    **dict.fromkeys(("note", "bound", "clock", "tier", "implementation", "config"), text),
+    "speed_over": is_mapping_of_numbers,
+    **dict.fromkeys(("tflops", "gbps", "percent_of_limit", "spread_ms"), or_none(is_number)),
+    **dict.fromkeys(("note", "bound", "clock", "tier", "implementation", "config"), is_text),
 }
 CALL: Form = {
-    "config": maybe(fields),
-    "trials": lambda x: isinstance(x, list) and all(fits(t, TRIAL) is None for t in x),
-    **dict.fromkeys(("operation", "shape", "pass"), text),
-    **dict.fromkeys(("heuristic_ms", "best_ms", "heuristic_over_best"), maybe(time)),
-    **dict.fromkeys(("seconds", "timed", "candidates"), number),
+    "config": or_none(is_mapping),
+    "trials": lambda x: isinstance(x, list) and all(find_misfit(t, TRIAL) is None for t in x),
+    **dict.fromkeys(("operation", "shape", "pass"), is_text),
+    **dict.fromkeys(("heuristic_ms", "best_ms", "heuristic_over_best"), or_none(is_time)),
+    **dict.fromkeys(("seconds", "timed", "candidates"), is_number),
 }
 TRIAL: Form = {
-    "config": maybe(fields),
-    "error": maybe(text),
-    "ms": maybe(time),
-    **dict.fromkeys(("fwd_ms", "bwd_ms"), maybe(number)),
+    "config": or_none(is_mapping),
+    "error": or_none(is_text),
+    "ms": or_none(is_time),
+    **dict.fromkeys(("fwd_ms", "bwd_ms"), or_none(is_number)),
 }
-HEAD: Form = dict.fromkeys(("op", "device", "date", "time"), text)
-LIMITS: Form = {"flops": numbers, "bytes_per_s": number}
+HEAD: Form = dict.fromkeys(("op", "device", "date", "time"), is_text)
+LIMITS: Form = {"flops": is_mapping_of_numbers, "bytes_per_s": is_number}
 
 
-def fits(
+def find_misfit(
     part: Any, must: Mapping[str, Check], may: Mapping[str, Check] | None = None
 ) -> str | None:
     """Returns why ``part`` is not of this form, None when it is. Other fields do not matter."""
@@ -84,7 +84,7 @@ def valid_parts(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(parts, list):
         parts = []
         problems.append(f"{name!r} is no list")
-    verdicts = [fits(part, must, may) for part in parts]
+    verdicts = [find_misfit(part, must, may) for part in parts]
     usable[name] = [part for part, why in zip(parts, verdicts, strict=True) if why is None]
     reasons = Counter(filter(None, verdicts))
     problems += [f"{count} of {len(parts)} {name}: {why}" for why, count in reasons.items()]
@@ -92,7 +92,7 @@ def valid_parts(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if field in usable and not check(usable[field]):
             problems.append(f"{field!r} is no text")
             del usable[field]
-    if "limits" in usable and fits(usable["limits"], {}, LIMITS) is not None:
-        problems.append(f"'limits': {fits(usable['limits'], {}, LIMITS)}")
+    if "limits" in usable and find_misfit(usable["limits"], {}, LIMITS) is not None:
+        problems.append(f"'limits': {find_misfit(usable['limits'], {}, LIMITS)}")
         del usable["limits"]
     return usable, problems

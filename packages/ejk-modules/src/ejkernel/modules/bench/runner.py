@@ -50,17 +50,17 @@ Compiled = tuple[Any, float | None] | str
 """A program and the MB it holds while it runs, or why there is none."""
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(str(error))[:120]}"
 
 
-def _lowered(case: Case, mode: str, fn: Callable, args: tuple) -> Any:
+def _lower(case: Case, mode: str, fn: Callable, args: tuple) -> Any:
     """Returns the lowered program, or as a string why there is none."""
     body = forward_and_backward(fn, case.grad_argnums) if mode == "fwd+bwd" else fn
     try:
         return jax.jit(body, donate_argnums=tuple(_updates(case, mode))).lower(*args)
     except Exception as error:
-        return _told(error)
+        return _describe_error(error)
 
 
 def _updates(case: Case, mode: str) -> Mapping[int, int]:
@@ -73,7 +73,7 @@ def _compile(lowered: Any) -> Compiled:
     try:
         compiled = lowered.compile()
     except Exception as error:
-        return _told(error)
+        return _describe_error(error)
     stats = compiled.memory_analysis()
     temp = None if stats is None else getattr(stats, "temp_size_in_bytes", None)
     return compiled, None if temp is None else temp / 2**20
@@ -84,16 +84,16 @@ def compile_ahead(pairs: Sequence[tuple[Case, str]]) -> list[dict[str, Compiled]
     with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, MOST_COMPILERS))) as pool:
         compiling = []
         for case, mode in pairs:
-            args = _shapes(case)
+            args = _abstract_inputs(case)
             compiling.append({  # tracing takes turns anyway, so it happens here
-                name: pool.submit(_compile, _lowered(case, mode, fn, args))
+                name: pool.submit(_compile, _lower(case, mode, fn, args))
                 for name, fn in case.contenders.items()
                 if not isinstance(fn, str)
             })  # fmt: skip
         return [{name: f.result() for name, f in futures.items()} for futures in compiling]
 
 
-def _shapes(case: Case) -> tuple:
+def _abstract_inputs(case: Case) -> tuple:
     """Returns the arrays of a case by shape and dtype, in the order of its inputs."""
     if case.call is None:
         return case.inputs()
@@ -101,7 +101,7 @@ def _shapes(case: Case) -> tuple:
     return tuple(structs[name] for name in case.call.names)
 
 
-def _chosen(case: Case) -> dict[str, str]:
+def _explain_choice(case: Case) -> dict[str, str]:
     """Returns the choice for the first contender, if it is a call of an operation."""
     if case.call is None:
         return {}
@@ -116,9 +116,9 @@ def _chosen(case: Case) -> dict[str, str]:
     }
 
 
-def tier_of(case: Case) -> str:
+def find_tier(case: Case) -> str:
     """Returns the tier of the config; to be called before the first run, which caches it."""
-    return _chosen(case).get("tier", "")
+    return _explain_choice(case).get("tier", "")
 
 
 def run_case(
@@ -137,7 +137,7 @@ def run_case(
     ``compile_ahead``; None = compiled now.
     """
     if tier is None:
-        tier = tier_of(case)
+        tier = find_tier(case)
     if programs is None:
         (programs,) = compile_ahead([(case, mode)])
     args = case.inputs()
@@ -153,11 +153,11 @@ def run_case(
             program = Program(compiled, args, _updates(case, mode))
             jax.block_until_ready(program())
         except Exception as error:
-            failed[name] = _told(error)
+            failed[name] = _describe_error(error)
             continue
         calls[name] = program
     times = time_together(calls, rounds=rounds, target_s=target_s) if calls else {}
-    chosen = {**_chosen(case), "tier": tier}
+    chosen = {**_explain_choice(case), "tier": tier}
     first = next(iter(case.contenders))
     rows = []
     for name in case.contenders:
@@ -192,7 +192,7 @@ def _row(
     )  # fmt: skip
 
 
-def steps(cases: Iterable[Case], modes: Sequence[str]) -> list[tuple[Case, str]]:
+def select_runs(cases: Iterable[Case], modes: Sequence[str]) -> list[tuple[Case, str]]:
     """Returns (case, mode) pairs to time: a case without gradients has no backward pass."""
     return [(c, m) for c in cases for m in modes if m != "fwd+bwd" or c.grad_argnums]
 
@@ -205,8 +205,8 @@ def run_cases(
     On a GPU everything is compiled before anything is timed, unless tracing would tune.
     """
     cases = list(cases)
-    pairs = steps(cases, modes)
-    tiers = {id(case): tier_of(case) for case in cases}
+    pairs = select_runs(cases, modes)
+    tiers = {id(case): find_tier(case) for case in cases}
     ahead = jax.default_backend() == "gpu" and "autotune" not in tiers.values()
     made = compile_ahead(pairs) if ahead else [None] * len(pairs)
     for (case, mode), programs in zip(pairs, made, strict=True):

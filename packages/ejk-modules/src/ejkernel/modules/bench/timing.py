@@ -78,7 +78,7 @@ def time_together(
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     gc.collect()
     for number in range(rounds):
-        for name in _turns(list(contenders), number):
+        for name in _round_order(list(contenders), number):
             samples[name].append(run(contenders[name], calls[name]))
     result = {name: _timing(values) for name, values in samples.items()}
     if min((t.median for t in result.values()), default=1.0) < SHORT_S:
@@ -88,7 +88,7 @@ def time_together(
     return result
 
 
-def _turns(names: list[str], number: int) -> list[str]:
+def _round_order(names: list[str], number: int) -> list[str]:
     """Returns the order of a round: a row of a Williams square.
 
     The previous contender heats the GPU, which slows the next by up to 6%. In as many rounds as

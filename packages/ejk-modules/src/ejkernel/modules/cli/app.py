@@ -68,27 +68,27 @@ class _Help(argparse.HelpFormatter):
         )
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """All subcommands with their arguments; imports their modules, none of which needs JAX."""
     from ejkernel.modules._version import __version__
 
     top = Parser(prog="ejk", description="Look into ejkernel: what runs here, why, and how fast.")
     top.add_argument("--version", action="version", version=f"ejk {__version__}")
-    common(top, argparse.SUPPRESS)
+    add_common_options(top, argparse.SUPPRESS)
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"{__package__}.{name}")
         sub = commands.add_parser(name, help=summary, description=module.__doc__)
         sub.formatter_class = _Help
         module.arguments(sub)
-        common(sub, argparse.SUPPRESS)
+        add_common_options(sub, argparse.SUPPRESS)
         sub.set_defaults(module=module)
     return top
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_words(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the parsed words; ``key=value`` words may stand anywhere after the subcommand."""
-    top = parser()
+    top = build_parser()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         top.print_help()
@@ -96,7 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     Parser.as_json = "--json" in words
     # Taken out first, because argparse would let a subcommand's --import replace that of `ejk`.
     anywhere = Parser(prog="ejk", usage=_usage(top), add_help=False, allow_abbrev=False)
-    common(anywhere)
+    add_common_options(anywhere)
     shared, words = anywhere.parse_known_args(words)
     args, extra = top.parse_known_args(words, shared)
     sizes = getattr(args, "words", None)
@@ -133,7 +133,7 @@ def seconds(text: str) -> float:
     return value
 
 
-def common(sub: argparse.ArgumentParser, nothing: Any = None) -> None:
+def add_common_options(sub: argparse.ArgumentParser, nothing: Any = None) -> None:
     """Options of every command; ``nothing`` is the default of all of them."""
     group = sub.add_argument_group("output")
     flag: dict[str, Any] = {"action": "store_true", "default": nothing or False}
@@ -157,7 +157,7 @@ def make_output(json: bool = False, plain: bool = False) -> Output:
     return RichOutput()
 
 
-def _import(names: Sequence[str]) -> None:
+def _import_modules(names: Sequence[str]) -> None:
     """Imports the modules that ``--import`` names.
 
     The working folder may hold files of others: it is searched last, and only where Python would
@@ -196,13 +196,13 @@ def _warnings_in_a_line(out: Output) -> Generator[None]:
 
 def run_cli(argv: Sequence[str] | None = None) -> int:
     """Parses, runs and prints; returns the exit status."""
-    args = parse(argv)
+    args = parse_words(argv)
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") is None:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # start-up messages of XLA are for its developers
     out = make_output(args.json, args.plain)
     try:
         with Interrupts() as interrupts, _warnings_in_a_line(out):
-            status = _guarded(args, out, interrupts)
+            status = _run_guarded(args, out, interrupts)
             flush_output()
             return status
     except BrokenPipeError:  # the reader, e.g. head, has seen enough
@@ -219,9 +219,9 @@ def _discard_output() -> None:
     sys.stdout = open(os.devnull, "w")
 
 
-def _guarded(args: argparse.Namespace, out: Output, interrupts: Interrupts) -> int:
+def _run_guarded(args: argparse.Namespace, out: Output, interrupts: Interrupts) -> int:
     try:
-        _import(args.imports)
+        _import_modules(args.imports)
         return args.module.run_command(args, out)
     except (BrokenPipeError, OutputError):
         raise
@@ -230,7 +230,7 @@ def _guarded(args: argparse.Namespace, out: Output, interrupts: Interrupts) -> i
     except KeyboardInterrupt:
         return _fail(out, "interrupted", INTERRUPTED)
     except Exception as error:
-        message = "interrupted" if interrupts.seen else _expected(error)
+        message = "interrupted" if interrupts.seen else _actionable_message(error)
         if message is None:
             out.data({"error": f"{type(error).__name__}: {first_line(error)}"})
             raise
@@ -244,7 +244,7 @@ def _fail(out: Output, message: str, status: int) -> int:
     return status
 
 
-def _expected(error: Exception) -> str | None:
+def _actionable_message(error: Exception) -> str | None:
     """Returns the message of an error that the user can act on; None for a bug."""
     from ejkernel.modules.workloads.find import UnknownName
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel.modules.cli.app import FAILED, INTERRUPTED, CommandError, at_least_one, seconds
-from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where
+from ejkernel.modules.cli.calls import add_arguments, calls_of, note_devices
 from ejkernel.modules.cli.output import Output
 
 
@@ -31,19 +31,19 @@ def run_command(args: argparse.Namespace, out: Output) -> int:
     from ejkernel.modules.bench import record
     from ejkernel.modules.bench.case import case_of
     from ejkernel.modules.bench.limits import measure_limits
-    from ejkernel.modules.bench.runner import MODES, run_cases, steps
+    from ejkernel.modules.bench.runner import MODES, run_cases, select_runs
 
     modes = args.modes.split(",")
     if not set(modes) <= set(MODES):
         raise CommandError(f"--modes {args.modes}: expected {' and '.join(MODES)}")
     calls = calls_of(args.operation, args.shape, args.words)
-    say_where(out, calls)
+    note_devices(out, calls)
     cases = [case_of(call) for call in calls]
     keep_peers(cases, args.peers)
     pace = {"rounds": args.rounds, "target_s": args.target_s}
     rows: list[Any] = []
     status = 0
-    count = sum(len(case.contenders) for case, _ in steps(cases, modes))
+    count = sum(len(case.contenders) for case, _ in select_runs(cases, modes))
     with out.progress(f"bench {args.operation}", count + 1) as advance:
         limits = measure_limits(tuple(dict.fromkeys(c.dtype for c in cases)), **pace)
         advance("limits of this machine")

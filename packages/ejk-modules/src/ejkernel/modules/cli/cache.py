@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ejkernel.modules.cli.app import FAILED, CommandError, common
+from ejkernel.modules.cli.app import FAILED, CommandError, add_common_options
 from ejkernel.modules.cli.output import Output, counted
 
 
@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--kernel", help="only this kernel's")
         sub.add_argument("--device", help="only those of devices with this in their name")
     for sub in (ls, show, export, bring, clear):
-        common(sub, argparse.SUPPRESS)
+        add_common_options(sub, argparse.SUPPRESS)
 
 
 def run_command(args: argparse.Namespace, out: Output) -> int:

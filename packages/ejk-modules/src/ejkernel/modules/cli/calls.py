@@ -51,7 +51,7 @@ def calls_of(operation: str, pattern: str | None, words: list[str]) -> list[Call
     return [find.from_words(name, words, base=shape) for shape in shapes]
 
 
-def say_where(out: Output, calls: list[Call]) -> None:
+def note_devices(out: Output, calls: list[Call]) -> None:
     """Say so when cases meant for a GPU meet a machine without one; then go on."""
     from ejkernel.ops import device_fingerprint, device_kind
 

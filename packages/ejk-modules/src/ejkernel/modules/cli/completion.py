@@ -29,10 +29,10 @@ def run_command(args: argparse.Namespace, out: Output) -> int:
 def words() -> dict[str, list[str]]:
     """Returns the words that may follow each command: options, actions and operations."""
     from ejkernel.modules._table import OPERATIONS
-    from ejkernel.modules.cli.app import parser
+    from ejkernel.modules.cli.app import build_parser
 
     following_words = {}
-    (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     for name, sub in commands.choices.items():
         following: list[str] = []
         for action in sub._actions:

@@ -13,7 +13,7 @@ import argparse
 from typing import Any
 
 from ejkernel.modules.cli import devices
-from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where, sizes_text
+from ejkernel.modules.cli.calls import add_arguments, calls_of, note_devices, sizes_text
 from ejkernel.modules.cli.output import Output
 
 
@@ -30,7 +30,7 @@ def run_command(args: argparse.Namespace, out: Output) -> int:
 
     with devices.device(args.device):
         calls = calls_of(args.operation, args.shape, args.words)
-        say_where(out, calls)
+        note_devices(out, calls)
         answers = [explained(call) for call in calls]
     out.data(answers if args.shape is not None and len(answers) != 1 else answers[0])
     if len(answers) > 1:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel.modules.bench import record
-from ejkernel.modules.bench.record_checks import number
+from ejkernel.modules.bench.record_checks import is_number
 from ejkernel.modules.cli import stored
 from ejkernel.modules.cli.output import write_file
 
 
 def provenance(chosen: list[stored.StoredConfig]) -> dict[str, Any]:
     """Device, date, versions, and the largest spread of the timings."""
-    spreads = [c.measured["spread"] for c in chosen if number(c.measured.get("spread"))]
+    spreads = [c.measured["spread"] for c in chosen if is_number(c.measured.get("spread"))]
     return {
         "devices": sorted({c.device for c in chosen}),
         "date": datetime.date.today().isoformat(),

@@ -25,7 +25,7 @@ from ejkernel.modules.cli.app import (
     at_least_one,
     seconds,
 )
-from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where
+from ejkernel.modules.cli.calls import add_arguments, calls_of, note_devices
 from ejkernel.modules.cli.output import Output, counted
 
 
@@ -98,7 +98,7 @@ def _tasks(args: argparse.Namespace, out: Output) -> tuple[list[Any], int]:
         raise CommandError("give an operation, --shapes, or --recorded FILE; see ejk tune --help")
     names = operation_names() if args.operation is None else [args.operation]
     calls = [call for name in names for call in calls_of(name, args.shape, args.words)]
-    say_where(out, calls)
+    note_devices(out, calls)
     return list(map(task_of, calls)), 0
 
 
