@@ -248,6 +248,34 @@ def row_delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None, dtype: Any) -
     return delta if dlse is None else delta - dlse.astype(dtype)
 
 
+class QueryBlocks(NamedTuple):
+    """Blocks of the rows that a backward pass reads; ``columns`` are transposed copies.
+
+    XLA's CPU matmul is three times slower with a transposed left operand, so dk and dv are summed
+    transposed, from these copies.
+    """
+
+    q: jax.Array
+    do: jax.Array
+    q_columns: jax.Array
+    do_columns: jax.Array
+    m: jax.Array
+    log2_scale: jax.Array
+    delta: jax.Array
+
+
+def _split_queries(layout: Layout, q: Any, do: Any, rows: RowScales, delta: Any) -> QueryBlocks:
+    # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
+    q, do = (jnp.where(rows.alive[..., None], x, jnp.zeros((), x.dtype)) for x in (q, do))
+    return QueryBlocks(
+        *(_flat(layout.split_q(x)) for x in (q, do)),
+        *(_flat(layout.split_q(x).swapaxes(-1, -2)) for x in (q, do)),
+        layout.split_rows(rows.m, 0.0),
+        layout.split_rows(rows.log2_scale, DEAD),
+        layout.split_rows(jnp.where(rows.alive, delta, 0.0), 0.0),
+    )
+
+
 def backward(
     spec: Spec,
     q: jax.Array,
@@ -275,15 +303,7 @@ def backward(
     if layout.empty:
         dbias = None if bias is None else tiles.zeros(*bias.shape)
         return Grads(*(tiles.zeros(*x.shape) for x in (q, k, v)), dbias, dscores)
-    # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
-    q, do = (jnp.where(row_scales.alive[..., None], x, jnp.zeros((), x.dtype)) for x in (q, do))
-    q_blocks, do_blocks = _flat(layout.split_q(q)), _flat(layout.split_q(do))
-    # XLA's CPU matmul is three times slower with a transposed left operand, so dk and dv are
-    # summed transposed, from transposed copies of q and do
-    q_columns, do_columns = (_flat(layout.split_q(x).swapaxes(-1, -2)) for x in (q, do))
-    m_blocks = layout.split_rows(row_scales.m, 0.0)
-    scale_blocks = layout.split_rows(row_scales.log2_scale, DEAD)
-    delta_blocks = layout.split_rows(jnp.where(row_scales.alive, delta, 0.0), 0.0)
+    q_blocks = _split_queries(layout, q, do, row_scales, delta)
     row_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q, 1)
 
     def key_block(ki: Any, carry: Any, tile: tuple[jax.Array, jax.Array]):
@@ -292,32 +312,29 @@ def backward(
         def visit_q(t: Any, state: Any):
             dk, dv, dq, dbias, dscores = state
             qi = blk.block_number(mask, "q_index", ki, t)
-            rows = (blk.take_block(x, qi) for x in (q_blocks, do_blocks))
-            q_tile, do_tile = (layout.tile(x) for x in rows)
-            x, tanh, pull = tiles.logits(q_tile, k_tile, qi, ki, differentiate=True)
-            m, log2_scale = (
-                blk.take_block(rows, qi).reshape(row_shape) for rows in (m_blocks, scale_blocks)
+            block = QueryBlocks(*(blk.take_block(x, qi) for x in q_blocks))
+            m, log2_scale, block_delta = (
+                x.reshape(row_shape) for x in (block.m, block.log2_scale, block.delta)
             )
-            p = jnp.exp2(exponent(x, m, tiles.unit) + log2_scale)
-            dp = layout.by_head(tiles.dots.rows_cols(do_tile, v_tile))
+            logits = tiles.logits(layout.tile(block.q), k_tile, qi, ki, differentiate=True)
+            p = jnp.exp2(exponent(logits.x, m, tiles.unit) + log2_scale)
+            dp = layout.by_head(tiles.dots.rows_cols(layout.tile(block.do), v_tile))
             weights, keep = p, tiles.dropout_keep_mask(qi, ki)
             if keep is not None:
                 weights = jnp.where(keep, p * tiles.keep_scale, 0.0)
                 dp = jnp.where(keep, dp * tiles.keep_scale, 0.0)
-            ds = p * (dp - blk.take_block(delta_blocks, qi).reshape(row_shape))
-            if tanh is not None:
-                ds = ds * (1.0 - tanh * tanh)
-            if pull is not None:
-                ds, new = pull(ds)
+            ds = p * (dp - block_delta)
+            if logits.tanh is not None:
+                ds = ds * (1.0 - logits.tanh * logits.tanh)
+            if logits.pull is not None:
+                ds, new = logits.pull(ds)
                 ds = jnp.where(p > 0.0, ds, 0.0)
                 dscores = tuple(a + b.astype(acc) for a, b in zip(dscores, new, strict=True))
             if dbias is not None:
                 dbias = blk.add_tile(dbias, qi, ki, _sum_like(ds, layout, dbias.shape))
             ds = layout.by_row(ds)
-            columns = (blk.take_block(x, qi) for x in (q_columns, do_columns))
-            q_tile, do_tile = (layout.tile(x) for x in columns)
-            dv = dv + tiles.dots.weigh(do_tile, layout.by_row(weights))
-            dk = dk + tiles.dots.weigh(q_tile, ds)
+            dv = dv + tiles.dots.weigh(layout.tile(block.do_columns), layout.by_row(weights))
+            dk = dk + tiles.dots.weigh(layout.tile(block.q_columns), ds)
             dq_tile = tiles.dots.weigh(ds, k_tile)
             dq = blk.add_block(dq, qi, dq_tile.reshape(dq.shape[1:]))
             return dk, dv, dq, dbias, dscores
@@ -328,7 +345,7 @@ def backward(
         return tuple(carry), (dk.swapaxes(-1, -2), dv.swapaxes(-1, -2))
 
     dbias = None if tiles.bias is None else tiles.zeros(*tiles.bias.shape)
-    carry = (tiles.zeros(*q_blocks.shape), dbias, dscores)
+    carry = (tiles.zeros(*q_blocks.q.shape), dbias, dscores)
     blocks = tuple(_flat(layout.split_kv(x)) for x in _seen(mask, k, v))
     order = getattr(mask, "kv_order", None)
     (dq, dbias, dscores), (dk, dv) = blk.scan_blocks(key_block, carry, blocks, layout.nk, order)

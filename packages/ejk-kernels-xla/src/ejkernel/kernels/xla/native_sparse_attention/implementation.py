@@ -71,8 +71,9 @@ def _selected(q, k, v, chosen, blocks: Blocks, scale: float, rows: int | None):
         )
 
     grouped = q.reshape(b, s, hk, h // hk, d)
-    o = attend_row(grouped[0], k[0], v[0], chosen[0])[None] if b == 1 else None
-    if o is None:
+    if b == 1:
+        o = attend_row(grouped[0], k[0], v[0], chosen[0])
+    else:
         o = jax.vmap(attend_row)(grouped, k, v, chosen)
     return o.reshape(b, s, h, dv)
 
@@ -115,16 +116,8 @@ class NativeSparseAttention(XlaKernel):
         o_slc = _selected(q, k, v, chosen, blocks, scale, work.tiles.q_tile)
         out = out + (1.0 if g_slc is None else g_slc) * o_slc.astype(wide)
         if p.sliding_window is not None:
-            window = p.sliding_window
-            mask = mask_of(
-                {
-                    "query": q,
-                    "key": k,
-                    "cum_seqlens_q": cu,
-                    "causal": True,
-                    "sliding_window": window,
-                }
-            )
+            options = {"causal": True, "sliding_window": p.sliding_window}
+            mask = mask_of({"query": q, "key": k, "cum_seqlens_q": cu, **options})
             o_swa = flash_attention.run_canonical(
                 query=q, key=k, value=v, mask_info=mask, softmax_scale=scale
             )
