@@ -66,19 +66,13 @@ def flax_attention(
     Raises:
         ValueError: an option that flash attention does not have.
     """
-    refused = {
-        "einsum_dot_general": einsum_dot_general,
-        "qk_attn_weights_einsum": qk_attn_weights_einsum,
-        "attn_weights_value_einsum": attn_weights_value_einsum,
-        "promote_dtype": promote_dtype,
-    }
-    for name, option in refused.items():
-        if option is not None:
-            raise ValueError(f"{name}: given {option!r}, flash attention replaces the products")
-    if module is not None:
-        raise ValueError(
-            "module: flash attention has no weights to sow; call the layer with sow_weights=False"
-        )
+    _check_unused(
+        module,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+        promote_dtype=promote_dtype,
+    )
     if dropout_rate and not deterministic:
         if broadcast_dropout:
             raise ValueError(
@@ -100,6 +94,17 @@ def flax_attention(
     q, k, v = (x.astype(wide).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
     out = flash_attention(q, k, v, precision=precision, **options)
     return out.reshape(*batch, *out.shape[1:])
+
+
+def _check_unused(module: Any, **functions: Callable[..., Any] | None) -> None:
+    """Raises ValueError for options of Flax's layers that flash attention does not have."""
+    for name, function in functions.items():
+        if function is not None:
+            raise ValueError(f"{name}: given {function!r}, flash attention replaces the products")
+    if module is not None:
+        raise ValueError(
+            "module: flash attention has no weights to sow; call the layer with sow_weights=False"
+        )
 
 
 def equinox_attention(

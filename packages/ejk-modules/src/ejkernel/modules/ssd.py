@@ -116,10 +116,14 @@ def ssd_attention(
     if D is None:
         return out
     y, state = out if isinstance(out, tuple) else (out, None)
-    skip = jnp.asarray(D).astype(wide)
-    skipped = (skip if skip.ndim == 2 else skip[:, None])[None, None] * x_wide
-    if cu_seqlens is not None:  # rows past the last sequence give 0
-        is_valid = jnp.arange(x.shape[1]) < jnp.asarray(cu_seqlens)[-1:]
-        skipped = jnp.where(is_valid[None, :, None, None], skipped, 0)
-    y = (y.astype(wide) + skipped).astype(x.dtype)
+    y = (y.astype(wide) + _skip(x_wide, jnp.asarray(D).astype(wide), cu_seqlens)).astype(x.dtype)
     return y if state is None else (y, state)
+
+
+def _skip(x: jax.Array, D: jax.Array, cu_seqlens: Any) -> jax.Array:
+    """Returns ``D * x``, 0 in rows past the last sequence."""
+    skipped = (D if D.ndim == 2 else D[:, None])[None, None] * x
+    if cu_seqlens is None:
+        return skipped
+    is_valid = jnp.arange(x.shape[1]) < jnp.asarray(cu_seqlens)[-1:]
+    return jnp.where(is_valid[None, :, None, None], skipped, 0)

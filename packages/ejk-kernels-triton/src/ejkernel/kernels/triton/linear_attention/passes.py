@@ -70,25 +70,23 @@ class Pass:
 
     def operands(self, p: Problem) -> dict[str, str]:
         """Returns the operands of ``chunk_loop`` and the arrays that they are."""
-        arrays = {"query": self.query, "key": self.key, "value": self.value}
-        arrays = {name: array for name, array in arrays.items() if array}
         side, other = ("v", "k") if self.swapped else ("k", "v")
         rows, columns = self.decayed(p)
-        if p.scalar:
-            arrays |= {name: name for name in (("constant",) if p.steady else GATE_SUMS)}
-        if rows:
-            arrays |= {
-                name: f"{arrays[name]}_decayed" for name in ("query", "key") if name in arrays
-            }
-            arrays |= {"pairs": f"pairs_{side}"} if self.query else {}
-            arrays |= {"totals": f"totals_{side}"}
-        if columns:
-            arrays |= {"value": f"{arrays['value']}_decayed", "value_totals": f"totals_{other}"}
-        if self.dot_with:
-            arrays["dot_with"] = self.dot_with
-        if p.sequences:
-            arrays["cu"] = "cu"
-        return arrays | ({"starts": "starts"} if self.starts else {})
+        row_suffix, column_suffix = ("_decayed" if decay else "" for decay in (rows, columns))
+        sums = (("constant",) if p.steady else GATE_SUMS) if p.scalar else ()
+        operands = {
+            "query": self.query and self.query + row_suffix,
+            "key": self.key + row_suffix,
+            "value": self.value + column_suffix,
+            **{name: name for name in sums},
+            "pairs": f"pairs_{side}" if rows and self.query else "",
+            "totals": f"totals_{side}" if rows else "",
+            "value_totals": f"totals_{other}" if columns else "",
+            "dot_with": self.dot_with,
+            "cu": "cu" if p.sequences else "",
+            "starts": "starts" if self.starts else "",
+        }
+        return {name: array for name, array in operands.items() if array}
 
 
 SEGMENT_STATES = Pass("", "k", "v", later=False, starts=False, ends=True)
