@@ -45,7 +45,7 @@ class Fault:
 FAULTS = (
     Fault(
         "sign of the softmax derivative", f"{XLA}/_common/blockwise.py",
-        "ds = p * (dp - blk.take_block", "ds = p * (dp + blk.take_block",
+        "ds = p * (dp - block_delta)", "ds = p * (dp + block_delta)",
         f"{XLA_TESTS}/test_flash_attention.py",
     ),
     Fault(

@@ -88,9 +88,9 @@ from ejkernel.kernels.triton.targets import Target
 
 
 @triton.jit
-def split_float32(x, OPERAND: tl.constexpr, SPLIT: tl.constexpr):
+def split_float32(x, tile):
     """Returns x as operands of ``split_dot``: a bfloat16 value and the remainder with SPLIT."""
-    if SPLIT:
+    if tile.SPLIT:
         # rounded as an integer: converting there and back goes value by value, at a quarter of the
         # rate of a conversion of pairs
         bits = (x.to(tl.float32).to(tl.int32, bitcast=True) + 0x8000) & -65536
@@ -98,42 +98,40 @@ def split_float32(x, OPERAND: tl.constexpr, SPLIT: tl.constexpr):
         low = (x - high).to(tl.bfloat16)
         high = high.to(tl.bfloat16)
     else:
-        high = x.to(OPERAND)
+        high = x.to(tile.DTYPE)
         low = high
     return high, low
 
 
 @triton.jit
-def split_dot(a, a_low, b, b_low, total, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+def split_dot(a, a_low, b, b_low, total, tile):
     """Returns a b, added to ``total`` unless that is None."""
-    if SPLIT:  # the small terms first
+    if tile.SPLIT:  # the small terms first
         total = tl.dot(a_low, b, total)
         total = tl.dot(a, b_low, total)
         total = tl.dot(a, b, total)
     else:
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = tl.dot(a, b, total, input_precision=tile.PRECISION)
     return total
 
 
 @triton.jit
-def row_weights(
-    q, k, pairs, square, high, low, LATER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def row_weights(q, k, pairs, square, high, low, tile):
     """Returns the decayed score of every pair of rows; ``pairs`` has them where channels decay."""
+    CHUNK: tl.constexpr = tile.CHUNK
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     if pairs is not None:
         pairs += square * (CHUNK * CHUNK)
-        if TRANSPOSED:
+        if tile.TRANSPOSED:
             weights = tl.load(pairs + j * CHUNK + i).to(tl.float32)
         else:
             weights = tl.load(pairs + i * CHUNK + j).to(tl.float32)
     else:
-        weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        weights = tl.dot(q, tl.trans(k), input_precision=tile.PRECISION)
         if high is not None:
-            weights = weights * pair_decays(high, low, LATER, CHUNK)
-        elif LATER:
+            weights = weights * pair_decays(high, low, tile.LATER, CHUNK)
+        elif tile.LATER:
             weights = tl.where(i <= j, weights, 0.0)
         else:
             weights = tl.where(i >= j, weights, 0.0)
@@ -141,24 +139,21 @@ def row_weights(
 
 
 @triton.jit
-def decay_rows(x, until, scale, DTYPE: tl.constexpr, SPLIT: tl.constexpr):
+def decay_rows(x, until, scale, tile):
     """Returns rows decayed until the end of the chunk, as operands of ``split_dot``."""
-    return split_float32(x.to(tl.float32) * (tl.exp(until) * scale)[:, None], DTYPE, SPLIT)
+    return split_float32(x.to(tl.float32) * (tl.exp(until) * scale)[:, None], tile)
 
 
 @triton.jit
-def add_intra_chunk(
-    o, weights, v, v_low, scale, ASYNCHRONOUS: tl.constexpr, DTYPE: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def add_intra_chunk(o, weights, v, v_low, scale, tile):
     """Adds the output from inside a chunk to the output from before it."""
-    if ASYNCHRONOUS:
+    if tile.ASYNCHRONOUS:
         # a matmul of its own: an accumulator of both would lie in registers twice, for eight warps
-        weights, low = split_float32(weights, DTYPE, SPLIT)
-        o += split_dot(weights, low, v, v_low, None, SPLIT, PRECISION) * scale
+        weights, low = split_float32(weights, tile)
+        o += split_dot(weights, low, v, v_low, None, tile) * scale
     else:
-        weights, low = split_float32(weights * scale, DTYPE, SPLIT)
-        o = split_dot(weights, low, v, v_low, o, SPLIT, PRECISION)
+        weights, low = split_float32(weights * scale, tile)
+        o = split_dot(weights, low, v, v_low, o, tile)
     return o
 
 
@@ -262,6 +257,15 @@ def decay_by_channel(state, key_total, value_total, decayed, chunk_head, column,
 
 
 @triton.jit
+def store_row_dots(target, stride, o, rows, chunk, column, tile):
+    """Stores dot products of rows of o with ``HeadRows``, ``stride`` elements from each other."""
+    r = tl.arange(0, tile.CHUNK)
+    other = load_chunk_rows(rows, chunk, column, tile.CHUNK, tile.COLUMNS, tile.MAPS)
+    dots = tl.sum(o * other.to(tl.float32), 1)
+    tl.store(target + r * stride, dots, mask=r < chunk.size - chunk.at)
+
+
+@triton.jit
 def store_segment_decays(ends, total, key_total, value_total, segment_head, column, sizes, tile):
     """Stores the log decays of a segment: of rows and keys only with the first columns."""
     if column == 0:
@@ -328,7 +332,6 @@ def chunk_loop(
     if gates.constant is not None:
         gate = tl.load(gates.constant + batch * constant_stride + head).to(tl.float32)
     base = batch * rows + begin
-    chunk_row = tl.arange(0, CHUNK)
     DECAYS: tl.constexpr = gates.high_sums is not None or gates.constant is not None
     q_rows = HeadRows(query, head // (heads // sizes.query_heads), sizes.query_heads, dim)
     k_rows = HeadRows(key, head // (heads // sizes.key_heads), sizes.key_heads, dim)
@@ -346,7 +349,7 @@ def chunk_loop(
         if not SPLIT:
             k = load_chunk_rows(k_rows, chunk, 0, CHUNK, DIM, MAPS).to(DTYPE)
         v_float = load_chunk_rows(v_rows, chunk, column, CHUNK, COLUMNS, MAPS)
-        v, v_low = split_float32(v_float, DTYPE, SPLIT)
+        v, v_low = split_float32(v_float, tile)
         high = None
         low = None
         if DECAYS:
@@ -357,7 +360,7 @@ def chunk_loop(
         if SPLIT:
             # both operands of the state's matmul in registers at once would spill
             if DECAYS:
-                v_end, v_end_low = decay_rows(v_float, until, scale_in, DTYPE, SPLIT)
+                v_end, v_end_low = decay_rows(v_float, until, scale_in, tile)
             k = load_chunk_rows(k_rows, chunk, 0, CHUNK, DIM, MAPS).to(DTYPE)
         if states is not None:
             chunk_state = states + chunk_head * dim * columns
@@ -370,23 +373,20 @@ def chunk_loop(
             if not tile.AHEAD:
                 q = load_chunk_rows(q_rows, chunk, 0, CHUNK, DIM, MAPS).to(DTYPE)
                 if not ASYNCHRONOUS:  # scores are small again before the output takes registers
-                    weights = row_weights(
-                        q, k, decayed.pairs, chunk_head, high, low, LATER, tile.TRANSPOSED, CHUNK,
-                        PRECISION,
-                    )  # fmt: skip
+                    weights = row_weights(q, k, decayed.pairs, chunk_head, high, low, tile)
                 o = tl.dot(q, state.to(DTYPE), input_precision=PRECISION)
-        kt, kt_low = split_float32(tl.trans(k), DTYPE, SPLIT)
+        kt, kt_low = split_float32(tl.trans(k), tile)
         state, key_total, value_total = decay_by_channel(
             state, key_total, value_total, decayed, chunk_head, column, sizes, tile
         )
         if DECAYS:
             if not SPLIT:
-                v_end, v_end_low = decay_rows(v_float, until, scale_in, DTYPE, SPLIT)
+                v_end, v_end_low = decay_rows(v_float, until, scale_in, tile)
             state = state * tl.exp(chunk_decay)
             total += chunk_decay
-            state = split_dot(kt, kt_low, v_end, v_end_low, state, SPLIT, PRECISION)
+            state = split_dot(kt, kt_low, v_end, v_end_low, state, tile)
         else:
-            added = split_dot(kt, kt_low, v_end, v_end_low, None, SPLIT, PRECISION)
+            added = split_dot(kt, kt_low, v_end, v_end_low, None, tile)
             state += added * scale_in
 
         if query is not None:
@@ -398,19 +398,11 @@ def chunk_loop(
             else:
                 o = o * scale_out
             if dot_with is not None:
-                other = load_chunk_rows(dot_rows, chunk, column, CHUNK, COLUMNS, MAPS)
-                dots = state_dots + ((chunk.row * heads + head) + chunk_row * heads) * across
-                dots += column // COLUMNS
-                valid_row = chunk_row < end - begin - at
-                tl.store(dots, tl.sum(o * other.to(tl.float32), 1), mask=valid_row)
+                first_dot = state_dots + (chunk.row * heads + head) * across + column // COLUMNS
+                store_row_dots(first_dot, heads * across, o, dot_rows, chunk, column, tile)
             if ASYNCHRONOUS:
-                weights = row_weights(
-                    q, k, decayed.pairs, chunk_head, high, low, LATER, tile.TRANSPOSED, CHUNK,
-                    PRECISION,
-                )  # fmt: skip
-            o = add_intra_chunk(
-                o, weights, v, v_low, scale_in * scale_out, ASYNCHRONOUS, DTYPE, SPLIT, PRECISION
-            )  # fmt: skip
+                weights = row_weights(q, k, decayed.pairs, chunk_head, high, low, tile)
+            o = add_intra_chunk(o, weights, v, v_low, scale_in * scale_out, tile)
             store_chunk_rows(out_rows, o, chunk, column, CHUNK, COLUMNS, MAPS)
     if ends.states is not None:
         tl.store(ends.states + state_at + element, state, mask=inside)
