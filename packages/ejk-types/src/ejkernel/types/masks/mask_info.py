@@ -435,12 +435,24 @@ class ModMaskInfo(MaskInfo):
             return self & other.dense
         if not isinstance(other, MaskInfo):
             return NotImplemented
-        return type(self).from_parts(self.plain & other, self.mask_mod, self.sizes)
+        return self._with_plain(self.plain & other)
 
     def __rand__(self, other: Any) -> MaskInfo:
         if not isinstance(other, MaskInfo):
             return NotImplemented
-        return type(self).from_parts(other & self.plain, self.mask_mod, self.sizes)
+        return self._with_plain(other & self.plain)
+
+    def _with_plain(self, plain: MaskInfo) -> ModMaskInfo:
+        return self.from_parts(plain, self.mask_mod, self.sizes)
+
+    def apply_causal(self, offset: int = 0) -> MaskInfo:
+        return self._with_plain(self.plain.apply_causal(offset))
+
+    def apply_sliding_window(self, window: int | tuple[int, int], *, offset: int = 0) -> MaskInfo:
+        return self._with_plain(self.plain.apply_sliding_window(window, offset=offset))
+
+    def apply_chunked(self, chunk_size: int, offset: int = 0) -> MaskInfo:
+        return self._with_plain(self.plain.apply_chunked(chunk_size, offset))
 
     @property
     def terms(self) -> Any:
@@ -465,7 +477,7 @@ class ModMaskInfo(MaskInfo):
         return self.sizes.kv
 
 
-def _of_dense(name: str, member: Any) -> Any:
+def _ask_dense(name: str, member: Any) -> Any:
     """Returns a member of MaskInfo that a ModMaskInfo asks its dense form."""
     if isinstance(member, property):
         return property(lambda self: getattr(self.dense, name), doc=member.__doc__)
@@ -477,20 +489,7 @@ def _of_dense(name: str, member: Any) -> Any:
     return method
 
 
-def _of_plain(name: str, member: Any) -> Any:
-    """Returns a method that adds a rule to the fields and keeps the function."""
-
-    @functools.wraps(member)
-    def method(self: ModMaskInfo, *args: Any, **kwargs: Any) -> MaskInfo:
-        plain = getattr(self.plain, name)(*args, **kwargs)
-        return ModMaskInfo.from_parts(plain, self.mask_mod, self.sizes)
-
-    return method
-
-
-_RULES = ("apply_causal", "apply_sliding_window", "apply_chunked")
 for _name, _member in {**vars(MaskFields), **vars(MaskInfo)}.items():
     _reads_pairs = isinstance(_member, (property, types.FunctionType))
     if _reads_pairs and not _name.startswith("_") and _name not in vars(ModMaskInfo):
-        _wrap = _of_plain if _name in _RULES else _of_dense
-        setattr(ModMaskInfo, _name, _wrap(_name, _member))
+        setattr(ModMaskInfo, _name, _ask_dense(_name, _member))
