@@ -12,6 +12,7 @@ from ejkernel.types.attention import softmax
 from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.layout import Layout
 from ejkernel.types.calls.sharding_notes import over_note, size_note
+from ejkernel.types.calls.signature import drop_parameters
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, invalid, out_of_range
 from ejkernel.types.states.line import Line, LocalSequences
@@ -228,25 +229,11 @@ class RecurrentAttention(LinearCall):
 
 
 class GLAttention(LinearCall):
-    """Gated linear attention."""
+    """Gated linear attention: without the gates of keys and of values."""
 
     name = "gla_attention"
     algorithm = "gla"
-
-    @staticmethod
-    def signature(
-        query: F[Array, "batch seq heads key_dim"],
-        key: F[Array, "batch seq kv_heads key_dim"],
-        value: F[Array, "batch seq kv_heads v_dim"],
-        g: F[Array, "batch seq heads key_dim"] | F[Array, "batch seq heads"] | None = None,
-        g_gamma: F[Array, " heads"] | None = None,
-        initial_state: F[Array, "states heads key_dim v_dim"] | None = None,
-        cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
-        *,
-        softmax_scale: float | None = None,
-        reverse: bool = False,
-        return_state: bool = False,
-    ) -> None: ...
+    signature = staticmethod(drop_parameters(RecurrentAttention.signature, "gk", "gv"))
 
 
 class LightningAttention(LinearCall):

@@ -229,6 +229,17 @@ class Boundary:
         return sizes
 
 
+def drop_parameters(function: Callable[..., Any], *names: str) -> Callable[..., None]:
+    """Returns a declaration with the parameters of ``function`` except the named ones."""
+
+    def declaration() -> None: ...
+
+    signature = inspect.signature(function)
+    kept = [p for p in signature.parameters.values() if p.name not in names]
+    vars(declaration)["__signature__"] = signature.replace(parameters=kept)
+    return declaration
+
+
 def axes_of(p: Parameter, value: Any, override: Mapping[str, str] | None = None) -> list[str]:
     """One word per axis of ``value``: the form of its rank, ``*names`` numbered from 0."""
     rank = value if isinstance(value, int) else len(value.shape)
