@@ -80,8 +80,7 @@ class PagedCall(Call):
         query = a[cls.boundary.names[0]]
         rows = query.shape[:-1]
         outputs = merged.astype(o.dtype).reshape(*rows, o.shape[-1]), lse.reshape(rows), *others
-        selected = cls.select_outputs(a, outputs)
-        return selected[0] if len(selected) == 1 else selected
+        return cls.results(a, outputs)
 
     @classmethod
     def _lengths(cls) -> str:

@@ -41,11 +41,6 @@ class KVLayout:
         return cls(1, dim, dim, 0)
 
     @property
-    def is_separate(self) -> bool:
-        """Returns whether keys and values are two arrays."""
-        return self.value_offset is None
-
-    @property
     def is_latent(self) -> bool:
         """Returns whether the first columns of a key are its value."""
         return self.value_offset == 0

@@ -18,12 +18,8 @@ def rows_of_keys(keys: Any, rows: slice) -> Any:
     return k[:, rows], v[:, rows], *others
 
 
-class RingTransport:
-    """Keys go from device to device; their accumulators follow, one step behind.
-
-    The device's own keys are used first and, in the backward pass, last: the gradients that other
-    devices have accumulated come home meanwhile, and are added to its own, which are never sent.
-    """
+class Transport:
+    """The keys of a pass and the steps in which a device uses them."""
 
     def __init__(
         self, ring: Ring, schedule: Schedule, local_keys: Any, *, backward: bool = False
@@ -31,15 +27,27 @@ class RingTransport:
         self.ring, self.schedule, self.local_keys = ring, schedule, local_keys
         self.local_step, self.backward = schedule.local_step(ring), backward
 
+    def is_local(self, step: Any) -> bool:
+        """Returns whether a step uses the device's own keys; no loop holds that step."""
+        return isinstance(step, int) and step == self.local_step
+
+    def stored(self, visitors: Any, step: Any) -> Any:
+        """Returns the arrays that ``keys`` reads in this step; its own keys wait for no others."""
+        return self.local_keys if self.is_local(step) else visitors
+
+
+class RingTransport(Transport):
+    """Keys go from device to device; their accumulators follow, one step behind.
+
+    The device's own keys are used first and, in the backward pass, last: the gradients that other
+    devices have accumulated come home meanwhile, and are added to its own, which are never sent.
+    """
+
     def step_ranges(self) -> tuple[StepRange, ...]:
         """Returns the steps in their order."""
         return StepRange.split(
             self.schedule.order(self.ring, backward=self.backward), self.local_step
         )
-
-    def is_local(self, step: Any) -> bool:
-        """Returns whether a step uses the device's own keys; no loop holds that step."""
-        return isinstance(step, int) and step == self.local_step
 
     def start(self, step: int, after: Any = None) -> Any:
         """Returns the keys of ``step``, the first that has visitors.
@@ -67,10 +75,6 @@ class RingTransport:
             span.hops_after is not None and span.steps[-1] + span.hops_after == self.local_step
         )
         return None if is_before_local else span.hops_after
-
-    def stored(self, visitors: Any, step: Any) -> Any:
-        """Returns the arrays that ``keys`` reads in this step."""
-        return self.local_keys if self.is_local(step) else visitors
 
     def keys(self, stored: Any, step: Any, rows: slice) -> Any:
         """Returns rows of the keys of this step, and their arrays of masks, of all rows."""
@@ -181,14 +185,8 @@ class PackedRingTransport(RingTransport):
         return split_bits(self.ring.shift(join_bits(accumulators), places), accumulators)
 
 
-class GatheredTransport:
+class GatheredTransport(Transport):
     """All keys are gathered on every device at once; gradients are summed where the keys belong."""
-
-    def __init__(
-        self, ring: Ring, schedule: Schedule, local_keys: Any, *, backward: bool = False
-    ) -> None:
-        self.ring, self.schedule, self.local_keys = ring, schedule, local_keys
-        self.local_step = schedule.local_step(ring)
 
     def step_ranges(self) -> tuple[StepRange, ...]:
         """Returns the steps in their order."""
@@ -201,14 +199,6 @@ class GatheredTransport:
     def send_on(self, visitors: Any, span: StepRange) -> Any:
         """Returns the gathered keys, which stay."""
         return visitors
-
-    def is_local(self, step: Any) -> bool:
-        """Returns whether a step uses the device's own keys; no loop holds that step."""
-        return isinstance(step, int) and step == self.local_step
-
-    def stored(self, visitors: Any, step: Any) -> Any:
-        """Returns the device's own keys, which do not wait until all are gathered, or all."""
-        return self.local_keys if self.is_local(step) else visitors
 
     def keys(self, stored: Any, step: Any, rows: slice) -> Any:
         """Returns rows of the keys of this step."""
