@@ -53,3 +53,29 @@ print(FlashAttention.function is flash_attention, FlashAttentionConfig().platfor
     out, error = run(code)
     seconds, triton, *names = out.split()
     assert float(seconds) <= 0.5 and triton == "False" and names == ["True", "auto"], error
+
+
+def test_the_import_changes_nothing_and_a_process_may_be_forked_after_it():
+    code = """
+import os, signal, threading, warnings, jax
+from jax._src import xla_bridge
+
+def everything():
+    signals = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    return dict(jax.config.values), dict(os.environ), warnings.filters[:], signals, \\
+        threading.active_count(), list(xla_bridge._backends)
+
+before = everything()
+import ejkernel.modules as modules
+from ejkernel.ops import kernel_registry
+assert "flash_attention" in kernel_registry.list_algorithms()
+print(everything() == before, flush=True)
+import numpy as np
+child = os.fork()
+x = np.ones((1, 4, 2, 8), np.float32)
+print(float(modules.flash_attention(x, x, x).sum()), flush=True)
+if child:
+    print(os.waitpid(child, 0)[1])
+"""
+    out, error = run(code)
+    assert out.split() == ["True", "64.0", "64.0", "0"], error
