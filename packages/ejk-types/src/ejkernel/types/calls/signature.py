@@ -235,8 +235,8 @@ def drop_parameters(function: Callable[..., Any], *names: str) -> Callable[..., 
     def declaration() -> None: ...
 
     signature = inspect.signature(function)
-    kept = [p for p in signature.parameters.values() if p.name not in names]
-    vars(declaration)["__signature__"] = signature.replace(parameters=kept)
+    remaining = [p for p in signature.parameters.values() if p.name not in names]
+    vars(declaration)["__signature__"] = signature.replace(parameters=remaining)
     return declaration
 
 

@@ -89,23 +89,28 @@ def apply_kv_lengths(mask: M, kv_lengths: Any, q_len: int | None, end_index: Any
     batch = max(mask_lengths.batch or 1, lengths.shape[0])
     if {mask_lengths.batch or 1, lengths.shape[0]} - {1, batch}:
         raise invalid("kv_lengths", f"an array with batch {mask_lengths.batch} (or 1)", lengths)
-    rows = inside = None
-    total = mask_lengths.q
     if q_len is not None:
-        q_len = static_length(q_len, "q_len")
         end = lengths if end_index is None else _int_vector(end_index, "end_index")
-        rows = end[:, None] - q_len + np.arange(q_len, dtype=np.int32)
-        xp = namespace(rows, *(term.attention_mask for term in mask.terms))
-        rows = xp.broadcast_to(rows, (max(batch, end.shape[0]), q_len))
-        inside = rows >= 0 if total is None else (rows >= 0) & (rows < total)
-        rows = rows if total is None else xp.clip(rows, 0, max(total - 1, 0))
-        mask = join_terms([_select_rows(term, rows, inside, total) for term in mask.terms])
-    elif end_index is not None:
+        q_len = static_length(q_len, "q_len")
+        mask, inside = _select_last_rows(mask, q_len, end, batch, mask_lengths.q)
+        return _hide_keys(mask, lengths, inside, q_len, mask_lengths.kv)
+    if end_index is not None:
         raise ValueError("end_index: needs q_len, got None for it")
-    rows_left = total if q_len is None else q_len
-    if rows_left is None:
+    if mask_lengths.q is None:
         raise ValueError("q_len: a purely structural mask has no query length; give q_len=")
-    return _hide_keys(mask, lengths, inside, rows_left, mask_lengths.kv)
+    return _hide_keys(mask, lengths, None, mask_lengths.q, mask_lengths.kv)
+
+
+def _select_last_rows(
+    mask: M, q_len: int, end: Any, batch: int, total: int | None
+) -> tuple[M, Any]:
+    """Returns the ``q_len`` rows that end at ``end``, and which of them the mask has."""
+    rows = end[:, None] - q_len + np.arange(q_len, dtype=np.int32)
+    xp = namespace(rows, *(term.attention_mask for term in mask.terms))
+    rows = xp.broadcast_to(rows, (max(batch, end.shape[0]), q_len))
+    inside = rows >= 0 if total is None else (rows >= 0) & (rows < total)
+    rows = rows if total is None else xp.clip(rows, 0, max(total - 1, 0))
+    return join_terms([_select_rows(term, rows, inside, total) for term in mask.terms]), inside
 
 
 def _hide_keys(mask: M, lengths: Any, inside: Any, q_len: int, kv_len: int) -> M:

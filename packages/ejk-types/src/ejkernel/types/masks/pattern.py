@@ -19,11 +19,11 @@ from ejkernel.types.masks.classify import classify_blocks
 from ejkernel.types.masks.fields import MaskFields
 from ejkernel.types.masks.rules import smallest
 
-Blocks = tuple[int, int]
+BlockSizes = tuple[int, int]
 FEW = 8  # blocks of a tile that are joined one by one: XLA transposes to reduce such short axes
 
 
-def inside_blocks(blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> bool:
+def inside_blocks(blocks: BlockSizes, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> bool:
     """Returns whether no tile holds pairs of two blocks."""
     axes = zip(blocks, (tile_q, tile_kv), (q_len, kv_len), strict=True)
     return all(
@@ -33,7 +33,7 @@ def inside_blocks(blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv:
 
 
 def in_tiles(
-    pattern: Any, blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int
+    pattern: Any, blocks: BlockSizes, q_len: int, kv_len: int, tile_q: int, tile_kv: int
 ) -> tuple[Any, Any]:
     """Returns whether any and every block that a tile meets is set, ``[#b, #h, nq, nk]``."""
     xp = namespace(pattern)
@@ -69,7 +69,7 @@ def mask_mod_tiles(
 def visited_tiles(
     mask: MaskFields,
     pattern: Any,
-    blocks: Blocks | None,
+    blocks: BlockSizes | None,
     q_len: int,
     kv_len: int,
     tile_q: int,
@@ -87,7 +87,7 @@ def visited_tiles(
     return met & any_visible, full & all_visible
 
 
-def by_element(pattern: jax.Array, blocks: Blocks, q_len: int, kv_len: int) -> jax.Array:
+def by_element(pattern: jax.Array, blocks: BlockSizes, q_len: int, kv_len: int) -> jax.Array:
     """The pattern pair by pair, ``[#b, #h, q, k]``."""
     for axis, block, length in zip((2, 3), blocks, (q_len, kv_len), strict=True):
         pattern = jnp.take(pattern, (np.arange(length) // block).astype(np.int32), axis)

@@ -21,10 +21,18 @@ from ejkernel.types.masks.mask_info import MaskInfo
     meta_fields=["size", "packed"],
 )
 @dataclass(frozen=True)
-class Blocks:
-    """Tokens: ``sequence [s]`` (-1 = padding), ``position [s]`` inside it, ``first_block [s]`` the
-    number of its sequence's block 0. Blocks: ``block_token [n]`` the first token, ``block_sequence
-    [n]`` (-1 = unused), ``block [n]`` the number inside the sequence. ``size`` tokens a block.
+class TokenBlocks:
+    """Tokens of one row, and the blocks into which its sequences are cut.
+
+    Attributes:
+        sequence: of each token, ``[s]``, -1 for padding.
+        position: of each token inside its sequence, ``[s]``.
+        first_block: index of block 0 of each token's sequence, ``[s]``.
+        block_token: first token of each block, ``[n]``.
+        block_sequence: its sequence, ``[n]``, -1 where it is unused.
+        block: its number inside the sequence, ``[n]``.
+        size: tokens of a block.
+        packed: whether there are several sequences.
     """
 
     sequence: jax.Array
@@ -51,19 +59,19 @@ class Blocks:
         return (self.block + 1) * self.size
 
 
-def find_blocks(length: int, size: int, cu_seqlens: Any = None) -> Blocks:
+def find_blocks(length: int, size: int, cu_seqlens: Any = None) -> TokenBlocks:
     """Blocks of ``size`` tokens, restarting at every sequence of ``cu_seqlens [n + 1]``."""
     token = jnp.arange(length, dtype=jnp.int32)
     zeros = jnp.zeros_like(token)
     if cu_seqlens is None:
         number = jnp.arange(-(-length // size), dtype=jnp.int32)
         none = jnp.zeros_like(number)
-        return Blocks(zeros, token, zeros, number * size, none, number, size, False)
+        return TokenBlocks(zeros, token, zeros, number * size, none, number, size, packed=False)
     cu = jnp.asarray(cu_seqlens, jnp.int32)
     n = cu.shape[0] - 1
     if n == 0:
         empty = jnp.zeros((0,), jnp.int32)
-        return Blocks(zeros - 1, zeros, zeros, empty, empty, empty, size, True)
+        return TokenBlocks(zeros - 1, zeros, zeros, empty, empty, empty, size, packed=True)
     sequence = jnp.searchsorted(cu[1:], token, side="right").astype(jnp.int32)
     inside = jnp.minimum(sequence, n - 1)
     valid = (sequence < n) & (token >= cu[0])
@@ -73,19 +81,19 @@ def find_blocks(length: int, size: int, cu_seqlens: Any = None) -> Blocks:
     owner = jnp.minimum(jnp.searchsorted(ends, number, side="right"), n - 1).astype(jnp.int32)
     block = number - (ends - per)[owner]
     used = number < ends[-1]
-    return Blocks(
-        jnp.where(valid, sequence, -1),
-        jnp.where(valid, token - cu[inside], 0),
-        (ends - per)[inside].astype(jnp.int32),
-        jnp.where(used, cu[owner] + block * size, 0),
-        jnp.where(used, owner, -1),
-        jnp.where(used, block, 0),
-        size,
-        True,
+    return TokenBlocks(
+        sequence=jnp.where(valid, sequence, -1),
+        position=jnp.where(valid, token - cu[inside], 0),
+        first_block=(ends - per)[inside].astype(jnp.int32),
+        block_token=jnp.where(used, cu[owner] + block * size, 0),
+        block_sequence=jnp.where(used, owner, -1),
+        block=jnp.where(used, block, 0),
+        size=size,
+        packed=True,
     )
 
 
-def block_means(x: jax.Array, blocks: Blocks) -> jax.Array:
+def block_means(x: jax.Array, blocks: TokenBlocks) -> jax.Array:
     """Means over complete blocks, ``[b, n, heads, d]`` of ``[b, s, heads, d]``.
 
     An incomplete block is never seen; its mean is unspecified. No token is read twice, so that
@@ -109,7 +117,7 @@ def block_means(x: jax.Array, blocks: Blocks) -> jax.Array:
     return jnp.mean(read, 2, dtype=wide)
 
 
-def means_mask(blocks: Blocks, batch: int) -> MaskInfo:
+def means_mask(blocks: TokenBlocks, batch: int) -> MaskInfo:
     """Returns the mask of tokens over means: a block is seen once its last token is."""
 
     def rows(x: jax.Array) -> jax.Array:
@@ -126,7 +134,7 @@ def means_mask(blocks: Blocks, batch: int) -> MaskInfo:
     )
 
 
-def clean_indices(indices, count, blocks: Blocks) -> jax.Array:
+def clean_indices(indices, count, blocks: TokenBlocks) -> jax.Array:
     """Returns indices with invalid ones set to -1: past ``count``, negative, future, repeated.
 
     indices ``[b, s, hk, S]``; count an int or ``[b, s, hk]``.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.masks.token_blocks import Blocks, clean_indices
+from ejkernel.types.masks.token_blocks import TokenBlocks, clean_indices
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def sorts_blocks(p: Any) -> bool:
 
 
 def chosen_blocks(
-    p: Any, arrays: Mapping[str, Any], blocks: Blocks, select: Callable[[], jax.Array]
+    p: Any, arrays: Mapping[str, Any], blocks: TokenBlocks, select: Callable[[], jax.Array]
 ) -> jax.Array:
     """Returns every token's blocks ``[b, s, hk, slots]``, each once, -1 where there is none.
 

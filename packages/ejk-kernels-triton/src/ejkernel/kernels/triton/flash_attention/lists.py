@@ -21,7 +21,13 @@ from ejkernel.types.arrays import namespace
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.masks.classify import classify_blocks
 from ejkernel.types.masks.mask_info import MaskInfo
-from ejkernel.types.masks.pattern import Blocks, by_element, in_tiles, inside_blocks, mask_mod_tiles
+from ejkernel.types.masks.pattern import (
+    BlockSizes,
+    by_element,
+    in_tiles,
+    inside_blocks,
+    mask_mod_tiles,
+)
 
 BITS = 31  # usable bits of an int32 word
 
@@ -93,6 +99,6 @@ def element_mask(
     return {"mask": dense * pairs.astype(jnp.int8)}, (1, 1, 0)
 
 
-def _blocks(problem: Problem) -> Blocks:
+def _blocks(problem: Problem) -> BlockSizes:
     assert problem.pattern_blocks is not None
     return problem.pattern_blocks

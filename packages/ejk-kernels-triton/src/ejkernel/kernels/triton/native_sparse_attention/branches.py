@@ -12,7 +12,7 @@ from jax import lax
 from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention
 from ejkernel.ops.differentiate import Arrays
 from ejkernel.types.masks.combine import mask_of
-from ejkernel.types.masks.token_blocks import Blocks, block_means, means_mask
+from ejkernel.types.masks.token_blocks import TokenBlocks, block_means, means_mask
 
 OTHERS = ("o_cmp", "o_swa", "g_cmp", "g_slc", "g_swa")
 """Outputs of the other branches and all gates, which the selected branch's kernel adds."""
@@ -30,7 +30,7 @@ class Branch(FlashAttention):
         return self.gradients(work, arrays | {"do": do, "base": saved, "delta": -minus_delta})
 
 
-def compressed(p: Any, cores: int, q: Any, k: Any, v: Any, blocks: Blocks) -> Arrays:
+def compressed(p: Any, cores: int, q: Any, k: Any, v: Any, blocks: TokenBlocks) -> Arrays:
     """Returns attention over block means: ``o_cmp [b, s, h, dv]``, ``lse_cmp [b, s, h]``."""
     k, v = (block_means(x, blocks).astype(q.dtype) for x in (k, v))
     if k.shape[0] * k.shape[2] * -(-blocks.count // 64) < 2 * cores:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.types.masks.token_blocks import Blocks
+from ejkernel.types.masks.token_blocks import TokenBlocks
 
 INT32 = 2**31
 
@@ -19,7 +19,7 @@ def sort_lists(chosen: jax.Array) -> jax.Array:
     return jnp.flip(jnp.sort(chosen, axis=-1), axis=-1)
 
 
-def last_tokens(blocks: Blocks) -> jax.Array:
+def last_tokens(blocks: TokenBlocks) -> jax.Array:
     """Returns one past the last token of every block ``[n]``; unused blocks have 0."""
     length, count = blocks.sequence.shape[0], blocks.count
     number = jnp.where(blocks.sequence >= 0, block_index(blocks), count)
@@ -28,12 +28,12 @@ def last_tokens(blocks: Blocks) -> jax.Array:
     return ends.at[number].max(token + 1, mode="drop")
 
 
-def block_index(blocks: Blocks) -> jax.Array:
+def block_index(blocks: TokenBlocks) -> jax.Array:
     """Returns the index of every token's block ``[s]`` among the blocks of all sequences."""
     return blocks.first_block + blocks.position // blocks.size
 
 
-def transpose_lists(chosen: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+def transpose_lists(chosen: jax.Array, blocks: TokenBlocks) -> tuple[jax.Array, jax.Array]:
     """Returns the places ``[b, hk, s * slots]`` of all entries by their block, and the bounds.
 
     Bounds are ``[b, hk, n + 1]``. The place of slot i of token t is t * n + i, n the power of two

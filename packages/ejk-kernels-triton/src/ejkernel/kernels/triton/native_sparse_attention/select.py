@@ -14,7 +14,7 @@ from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.native_sparse_attention.select_kernel import ScoreBlocks
 from ejkernel.kernels.triton.native_sparse_attention.tiles import choose_select_tiles
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.masks.token_blocks import Blocks, block_means
+from ejkernel.types.masks.token_blocks import TokenBlocks, block_means
 
 MAX_RANKED = 129
 """Slots that a kernel ranks: the own block, and as many others as registers hold of a tile."""
@@ -49,7 +49,7 @@ def must_rank(p: Problem, sorts: bool) -> bool:
 
 
 def select(
-    p: Problem, target: Target, q: jax.Array, k: jax.Array, blocks: Blocks, sorts: bool
+    p: Problem, target: Target, q: jax.Array, k: jax.Array, blocks: TokenBlocks, sorts: bool
 ) -> jax.Array:
     """Returns the ``p.slots`` best blocks of every token ``[b, s, hk, slots]``, -1 after them.
 

@@ -24,7 +24,7 @@ from ejkernel.kernels.triton.native_sparse_attention.launch import SelectedLaunc
 from ejkernel.kernels.triton.native_sparse_attention.lists import last_tokens, transpose_lists
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.types.attention.softmax import name_output, name_residuals
-from ejkernel.types.masks.token_blocks import Blocks
+from ejkernel.types.masks.token_blocks import TokenBlocks
 
 
 class _Residuals:
@@ -40,7 +40,7 @@ class Selected:
     """Attention of every token over the blocks of its list, plus the other branches, all gated.
 
     ``arrays``: q, k, v, ``chosen [b, s, hk, slots]`` with -1 after all blocks, and ``places``, the
-    ``Blocks`` of the row; the existing ones of ``OTHERS``. A branch without a gate has 1.
+    ``TokenBlocks`` of the row; the existing ones of ``OTHERS``. A branch without a gate has 1.
     ``lse_cmp`` and ``lse_swa`` come with their branches: their cotangents are -delta, which
     ``Branch`` reads. All arrays but the lists have gradients.
     """
@@ -63,7 +63,7 @@ class Selected:
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         tensors = {name: arrays[name] for name in ("q", "k", "v", "chosen")}
-        blocks: Blocks = arrays["places"]
+        blocks: TokenBlocks = arrays["places"]
         o, base, log_sum = saved
         branches = {"o_slc": o} | {name: arrays[name] for name in OTHERS if name in arrays}
         gradients, dots = gated_cotangents(branches, cotangents[0])
@@ -87,7 +87,7 @@ class Selected:
 
 
 def _gradients(
-    work: Work, tensors: Arrays, blocks: Blocks, heads: tuple[int, int]
+    work: Work, tensors: Arrays, blocks: TokenBlocks, heads: tuple[int, int]
 ) -> list[jax.Array]:
     """Returns dq, dk and dv of some key heads: their number, and the end of their range."""
     p, t, packed = work.problem, work.tiles, _packed_operands(blocks)
@@ -107,7 +107,7 @@ def _launch_kernel(launch: SelectedLaunch, tensors: Arrays) -> dict[str, jax.Arr
     return call(launch, **{name: x for name, x in tensors.items() if name in launch.batching})
 
 
-def _packed_operands(blocks: Blocks) -> dict[str, jax.Array]:
+def _packed_operands(blocks: TokenBlocks) -> dict[str, jax.Array]:
     """Returns the operands of rows that hold several sequences."""
     if not blocks.packed:
         return {}

@@ -23,7 +23,7 @@ from ejkernel.types.calls import arguments
 from ejkernel.types.masks.combine import mask_of
 from ejkernel.types.masks.hidden import clear_unless
 from ejkernel.types.masks.token_blocks import (
-    Blocks,
+    TokenBlocks,
     block_means,
     find_blocks,
     means_mask,
@@ -41,7 +41,7 @@ class RowTile(Steps):
     q_tile: int | None = None
 
 
-def _compressed(q, k, v, blocks: Blocks, scale: float):
+def _compressed(q, k, v, blocks: TokenBlocks, scale: float):
     """Output ``[b, s, h, dv]`` of the compressed branch."""
     k_cmp, v_cmp = block_means(k, blocks), block_means(v, blocks)
     mask = means_mask(blocks, q.shape[0])
@@ -50,7 +50,7 @@ def _compressed(q, k, v, blocks: Blocks, scale: float):
     )
 
 
-def _selected(q, k, v, chosen, blocks: Blocks, scale: float, rows: int | None):
+def _selected(q, k, v, chosen, blocks: TokenBlocks, scale: float, rows: int | None):
     """Output ``[b, s, h, dv]`` of the selected branch."""
     b, s, h, d = q.shape
     hk, dv = k.shape[2], v.shape[3]
@@ -125,7 +125,7 @@ class NativeSparseAttention(XlaKernel):
         return (clear_unless(is_valid, out)[0].astype(q.dtype),), ()
 
 
-def _select(p: Any, q: Any, k: Any, blocks: Blocks) -> jax.Array:
+def _select(p: Any, q: Any, k: Any, blocks: TokenBlocks) -> jax.Array:
     """Returns the blocks of every token with the largest probability ``[b, s, hk, slots]``."""
     (b, s, h, d), hk = q.shape, p.key.shape[2]
     bound = p.max_block_count if sorts_blocks(p) else p.block_counts

@@ -13,13 +13,13 @@ from jax import lax
 
 from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.types.arrays import at_most, result_dtype, size_of
-from ejkernel.types.masks.token_blocks import Blocks
+from ejkernel.types.masks.token_blocks import TokenBlocks
 
 # logits of one tile, in elements: a few megabytes
 TILE_ELEMENTS = 1 << 20
 
 
-def _tile_scores(q, k, sequence, position, blocks: Blocks, scale: float):
+def _tile_scores(q, k, sequence, position, blocks: TokenBlocks, scale: float):
     """Scores ``[b, rows, hk, n]`` of one tile; -inf where unseen, +inf for the own block.
 
     The largest logit is one of the tile's own, so that it cancels exactly: large logits leave the
@@ -54,7 +54,7 @@ def _best(score, count: int):
 
 
 @bounded_jit
-def select_blocks(q, k_cmp, blocks: Blocks, *, scale: float, count: int) -> jax.Array:
+def select_blocks(q, k_cmp, blocks: TokenBlocks, *, scale: float, count: int) -> jax.Array:
     """The ``count`` best blocks ``int32 [b, s, hk, count]``, numbered in the sequence; -1 = none.
 
     q ``[b, s, hk, g, d]``, k_cmp ``[b, n, hk, d]``: the means of the keys of every block. The own

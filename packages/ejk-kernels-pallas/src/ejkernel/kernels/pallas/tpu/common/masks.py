@@ -19,7 +19,7 @@ from jax import lax
 
 from ejkernel.kernels.pallas.tpu.common.chip import LANES
 from ejkernel.types.masks.mask_info import MaskInfo
-from ejkernel.types.masks.pattern import Blocks, visited_tiles
+from ejkernel.types.masks.pattern import BlockSizes, visited_tiles
 from ejkernel.types.masks.structure import (
     Band,
     Unsupported,
@@ -162,9 +162,9 @@ def visited_blocks(
 def block_lists(
     mask: MaskInfo,
     pattern: Any,
-    blocks: Blocks | None,
+    blocks: BlockSizes | None,
     rules: TileRules,
-    tiles: Blocks,
+    tiles: BlockSizes,
     *,
     transposed: bool,
     masks_last_outer: bool = False,

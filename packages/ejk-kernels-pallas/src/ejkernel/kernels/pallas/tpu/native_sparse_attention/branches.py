@@ -19,7 +19,7 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem
 from ejkernel.ops.differentiate import Arrays, Work, same_axes
 from ejkernel.types.masks.combine import mask_of
 from ejkernel.types.masks.hidden import clear_unless
-from ejkernel.types.masks.token_blocks import Blocks, block_means, find_blocks, means_mask
+from ejkernel.types.masks.token_blocks import TokenBlocks, block_means, find_blocks, means_mask
 from ejkernel.types.problems.selected_blocks import promoted_dtype
 
 
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    blocks: Blocks
+    blocks: TokenBlocks
     is_token: jax.Array | None
     gates: Mapping[str, jax.Array]
 
@@ -144,7 +144,7 @@ class Compressed:
         return cls(Flash.from_rows(outer, rows.q, *means, mask), rows)
 
     @staticmethod
-    def _means(x: jax.Array, blocks: Blocks) -> jax.Array:
+    def _means(x: jax.Array, blocks: TokenBlocks) -> jax.Array:
         return block_means(x, blocks).astype(x.dtype)
 
     def attend(self) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,7 @@ from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import (
     Problem,
     Tiles,
 )
-from ejkernel.types.masks.token_blocks import Blocks
+from ejkernel.types.masks.token_blocks import TokenBlocks
 
 NONE = 2**30  # above the number of every block
 
@@ -88,7 +88,7 @@ def scaled_rows(p: Problem, t: Tiles, rows: jax.Array, factors: jax.Array) -> ja
     return rows * factors.swapaxes(2, 3).reshape(b, p.heads, -1, 1)
 
 
-def _token_of_row(p: Problem, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+def _token_of_row(p: Problem, blocks: TokenBlocks) -> tuple[jax.Array, jax.Array]:
     """Returns the token of every row of whole blocks ``[blocks, rows]``, and whether it has one."""
     row = jnp.arange(p.rows_of_block, dtype=jnp.int32)[None]
     token = jnp.minimum(blocks.block_token[:, None] + row, p.length - 1)
@@ -98,7 +98,7 @@ def _token_of_row(p: Problem, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
     return token, (row < p.size) & same_sequence & exists & is_block
 
 
-def whole_blocks(p: Problem, x: jax.Array, blocks: Blocks, dim: int, count: int) -> jax.Array:
+def whole_blocks(p: Problem, x: jax.Array, blocks: TokenBlocks, dim: int, count: int) -> jax.Array:
     """Returns ``[b, s, hk, d]`` as ``count`` whole blocks ``[b, hk, count * rows, dim]``.
 
     Rows without a token are zero.
@@ -114,7 +114,7 @@ def whole_blocks(p: Problem, x: jax.Array, blocks: Blocks, dim: int, count: int)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, *x.shape[3:]), 2, 1)
 
 
-def tokens_of_blocks(p: Problem, x: jax.Array, blocks: Blocks, dim: int) -> jax.Array:
+def tokens_of_blocks(p: Problem, x: jax.Array, blocks: TokenBlocks, dim: int) -> jax.Array:
     """Returns whole blocks ``[b, hk, n, d]`` as ``[b, s, hk, dim]``; no row of x is in two
     tokens."""
     x = jnp.moveaxis(x[..., :dim], 1, 2)
@@ -127,7 +127,7 @@ def tokens_of_blocks(p: Problem, x: jax.Array, blocks: Blocks, dim: int) -> jax.
 
 
 def tile_lists(
-    p: Problem, t: Tiles, chosen: jax.Array, blocks: Blocks, first: jax.Array | int, span: int
+    p: Problem, t: Tiles, chosen: jax.Array, blocks: TokenBlocks, first: jax.Array | int, span: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the lists and the rows of all tiles, for ``span`` blocks from number ``first``.
 

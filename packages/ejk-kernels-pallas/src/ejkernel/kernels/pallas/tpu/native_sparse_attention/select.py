@@ -27,7 +27,7 @@ from ejkernel.kernels.pallas.tpu.common.matmul import matmul
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import padded
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.problem import Problem, Tiles
 from ejkernel.kernels.pallas.tpu.native_sparse_attention.steps import bytes_of
-from ejkernel.types.masks.token_blocks import Blocks, block_means
+from ejkernel.types.masks.token_blocks import TokenBlocks, block_means
 
 FIRST, COMPLETE, OWN = range(3)  # rows of the values of tokens
 
@@ -90,7 +90,7 @@ def must_rank(p: Problem, sorts: bool) -> bool:
 
 
 def select(
-    p: Problem, t: Tiles, chip: Chip, q: jax.Array, k: jax.Array, blocks: Blocks, sorts: bool
+    p: Problem, t: Tiles, chip: Chip, q: jax.Array, k: jax.Array, blocks: TokenBlocks, sorts: bool
 ) -> jax.Array:
     """Returns the ``p.slots`` best blocks of every token ``[b, s, hk, slots]``, -1 after them.
 
