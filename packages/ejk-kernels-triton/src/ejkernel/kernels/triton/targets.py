@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import os
 from dataclasses import dataclass, replace
 
 from ejkernel.kernels.triton import compat
-from ejkernel.ops import env
 
 # Shared memory one program may use, bytes (CUDA C++ programming guide, table of technical
 # specifications per compute capability: "maximum amount of shared memory per thread block").
@@ -119,7 +119,11 @@ def current_target() -> Target:
         ValueError: ``EJKERNEL_TRITON_SMEM_LIMIT`` is not a positive integer.
     """
     target = _override.get() or _first_gpu() or Target()
-    limit = env.triton_smem_limit()
-    return (
-        target if limit is None else replace(target, shared_limit=min(target.shared_limit, limit))
-    )
+    text = os.environ.get("EJKERNEL_TRITON_SMEM_LIMIT", "")
+    if not text:
+        return target
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError(
+            f"EJKERNEL_TRITON_SMEM_LIMIT={text!r}: expected a positive number of bytes"
+        )
+    return replace(target, shared_limit=min(target.shared_limit, int(text)))
