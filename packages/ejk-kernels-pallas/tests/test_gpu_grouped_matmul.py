@@ -23,7 +23,7 @@ if compat.mosaic_gpu_problem() is not None:
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
-from ejkernel.kernels.pallas.gpu.grouped_matmul import implementation, weights
+from ejkernel.kernels.pallas.gpu.grouped_matmul import implementation, tile_queue, weights
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights
 from ejkernel.ops.differentiate import Work
 from ejkernel.types.masks.structure import Unsupported
@@ -67,7 +67,7 @@ def parts_in_the_language(monkeypatch) -> None:
         row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
         ref[...] = jnp.where((row >= first) & (row < last), x, jnp.zeros_like(x))
 
-    monkeypatch.setattr(weights, "fetch_index_in_warpgroup", taken)
+    monkeypatch.setattr(tile_queue, "fetch_index_in_warpgroup", taken)
     monkeypatch.setattr(weights, "clear_rows", clear)
 
 

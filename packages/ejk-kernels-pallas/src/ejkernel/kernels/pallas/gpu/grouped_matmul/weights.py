@@ -43,10 +43,9 @@ FlashAttention-3 (arXiv 2407.08608), section 3.1 (warp specialisation).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +57,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT
 from ejkernel.kernels.pallas.gpu.common.rows import clear_rows
 from ejkernel.kernels.pallas.gpu.common.tma import COPY_ROWS, tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
-from ejkernel.kernels.pallas.gpu.common.work_counter import fetch_index_in_warpgroup
+from ejkernel.kernels.pallas.gpu.grouped_matmul.tile_queue import TileQueue
 
 F32 = jnp.float32
 ROWS = 64  # of a step, and of the accumulator of one warpgroup
@@ -68,7 +67,6 @@ PIECE = 64  # columns that are stored together, at least
 PARTS = 2  # steps of the next tile during which a tile is stored
 REGISTERS = {"producer": 56, "consumer": 224}  # of a thread
 COPIES = 2  # of a step
-TILES_AHEAD = 4  # that the scheduler may have published before all consumers have read them
 
 
 class Cursor(NamedTuple):
@@ -87,14 +85,14 @@ class Tile(NamedTuple):
 
     Attributes:
         number: number of the tile in the order of ``origin_of``.
-        start, end: rows of its group.
-        steps: steps of 64 rows from ``first`` to the last of them.
+        steps: steps of 64 rows from ``first`` to the last row of its group.
+        start, end: rows of its group; not published.
     """
 
     number: Any
-    start: Any
-    end: Any
     steps: Any
+    start: Any = None
+    end: Any = None
 
     @property
     def first(self) -> Any:
@@ -103,7 +101,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(TileQueue):
     """The kernel for static sizes.
 
     Attributes:
@@ -135,6 +133,9 @@ class Weights:
     def __post_init__(self) -> None:
         if self.stages < 3:
             raise ValueError(f"stages: {self.stages}, of which at least 3 are needed")
+
+    tile_of: ClassVar = Tile
+    published: ClassVar = 2
 
     # ---- tile order -------------------------------------------------------------------------
 
@@ -172,7 +173,14 @@ class Weights:
 
         return lax.while_loop(lambda c: c.entry < entry, advance, cursor)
 
-    def tile(self, r: Any, number: Any, cursor: Cursor) -> tuple[Tile, Cursor]:
+    def first_cursor(self) -> Cursor:
+        zero = jnp.int32(0)
+        return Cursor(zero - 1, zero, zero)
+
+    def exists(self, tile: Tile) -> Any:
+        return tile.number < self.tiles
+
+    def find_tile(self, r: Any, number: Any, cursor: Cursor) -> tuple[Tile, Cursor]:
         """Returns tile ``number``, and the cursor at its group.
 
         The cursor only advances: the groups of the tiles that a program takes never decrease. Past
@@ -189,61 +197,7 @@ class Weights:
         end = jnp.where(exists, cursor.end, cursor.start)
         ahead = end - lax.div(cursor.start, COPY_ROWS) * COPY_ROWS
         steps = jnp.where(end > cursor.start, lax.div(ahead + ROWS - 1, ROWS), 0)
-        return Tile(number, cursor.start, end, steps), cursor
-
-    def schedule_tiles(self, r: Any, body: Callable[..., Any], carry: Any) -> tuple[Any, Any, Any]:
-        """Takes tiles, publishes them, and runs ``carry = body(tile, n, carry)`` for each.
-
-        n is the number of steps before the tile. Returns (tiles, steps, carry) at the end.
-        """
-
-        def publish(i: Any, tile: Tile) -> None:
-            slot = lax.rem(i, TILES_AHEAD)
-            pl.when(i >= TILES_AHEAD)(lambda: plgpu.barrier_wait(r.tile_empty.at[slot]))
-            r.next_tiles[slot, 0] = tile.number
-            r.next_tiles[slot, 1] = tile.steps
-            plgpu.barrier_arrive(r.tile_full.at[slot])
-
-        def schedule_one(state: Any) -> Any:
-            i, n, tile, cursor, carry = state
-            carry = body(tile, n, carry)
-            # while the copies that the body started are in flight
-            slot = lax.rem(i + 1, TILES_AHEAD)
-            index = fetch_index_in_warpgroup(r.counter, r.next_tiles, slot, True)
-            following, cursor = self.tile(r, self.programs + index, cursor)
-            publish(i + 1, following)
-            return i + 1, n + tile.steps, following, cursor, carry
-
-        zero = jnp.int32(0)
-        first = self.tile(r, lax.axis_index("program"), Cursor(zero - 1, zero, zero))
-        publish(zero, first[0])
-        start = (zero, zero, *first, carry)
-        i, n, _, _, carry = lax.while_loop(lambda s: s[2].number < self.tiles, schedule_one, start)
-        return i, n, carry
-
-    def follow_tiles(self, r: Any, body: Callable[..., Any], carry: Any) -> Any:
-        """Runs ``body(number, steps, n, follow, carry)`` for every tile that is published.
-
-        number and steps are of the tile, n is the number of steps before it. The body returns
-        (``follow()``, carry), and so decides when to wait for the next tile. Returns the last
-        carry.
-        """
-
-        def receive(i: Any) -> tuple[Any, Any]:
-            slot = lax.rem(i, TILES_AHEAD)
-            plgpu.barrier_wait(r.tile_full.at[slot])
-            number, steps = r.next_tiles[slot, 0], r.next_tiles[slot, 1]
-            plgpu.barrier_arrive(r.tile_empty.at[slot])
-            return number, steps
-
-        def follow_one(state: Any) -> Any:
-            i, n, (number, steps), carry = state
-            following, carry = body(number, steps, n, lambda: receive(i + 1), carry)
-            return i + 1, n + steps, following, carry
-
-        zero = jnp.int32(0)
-        start = (zero, zero, receive(zero), carry)
-        return lax.while_loop(lambda s: s[2][0] < self.tiles, follow_one, start)[3]
+        return Tile(number, steps, cursor.start, end), cursor
 
     # ---- copies -----------------------------------------------------------------------------
 
@@ -291,11 +245,7 @@ class Weights:
         zero = jnp.int32(0)
         tiles, steps, waiting = self.schedule_tiles(r, per_tile, (zero - 1, zero, zero))
         pl.when(waiting[0] >= 0)(lambda: hand_over(*waiting))
-        # no warpgroup may signal to a program that has exited
-        for slot in range(self.stages):
-            pl.when(slot < steps)(lambda slot=slot: plgpu.barrier_wait(r.empty.at[slot]))
-        for slot in range(TILES_AHEAD):
-            pl.when(slot <= tiles)(lambda slot=slot: plgpu.barrier_wait(r.tile_empty.at[slot]))
+        self.wait_for_consumers(r, tiles, steps, self.stages)
 
     # ---- consumers --------------------------------------------------------------------------
 
@@ -328,7 +278,8 @@ class Weights:
                 else:
                     piece()
 
-        def per_tile(t: Any, steps: Any, n: Any, follow: Any, carry: Any) -> Any:
+        def per_tile(tile: Tile, n: Any, follow: Any, carry: Any) -> Any:
+            steps = tile.steps
             finished, finished_t = carry
             new = finished_t < 0  # no tile is finished yet
 
@@ -359,7 +310,7 @@ class Weights:
             following, finished = pl.run_scoped(accumulate, plgpu.ACC((ROWS, ACROSS), F32))
             last = lax.rem(n + steps - 1, self.stages)
             pl.when(steps > 0)(lambda: plgpu.barrier_arrive(r.empty.at[last]))
-            return following, (finished, t)
+            return following, (finished, tile.number)
 
         finished = plgpu.layout_cast(jnp.zeros((ROWS, ACROSS), self.dtype), LAYOUT)
         finished, t = self.follow_tiles(r, per_tile, (finished, jnp.int32(-1)))
@@ -378,10 +329,7 @@ class Weights:
             "full": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
             "full_partial": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
             "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.stages),
-            # number, steps, unused, index taken from the counter
-            "next_tiles": plgpu.SMEM((TILES_AHEAD, 4), jnp.int32),
-            "tile_full": plgpu.Barrier(num_barriers=TILES_AHEAD),
-            "tile_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=TILES_AHEAD),
+            **self.queue_scratch(CONSUMERS),
         }
 
     def __call__(
