@@ -56,7 +56,6 @@ from ejkernel.kernels.triton.serving.epilogue import load_head_scale, store_outp
 from ejkernel.kernels.triton.serving.groups import (
     DecodeSizes,
     MergeAtEnd,
-    Partial,
     RowLayout,
     SequenceTables,
 )
@@ -145,6 +144,52 @@ def attend_tiles(
 
 
 @triton.jit
+def _attend_sequence(
+    q, b, tile, stop, length, begin, token, row_of, inside, hk, cache, sequences, tree, k_scale,
+    sizes, logits, layout, dots, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Returns (first row, validity of rows, m, l, acc, acc_tail) of the rows of sequence ``b``.
+
+    The first row counts query heads, ``row_of`` from there. The other arguments and results are
+    those of ``attend_tiles``.
+    """
+    TOKENS: tl.constexpr = layout.TOKENS
+    v = cache.v
+    if v is not None:
+        v = v + cache.V_OFFSET
+    table = sequences.tables + b.to(tl.int64) * sizes.max_pages
+    # looked up a step ahead: a look-up inside the step would halve the depth of the pipeline.
+    # The first one overlaps with loading the queries
+    page = load_block_pages(table, tile * BLOCK, length, cache.PAGE, BLOCK)
+    row = b.to(tl.int64) * (TOKENS * layout.ALL)
+    if sequences.rows is not None:
+        row = tl.load(sequences.rows + b).to(tl.int64) * layout.ALL
+    position = None
+    nodes = None
+    if TOKENS > 1 or tree.words is not None:
+        count = TOKENS
+        if sequences.counts is not None:
+            count = tl.load(sequences.counts + b)
+        inside = token < count
+        position = length - count + token
+        if tree.words is not None:
+            first_row = b * TOKENS
+            if sequences.rows is not None:
+                first_row = tl.load(sequences.rows + b)
+            nodes = tree_rows(tree, first_row + token, inside, position, length - count)
+    factor = None
+    if k_scale.array is not None:
+        at = k_scale.array + b * k_scale.row + hk * k_scale.head
+        factor = tl.load(at).to(tl.float32) * logits.scale
+    m, l, acc, acc_tail = attend_tiles(  # noqa: E741
+        q, row + row_of, inside, position, nodes, factor, cache, v, hk, table, page, tile, stop,
+        length, begin, sizes, logits, layout, dots, BLOCK,
+        sizes.WINDOW or sequences.begins is not None, PTX,
+    )  # fmt: skip
+    return row, inside, m, l, acc, acc_tail
+
+
+@triton.jit
 def paged_split(
     q, cache, sequences, tree, k_scale, v_scale, sinks, counters_in, partial, starts, o, lse,
     counters, sizes, logits, layout, dots, merge, BLOCK: tl.constexpr, LANES: tl.constexpr,
@@ -185,59 +230,30 @@ def paged_split(
 
     member = chunk * layout.BLOCK + tl.arange(0, layout.BLOCK)
     token = member // GROUP
+    inside = member < GROUP  # of one token
     if TOKENS == 1:
-        inside = member < GROUP
         heads = hk * GROUP + member
         row_of = heads
     else:
         heads = hk * GROUP + member % GROUP
         row_of = token * layout.ALL + heads
-    v = cache.v
-    if v is not None:
-        v = v + cache.V_OFFSET
 
     while has_work:
         length, begin, first_tile, tiles = load_extent(
             sequences, b, None, capacity, sizes, BLOCK, TOKENS
         )
         stop = tl.minimum(end, before + sequence_cost(tiles, SETUP_TILES))
-        table = sequences.tables + b.to(tl.int64) * sizes.max_pages
-
         tile0 = first_tile + t - before
         if SETUP_TILES > 0:
             tile0 = first_tile + tl.maximum(t - before - SETUP_TILES, 0)
-        # looked up a step ahead: a look-up inside the step would halve the depth of the pipeline.
-        # The first one overlaps with loading the queries
-        page = load_block_pages(table, tile0 * BLOCK, length, cache.PAGE, BLOCK)
-        row = b.to(tl.int64) * (TOKENS * layout.ALL)
-        if sequences.rows is not None:
-            row = tl.load(sequences.rows + b).to(tl.int64) * layout.ALL
-        position = None
-        nodes = None
-        if TOKENS > 1 or tree.words is not None:
-            count = TOKENS
-            if sequences.counts is not None:
-                count = tl.load(sequences.counts + b)
-            inside = token < count
-            position = length - count + token
-            if tree.words is not None:
-                first_row = b * TOKENS
-                if sequences.rows is not None:
-                    first_row = tl.load(sequences.rows + b)
-                nodes = tree_rows(tree, first_row + token, inside, position, length - count)
-        factor = None
-        if k_scale.array is not None:
-            at = k_scale.array + b * k_scale.row + hk * k_scale.head
-            factor = tl.load(at).to(tl.float32) * logits.scale
-        m, l, acc, acc_tail = attend_tiles(  # noqa: E741
-            q, row + row_of, inside, position, nodes, factor, cache, v, hk, table, page, tile0,
-            first_tile + stop - before - SETUP_TILES, length, begin, sizes, logits, layout, dots,
-            BLOCK, sizes.WINDOW or sequences.begins is not None, PTX,
+        row, valid, m, l, acc, acc_tail = _attend_sequence(  # noqa: E741
+            q, b, tile0, first_tile + stop - before - SETUP_TILES, length, begin, token, row_of,
+            inside, hk, cache, sequences, tree, k_scale, sizes, logits, layout, dots, BLOCK, PTX,
         )  # fmt: skip
         if partial.acc is None:
             value_scale = load_head_scale(v_scale, b, hk)
             store_output(
-                o, lse, row + row_of, m, l, acc, acc_tail, sinks, b, heads, inside, value_scale,
+                o, lse, row + row_of, m, l, acc, acc_tail, sinks, b, heads, valid, value_scale,
                 cache.V,
             )  # fmt: skip
         else:
@@ -248,7 +264,7 @@ def paged_split(
                 acc = acc * factor[:, None]
                 if cache.V.TAIL > 0:
                     acc_tail = acc_tail * factor[:, None]
-            store_partial(partial, partial_row, m, l, acc, acc_tail, inside, cache.V)
+            store_partial(partial, partial_row, m, l, acc, acc_tail, valid, cache.V)
             if counters is not None and merge.MEMBERS > 0:
                 merge_by_last(
                     partial, v_scale, sinks, o, lse, counters, b, hk, chunk, layout, cache.V.DIM,
@@ -366,11 +382,7 @@ class PagedSplit(PagedLaunch):
         return {
             "cache": cache_group(p, *self.cache_operands(), convert_once=t.convert_once),
             "sequences": SequenceTables(*map(self.operand, names)),
-            "tree": self.tree(),
-            "k_scale": self.scale("k_scale"),
-            "v_scale": self.scale("v_scale"),
-            "sinks": self.sinks(),
-            "partial": Partial(*map(self.result, ("acc", "m", "l"))),
+            **self.attention_groups(),
             "starts": self.result("starts"),
             **{name: self.result(name) for name in ("o", "lse", "counters")},
             "merge": self.merge_tile(),

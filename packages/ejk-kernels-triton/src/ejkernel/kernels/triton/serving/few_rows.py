@@ -39,7 +39,7 @@ from ejkernel.kernels.triton.serving.epilogue import (
     store_rows,
 )
 from ejkernel.kernels.triton.serving.finished import count_finished
-from ejkernel.kernels.triton.serving.groups import Partial, RowLayout
+from ejkernel.kernels.triton.serving.groups import RowLayout
 from ejkernel.kernels.triton.serving.in_place import copy_if_elsewhere
 from ejkernel.kernels.triton.serving.launch import (
     RaggedLaunch,
@@ -349,11 +349,7 @@ class FewRowsAttention(RaggedLaunch):
             # once: XLA copies an operand that it sees read next to the result in its memory
             "cache": cache_group(p, cache, None, None),
             "packed": packed_sequences(self),
-            "tree": self.tree(),
-            "k_scale": self.scale("k_scale"),
-            "v_scale": self.scale("v_scale"),
-            "sinks": self.sinks(),
-            "partial": Partial(*map(self.result, ("acc", "m", "l"))),
+            **self.attention_groups(),
             "cache_out": self.result("cache", view),
             "sizes": FewRowsSizes(
                 p.batch, self.problem.rows, self.ranges, p.max_pages, p.pages, size,

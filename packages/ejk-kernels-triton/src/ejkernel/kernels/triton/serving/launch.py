@@ -18,6 +18,7 @@ from ejkernel.kernels.triton.serving.groups import (
     HeadLayout,
     Logits,
     Operand,
+    Partial,
     Scale,
     Sinks,
     TileLayout,
@@ -58,6 +59,16 @@ class CacheLaunch(Launch):
         """Returns which new tokens the rows of a call see, where a mask says so."""
         count = (self.shape("tree") or (None,))[-1]
         return Tree(self.operand("tree"), self.operand("positions"), count)
+
+    def attention_groups(self) -> dict[str, Any]:
+        """Returns the arguments of a kernel that attends to a cache, besides queries and cache."""
+        return {
+            "tree": self.tree(),
+            "k_scale": self.scale("k_scale"),
+            "v_scale": self.scale("v_scale"),
+            "sinks": self.sinks(),
+            "partial": Partial(*map(self.result, ("acc", "m", "l"))),
+        }
 
     def interpreter_arguments(self, target: Target) -> dict[str, Any]:
         return {"PTX": 0} if "PTX" in self.kernel.arg_names else {}

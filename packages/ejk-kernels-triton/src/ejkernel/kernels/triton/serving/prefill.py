@@ -44,7 +44,7 @@ from ejkernel.kernels.triton.serving.epilogue import (
     store_output,
     store_partial,
 )
-from ejkernel.kernels.triton.serving.groups import Partial, PrefillSizes
+from ejkernel.kernels.triton.serving.groups import PrefillSizes
 from ejkernel.kernels.triton.serving.launch import (
     RaggedLaunch,
     cache_group,
@@ -370,11 +370,7 @@ class RaggedPrefill(RaggedLaunch):
         fused = compute_dtype(p, p.value_dtype) != "float16" and p.dim <= 128
         return {
             "cache": cache_group(p, keys, None, values),
-            "tree": self.tree(),
-            "k_scale": self.scale("k_scale"),
-            "v_scale": self.scale("v_scale"),
-            "sinks": self.sinks(),
-            "partial": Partial(*map(self.result, ("acc", "m", "l"))),
+            **self.attention_groups(),
             "sizes": PrefillSizes(
                 n=p.batch,
                 rows=self.problem.rows,
