@@ -100,12 +100,11 @@ def _options(shape: AttentionShape, operation: str) -> dict[str, Any]:
 
 
 def _ring(shape: AttentionShape) -> np.ndarray:
-    """Returns the largest number of devices that divides both lengths."""
+    """Returns the most devices whose number divides both lengths."""
     devices = jax.devices()
-    for count in range(len(devices), 0, -1):
-        if shape.q_len % count == 0 and shape.keys % count == 0:
-            return np.asarray(devices[:count])
-    return np.asarray(devices[:1])
+    length = math.gcd(shape.q_len, shape.keys)
+    count = next(n for n in range(len(devices), 0, -1) if length % n == 0)
+    return np.asarray(devices[:count])
 
 
 def _flops(shape: AttentionShape, operation: str) -> float:
