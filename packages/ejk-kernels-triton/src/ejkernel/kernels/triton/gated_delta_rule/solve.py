@@ -25,7 +25,7 @@ def multiply(a, b, PRECISION: tl.constexpr):
     """Returns a b.
 
     "tf32x3" has the three matmuls of Triton's own, with the same bits, without its test of every
-    sum for NaN, which keeps infinite products: a fifth of the instructions of an inverse.
+    sum for NaN, which keeps infinite ones: a fifth of the instructions of an inverse.
     """
     if PRECISION == "tf32x3":
         a_high = round_to_tf32(a)
