@@ -83,16 +83,13 @@ class PartitionedKernel:
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The outputs, and the arrays that ``backward`` reads besides."""
-        if not self.kernel.has_backward:
-            return self._run_forward(self._forward_of_gradient, work, arrays)
-
-        def run(work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-            return work.kernel.forward(work, arrays)
-
-        return self._run_forward(run, work, arrays)
+        return self._run_forward(self._forward_of_gradient, work, arrays)
 
     def _forward_of_gradient(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        """Runs ``forward`` as JAX does where it differentiates it, which JAX can do again."""
+        """Runs ``forward``; without a ``backward`` as JAX does where it differentiates it."""
+        if self.kernel.has_backward:
+            return work.kernel.forward(work, arrays)
+        # JAX can differentiate this again
         floats, others = _split(arrays)
         outputs, _ = jax.vjp(lambda floats: work.kernel.forward(work, floats | others)[0], floats)
         return outputs, ()
