@@ -252,8 +252,8 @@ class Kernel(Generic[Cfg, Out]):
         of_a_call = bool(args or kwargs)
         if not of_a_call:
             parse_platform(platform)
-        options, arguments = split_options({**kwargs, "platform": platform})
         try:
+            options, arguments = split_options({**kwargs, "platform": platform})
             cfg, route = route_of(self, options)
             inv = Invocation(self, args, arguments, route=route)
             call = inv.bound if of_a_call else inv
