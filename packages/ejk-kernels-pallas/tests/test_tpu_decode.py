@@ -19,7 +19,7 @@ from ejkernel.kernels.pallas.tpu.page_attention.implementation import page_atten
 from ejkernel.kernels.pallas.tpu.ragged_decode_attention.implementation import (
     ragged_decode_attention,
 )
-from ejkernel.ops import interpret_mode
+from ejkernel.ops import FwdParams, interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejktest.bound import bound
 from ejktest.cases.paged import in_context
@@ -204,6 +204,21 @@ def test_tiles_fit(kind):
             t = tiles.choose(p, chip)
             assert t.vmem(p) <= chip.tile_memory
             assert t.pages == 1 or t.block * hk <= tiles.MAX_COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("length", "hk"), [(2, 16), (8, 2), (24, 4), (1000, 2), (4096, 1), (32768, 12)]
+)
+def test_tiles_of_a_contiguous_cache_of_any_length_are_a_config(length, hk):
+    chip, kernel = get_chip("TPU v5 lite"), ragged_decode_attention
+    cache = jax.ShapeDtypeStruct((8, length, hk, 128), "bfloat16")
+    range_ = jax.ShapeDtypeStruct((8,), "int32")
+    arrays = jax.ShapeDtypeStruct((8, hk, 128), "bfloat16"), cache, cache, range_, range_
+    names = ("query", "key", "value", "sequence_start", "sequence_end")
+    p = kernel.problem(bound(kernel.call, **dict(zip(names, arrays, strict=True))).arguments)
+    t = kernel.choose(p, chip)
+    cfg = {"fwd_params": FwdParams(**kernel.fields(t)["fwd_params"])}
+    assert kernel.apply_config(t, cfg, p, chip) == t and t.vmem(p) <= chip.tile_memory
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU7x"])

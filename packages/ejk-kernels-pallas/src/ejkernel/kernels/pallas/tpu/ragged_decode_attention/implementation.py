@@ -13,7 +13,7 @@ from ejkernel.kernels.pallas.tpu.page_attention.caches import ROW_UNIT, Rows
 from ejkernel.kernels.pallas.tpu.page_attention.decode import decode
 from ejkernel.kernels.pallas.tpu.page_attention.tiles import BLOCK_BYTES, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.params import config_field
+from ejkernel.ops.params import TILE_RANGE, config_field
 from ejkernel.ops.stages import Stage, StagedKernel
 from ejkernel.ops.xla_gradients import XlaGradients
 from ejkernel.types import calls
@@ -50,17 +50,20 @@ class RaggedDecodeAttention(XlaGradients, PallasKernel, StagedKernel):
     def choose(self, problem: PagedProblem, target: Chip) -> Tiles:
         p = problem
         rows = min(BLOCK_BYTES // p.token_bytes, tiles.max_columns(p))
-        t = _legal(p, rows // p.kv_heads)
-        while t.tokens > ROW_UNIT and t.vmem(p) > target.tile_memory:
-            t = _legal(p, t.tokens // 2)
-        return t
+        tokens = TILE_RANGE[1]  # a config holds powers of two, whatever the length of the cache
+        while tokens > ROW_UNIT and (
+            tokens * p.kv_heads > rows or _legal(p, tokens).vmem(p) > target.tile_memory
+        ):
+            tokens //= 2
+        return _legal(p, tokens)
 
     def apply_config(self, chosen: Tiles, cfg: Any, problem: PagedProblem, target: Chip) -> Tiles:
         tokens = config_field(config_field(cfg, "fwd_params"), "kv_blocksize")
         return chosen if tokens is None else _legal(problem, int(tokens))
 
     def fields(self, chosen: Tiles) -> dict[str, Any]:
-        return {"fwd_params": {"kv_blocksize": chosen.tokens}}
+        tokens = 1 << (chosen.tokens - 1).bit_length()  # of a short cache: the block that holds it
+        return {"fwd_params": {"kv_blocksize": max(tokens, ROW_UNIT)}}
 
 
 def _legal(p: PagedProblem, tokens: int) -> Tiles:
