@@ -213,6 +213,51 @@ class Tile(NamedTuple):
 
 
 @triton.jit
+def multiply_others(
+    c_rows, d_rows, chunk, index, channel, pairs, totals, states, dstates, sizes, tile
+):
+    """Returns the matmul c d^T of a chunk, or ``pairs``, then c H, d dH, and the sum of H . dH.
+
+    ``index``: of the chunk and head. The last three are ``reached``, ``leaving`` and ``outside``.
+    """
+    CHUNK: tl.constexpr = tile.CHUNK
+    CHANNELS: tl.constexpr = tile.CHANNELS
+    OTHERS: tl.constexpr = tile.OTHERS
+    MAPS: tl.constexpr = tile.MAPS
+    DTYPE: tl.constexpr = tile.DTYPE
+    PRECISION: tl.constexpr = tile.PRECISION
+    others = sizes.others
+    chunk_row = tl.arange(0, CHUNK)
+    m = tl.arange(0, OTHERS)
+    if pairs is not None:
+        square = pairs + index * (CHUNK * CHUNK)
+        products = tl.load(square + chunk_row[:, None] * CHUNK + chunk_row[None, :]).to(tl.float32)
+    else:
+        products = tl.zeros([CHUNK, CHUNK], tl.float32)
+    reached = tl.zeros([CHUNK, CHANNELS], tl.float32)
+    leaving = tl.zeros([CHUNK, CHANNELS], tl.float32)
+    outside = tl.zeros([CHANNELS], tl.float32)
+    exists = chunk.at < chunk.length  # chunks without rows have no states
+    for other in tl.range(0, others, OTHERS):
+        c = load_chunk_rows(c_rows, chunk, other, CHUNK, OTHERS, MAPS).to(DTYPE)
+        d = load_chunk_rows(d_rows, chunk, other, CHUNK, OTHERS, MAPS).to(DTYPE)
+        h = load_state(states, index, channel, other, exists, sizes, tile)
+        reached = tl.dot(c, h.to(DTYPE), reached, input_precision=PRECISION)
+        if pairs is None:
+            products = tl.dot(c, tl.trans(d), products, input_precision=PRECISION)
+        if dstates is not None:
+            dh = load_state(dstates, index, channel, other, exists, sizes, tile)
+            leaving = tl.dot(d, dh.to(DTYPE), leaving, input_precision=PRECISION)
+            both = h.to(tl.float32) * dh.to(tl.float32)
+            if totals is not None:
+                total_at = totals + index * others + other
+                chunk_decay = tl.exp(tl.load(total_at + m, mask=m < others - other, other=0.0))
+                both = both * chunk_decay[:, None]
+            outside += tl.sum(both, 0)
+    return products, reached, leaving, outside
+
+
+@triton.jit
 def channel_gradient(
     reader, source, reader_other, source_other, gate, halves, cut_matrices, pairs, totals, states,
     dstates, cu, dreader, dsource, dgate, sizes, scale, tile,
@@ -225,8 +270,6 @@ def channel_gradient(
     REVERSED: tl.constexpr = tile.REVERSED
     CHUNK: tl.constexpr = tile.CHUNK
     CHANNELS: tl.constexpr = tile.CHANNELS
-    OTHERS: tl.constexpr = tile.OTHERS
-    MAPS: tl.constexpr = tile.MAPS
     DTYPE: tl.constexpr = tile.DTYPE
     PRECISION: tl.constexpr = tile.PRECISION
     heads, channels, others = sizes.heads, sizes.channels, sizes.others
@@ -236,6 +279,7 @@ def channel_gradient(
     head = program // across % heads
     slot = (program // across // heads).to(tl.int64)
     chunk = find_chunk(cu, slot, sizes, CHUNK, tile.SEGMENT, tile.LANES)
+    index = slot * heads + head
     chunk_row = tl.arange(0, CHUNK)
     a_head = head // (heads // sizes.reader_heads)
     b_head = head // (heads // sizes.source_heads)
@@ -248,38 +292,15 @@ def channel_gradient(
     gate_rows = HeadRows(gate, head, heads, channels)
 
     n = tl.arange(0, CHANNELS)
-    m = tl.arange(0, OTHERS)
-    if pairs is not None:
-        square = pairs + (slot * heads + head) * (CHUNK * CHUNK)
-        products = tl.load(square + chunk_row[:, None] * CHUNK + chunk_row[None, :]).to(tl.float32)
-    else:
-        products = tl.zeros([CHUNK, CHUNK], tl.float32)
-    reached = tl.zeros([CHUNK, CHANNELS], tl.float32)
-    leaving = tl.zeros([CHUNK, CHANNELS], tl.float32)
-    outside = tl.zeros([CHANNELS], tl.float32)
     # by address: all three are in flight at once
     a = None
     if reader is not None:
         a = load_chunk_rows(a_rows, chunk, channel, CHUNK, CHANNELS, POINTERS)
     b = load_chunk_rows(b_rows, chunk, channel, CHUNK, CHANNELS, POINTERS)
     g = load_chunk_rows(gate_rows, chunk, channel, CHUNK, CHANNELS, POINTERS)
-    exists = chunk.at < chunk.length  # chunks without rows have no states
-    for other in tl.range(0, others, OTHERS):
-        c = load_chunk_rows(c_rows, chunk, other, CHUNK, OTHERS, MAPS).to(DTYPE)
-        d = load_chunk_rows(d_rows, chunk, other, CHUNK, OTHERS, MAPS).to(DTYPE)
-        h = load_state(states, slot * heads + head, channel, other, exists, sizes, tile)
-        reached = tl.dot(c, h.to(DTYPE), reached, input_precision=PRECISION)
-        if pairs is None:
-            products = tl.dot(c, tl.trans(d), products, input_precision=PRECISION)
-        if dstates is not None:
-            dh = load_state(dstates, slot * heads + head, channel, other, exists, sizes, tile)
-            leaving = tl.dot(d, dh.to(DTYPE), leaving, input_precision=PRECISION)
-            both = h.to(tl.float32) * dh.to(tl.float32)
-            if totals is not None:
-                total_at = totals + (slot * heads + head) * others + other
-                chunk_decay = tl.exp(tl.load(total_at + m, mask=m < others - other, other=0.0))
-                both = both * chunk_decay[:, None]
-            outside += tl.sum(both, 0)
+    products, reached, leaving, outside = multiply_others(
+        c_rows, d_rows, chunk, index, channel, pairs, totals, states, dstates, sizes, tile
+    )
 
     written = (chunk_row < chunk.size - chunk.at)[:, None] & (n < channels - channel)[None, :]
     element = (chunk.row * heads + head) * channels + channel
@@ -291,7 +312,7 @@ def channel_gradient(
     since, is_near = decay_from_middle(
         load_cut_matrix(cut_matrices, 0, CHUNK), g, REVERSED, tile.PARTS, tile.LEVELS, tile.NEAR
     )
-    half = halves + (slot * heads + head) * (2 * channels) + channel + n
+    half = halves + index * (2 * channels) + channel + n
     before = tl.load(half, mask=n < channels - channel, other=0.0)
     after = tl.load(half + channels, mask=n < channels - channel, other=0.0)
     outside = outside * tl.exp(before + after)

@@ -67,11 +67,7 @@ def select(
         return jnp.broadcast_to(own_block[:, :, None, None], (*lead, 1))
     complete = (blocks.position + 1) // blocks.size
     means, factors = exact_terms(block_means(k, blocks), choose_select_tiles(p, target).keys)
-    tensors = {
-        "q": q,
-        "terms": means,
-        "factors": factors,
-    }
+    tensors = {"q": q, "terms": means, "factors": factors}
     packed = {
         "firsts": blocks.first_block[None],
         "completes": jnp.where(blocks.sequence >= 0, complete, 0)[None],

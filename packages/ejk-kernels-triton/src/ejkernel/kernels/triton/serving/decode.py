@@ -150,8 +150,8 @@ def _attend_sequence(
 ):  # fmt: skip
     """Returns (first row, validity of rows, m, l, acc, acc_tail) of the rows of sequence ``b``.
 
-    The first row counts query heads, ``row_of`` from there. The other arguments and results are
-    those of ``attend_tiles``.
+    The first row counts query heads, ``row_of`` from there. Other arguments and results: see
+    ``attend_tiles``.
     """
     TOKENS: tl.constexpr = layout.TOKENS
     v = cache.v
