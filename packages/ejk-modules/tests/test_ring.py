@@ -156,6 +156,10 @@ def test_zigzag_is_a_permutation(axis):
         assert (modules.zigzag_unshard(there, n, axis) == x).all()
     chunks = modules.zigzag_shard(jnp.arange(8)[None], 4)[0]
     assert chunks.tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
+    with pytest.raises(InvalidArgument, match="axis_size: expected an integer, given float 2.0"):
+        modules.zigzag_shard(x, 2.0, axis)
+    with pytest.raises(InvalidArgument, match="axis: expected an integer, given bool True"):
+        modules.zigzag_unshard(x, 2, True)
 
 
 def test_bad_rings():

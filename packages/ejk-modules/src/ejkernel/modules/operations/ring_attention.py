@@ -180,9 +180,20 @@ def _leaves_other_axes(mesh: Any) -> bool:
     return several and not other_than_automatic(mesh) and regions_are_partitioned()
 
 
+def _index(name: str, n: Any) -> int:
+    """Returns an integer argument as an int.
+
+    Raises:
+        InvalidArgument: it is no integer.
+    """
+    if isinstance(n, bool) or not hasattr(n, "__index__"):
+        raise InvalidArgument(f"{name}: expected an integer, given {describe_value(n)}")
+    return operator.index(n)
+
+
 def _halves(x: Array, axis_size: int, axis: int) -> tuple[jax.Array, int]:
     """``x`` with its sequence axis split into ``2 * axis_size`` chunks."""
-    axis_size = operator.index(axis_size)
+    axis_size, axis = _index("axis_size", axis_size), _index("axis", axis)
     if axis_size < 1:
         raise ValueError(f"axis_size: given {axis_size!r}, expected an integer >= 1")
     if not hasattr(x, "ndim"):
