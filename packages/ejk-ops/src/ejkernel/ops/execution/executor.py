@@ -118,11 +118,11 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         options = (cfg, platform, *placement)
         try:
             flat = flatten(args, kwargs)
-            surroundings = _surroundings(options)
-            state = self._state()
-            call = _static_key(kernel, flat, surroundings), flat.signature, state
+            static = _static_key(kernel, flat, options)
+            state = self._state(kernel)
         except Unhashable:
             return self._run_unremembered(kernel, args, kwargs, options)
+        call = static, flat.signature, state
         function = None if state is None else self._programs.find(call)
         try:
             if function is not None:
@@ -130,7 +130,7 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
             decision = self._decide(kernel, args, kwargs, options)
             if cfg is not None:
                 _warn_unread(decision)
-            function = self._jitted(decision, flat, surroundings)
+            function = self._jitted(decision, flat, static)
             with offer_binding(inspect.unwrap(function), decision.call.binding):
                 return function(*flat.tree.arrays)
         except JaxRuntimeError as error:
@@ -201,10 +201,10 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
 
     # ---- steps -----------------------------------------------------------------------------
 
-    def _state(self) -> Hashable:
+    def _state(self, kernel: AnyKernel) -> Hashable:
         """Returns the state that the selector's answer depends on; None if it is unknown."""
         state = getattr(self.selector, "state", None)
-        return None if state is None else (state, registry.generation())
+        return None if state is None else (state, registry.generation(), kernel.state)
 
     def _decide(
         self, kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
@@ -232,25 +232,25 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
             return Choice(cfg, "override", call.key)
         return Choice(self.selector.choose(call, kernel), "heuristics", call.key)
 
-    def _jitted(self, decision: _Decision, flat: FlatCall, surroundings: Hashable) -> Any:
+    def _jitted(self, decision: _Decision, flat: FlatCall, static: Hashable) -> Any:
         """Returns the function of a new call, and remembers it where the config has a key."""
         try:
             config = freeze(decision.choice.cfg)
         except Unhashable:
             return self._program(decision, flat.tree)
-        # not the key of before: choosing may have stored a config or loaded a package
-        static, state = _static_key(decision.call.kernel, flat, surroundings), self._state()
-        binding = decision.call.binding
+        kernel, binding = decision.call.kernel, decision.call.binding
         types = array_types(flat.tree.arrays) if binding is None else binding.types
         # a stamp carries the key, which also holds the shardings
         stamp = decision.choice.key if env.ops_stamp() != "none" else None
-        program_key = static, config, decision.resolved.impl, stamp, types
+        program_key = static, kernel.state, config, decision.resolved.impl, stamp, types
         tree = flat.tree.without_arrays()
         # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a second
         # layer of a model is one equation; XLA inlines calls before it optimises.
         function = self._programs.get(
             program_key, lambda: jax.jit(self._program(decision, tree, True))
         )
+        # read again: choosing may have stored a config or loaded a package
+        state = self._state(kernel)
         if state is not None:
             self._programs.remember((static, flat.signature, state), program_key)
         return function
@@ -314,10 +314,14 @@ def route_of(kernel: AnyKernel, options: Options) -> tuple[Any, Route]:
     return cfg, Route(*where, batch_invariant=invariant)
 
 
-def _surroundings(options: Options) -> Hashable:
-    """Returns all that a call depends on besides its kernel and its arguments."""
+def _static_key(kernel: AnyKernel, flat: FlatCall, options: Options) -> Hashable:
+    """Returns all that a call depends on besides arrays and state; Unhashable if it has no key."""
     cfg, *others = options
     return (
+        kernel_identity(kernel),
+        flat.tree.treedef,
+        flat.tree.positions,
+        flat.statics,
         None if cfg is None else freeze(cfg),
         tuple(others),
         selection_state(),
@@ -326,13 +330,6 @@ def _surroundings(options: Options) -> Hashable:
         ambient_mesh(),
         settings.jax_enable_x64,
     )
-
-
-def _static_key(kernel: AnyKernel, flat: FlatCall, surroundings: Hashable) -> Hashable:
-    """Returns all of a call but its arrays; Unhashable where the kernel has no key."""
-    tree = flat.tree
-    identity = kernel_identity(kernel), kernel.state
-    return *identity, tree.treedef, tree.positions, flat.statics, surroundings
 
 
 def _record(kernel: AnyKernel, inv: Invocation) -> None:

@@ -14,7 +14,6 @@ from ejkernel.types.masks.blocks import matrix_range
 from ejkernel.types.masks.classify import classify_blocks
 from ejkernel.types.masks.fields import has_positions
 from ejkernel.types.masks.mask_info import MaskInfo
-from ejkernel.types.masks.rules import largest, smallest
 
 LISTED = (
     "tiles that nobody sees are skipped, wherever they are: the mask is made into lists of tiles, "
@@ -53,7 +52,9 @@ class Band:
 
     def narrowed(self, lo: int | None, hi: int | None) -> Band:
         """The intersection with another band."""
-        return Band(largest(self.lo, lo), smallest(self.hi, hi))
+        los = [x for x in (self.lo, lo) if x is not None]
+        his = [x for x in (self.hi, hi) if x is not None]
+        return Band(max(los) if los else None, min(his) if his else None)
 
 
 @dataclass(frozen=True)
@@ -90,18 +91,21 @@ def split_mask(mask: MaskInfo) -> tuple[Rules, dict[str, Any]]:
         arrays.update(new)
 
     for term in mask.terms:
-        rule, lo, hi = term.rule, term.rule.low_distance, term.rule.high_distance
         if term.q_segment_ids is not None:
             add("set of segment ids", q_ids=term.q_segment_ids, kv_ids=term.kv_segment_ids)
         if term.attention_mask is not None:
             add("dense mask", mask=term.attention_mask)
-        if not rule.trivial and has_positions(term):
+        rule = term.rule
+        if rule.trivial:
+            continue
+        lo, hi = rule.low_distance, rule.high_distance
+        if has_positions(term):
             add("set of positions", q_positions=term.q_positions, kv_positions=term.kv_positions)
             position_band = Band(lo, hi)
-        elif not rule.trivial:
+        else:
             band = band.narrowed(lo, hi)
     chunked = [term for term in mask.terms if term.chunk_size is not None]
-    by_index = any(term.q_positions is None for term in chunked)
+    by_index = bool(chunked) and chunked[0].q_positions is None
     if len(chunked) > 1 or (by_index and "q_positions" in arrays):
         raise Unsupported("mask_info: chunks of two kinds, or chunks beside other positions")
     if any(getattr(a, "ndim", 2) == 3 for a in arrays.values()):
