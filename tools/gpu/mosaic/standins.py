@@ -174,6 +174,17 @@ def store_rows(k: Any, names: Any, ref: Any, x: Any, *others: Any) -> None:
     k.on_host(put, (), ref, x, *choice)
 
 
+@standin("matrix_rows.read_matrices")
+def read_matrices(k: Any, names: Any, ref: Any) -> Any:
+    return load_rows(k, names, ref)
+
+
+@standin("matrix_rows.write_matrices")
+def write_matrices(k: Any, names: Any, ref: Any, x: Any, factors: Any) -> None:
+    x = (x * factors[:, None]).astype(names.dtype)
+    k.on_host(lambda host, ref, x: host.put(ref, x), (), ref, x)
+
+
 @standin("convert.convert_rows")
 def convert_rows(k: Any, names: Any, source: Any, target: Any) -> None:
     k.on_host(lambda host, source, target: host.put(target, host.get(source)), (), source, target)
