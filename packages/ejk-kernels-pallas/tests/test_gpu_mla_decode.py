@@ -181,6 +181,33 @@ class TestCalls:
             text = self.decode(*self.shapes(batch=batch))
         assert text.count("custom_call @mosaic_gpu") == 2 and bool(found) == is_sorted
 
+    @pytest.mark.parametrize(
+        ("batch", "cache", "invariant", "staged"),
+        [
+            (1, "bfloat16", False, True),
+            (1, "int8", False, False),  # whose buffers are in use from the beginning
+            (2, "bfloat16", False, False),
+            (1, "bfloat16", True, False),
+        ],
+    )
+    def test_rows_of_a_single_sequence_go_through_shared_memory(
+        self, batch, cache, invariant, staged, monkeypatch
+    ) -> None:
+        shapes = {"read": [], "write": []}
+        for name, seen in shapes.items():
+            original = getattr(kernel, f"{name}_matrices")
+
+            def spy(ref, *args, original=original, seen=seen):
+                seen.append(ref.shape)
+                return original(ref, *args)
+
+            monkeypatch.setattr(kernel, f"{name}_matrices", spy)
+        with batch_invariant() if invariant else contextlib.nullcontext():
+            text = self.decode(*self.shapes(batch=batch, cache=jnp.dtype(cache)), k_scale=0.5)
+        assert text.count("custom_call @mosaic_gpu") == 2
+        assert {*shapes["read"]} == ({(64, 256), (64, 192)} if staged else set())
+        assert {*shapes["write"]} == ({(64, 128)} if staged else set())
+
     def test_lowers_a_scale_for_each_mapped_row(self) -> None:
         decode = partial(self.decode, mapped=struct(3, dtype=jnp.float32))
         text = decode(*self.shapes(cache=jnp.float8_e5m2), return_lse=True)

@@ -101,7 +101,10 @@ class LatentLoader:
 
             @pl.when(n < count)
             def load(n: int = n, at: Any = ahead) -> None:
-                self.load_half(r, self.boxes(r, at), jnp.int32(n), half)
+                boxes = self.boxes(r, at)
+                if self.kernel.stages_rows and n == STAGES - 1:
+                    plgpu.barrier_wait(r.q_read)  # queries were in this buffer
+                self.load_half(r, boxes, jnp.int32(n), half)
 
             ahead = self.kernel.next_step(r, ahead)
         return ahead
