@@ -323,6 +323,61 @@ def test_grouped_matrices_of_models(name: str, zipf: bool, grouped_matmul) -> No
     grouped.check_at_size(grouped_matmul, name, zipf)
 
 
+@pytest.mark.parametrize("case", grouped.ALIGNED_STORED)
+def test_grouped_matrices_of_8_bits(case: str, grouped_matmul) -> None:
+    """The result and the gradient of the rows, against float64."""
+    grouped.check_aligned_stored(grouped_matmul, case)
+
+
+def test_grouped_matrices_of_8_bits_of_models(grouped_matmul) -> None:
+    """Results are those of the same matrices in 16 bits, and the same in a second run."""
+    groups, rows, inner, columns = grouped.AT_SIZE["mixtral"]
+    sizes = jnp.asarray(grouped.sizes_at("mixtral", zipf=True))
+    a, b, c = jax.random.split(jax.random.key(0), 3)
+    lhs = jax.random.normal(a, (rows, inner), jnp.bfloat16)
+    rhs = jax.random.randint(b, (groups, inner, columns), -128, 128, jnp.int8)
+    dout = jax.random.normal(c, (rows, columns), jnp.bfloat16)
+
+    @jax.jit
+    def run(rhs):
+        out, back = jax.vjp(lambda lhs: grouped_matmul(lhs, rhs, sizes), lhs)
+        return out, *back(dout)
+
+    found, again, want = run(rhs), run(rhs), run(rhs.astype(jnp.bfloat16))
+    for x, same, y in zip(found, again, want, strict=True):
+        np.testing.assert_array_equal(x, same)
+        x, y = (z.astype(jnp.float32) for z in (x, y))
+        # the order of sums differs: rarely a neighbouring number
+        assert jnp.linalg.norm(x - y) <= 1e-3 * jnp.linalg.norm(y)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_mapped_grouped_matrices_of_8_bits_have_the_same_bits(shared: bool, grouped_matmul) -> None:
+    a, b, c = jax.random.split(jax.random.key(0), 3)
+    lhs = jax.random.normal(a, (2, 704, 256), jnp.bfloat16)
+    dout = jax.random.normal(c, (2, 704, 512), jnp.bfloat16)
+    rhs = jax.random.randint(b, (2, 5, 256, 512), -128, 128, jnp.int8)
+    scale = jnp.linspace(0.5, 1.5, 2 * 5 * 512).reshape(2, 5, 512)
+    sizes = jnp.array([[130, 0, 64, 300, 100], [1, 699, 0, 0, 0]])
+
+    def pull(lhs, rhs, scale, sizes, dout):
+        def run(lhs):
+            return grouped_matmul(lhs, rhs, sizes, rhs_scale=scale)
+
+        out, back = jax.vjp(run, lhs)
+        return out, *back(dout)
+
+    arrays = [lhs, rhs, scale, sizes, dout]
+    axes = [0, 0, 0, 0, 0]
+    if shared:
+        arrays[1:3], axes[1:3] = (rhs[0], scale[0]), (None, None)
+    mapped = jax.jit(jax.vmap(pull, axes))(*arrays)
+    for i in range(2):
+        call = [x if axis is None else x[i] for x, axis in zip(arrays, axes, strict=True)]
+        for x, y in zip(mapped, jax.jit(pull)(*call), strict=True):
+            np.testing.assert_array_equal(x[i], y)
+
+
 def test_mapped_grouped_matrices_have_the_same_bits(grouped_matmul) -> None:
     a, b, c = jax.random.split(jax.random.key(0), 3)
     lhs = jax.random.normal(a, (2, 704, 256), jnp.bfloat16)

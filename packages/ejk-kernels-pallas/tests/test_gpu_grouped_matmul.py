@@ -1,4 +1,4 @@
-"""Hopper's gradient of grouped matrices where there is no Hopper GPU.
+"""Hopper's grouped matmul where there is no Hopper GPU: the gradient of matrices, 8-bit matrices.
 
 Where JAX can interpret all of the kernel it runs here, warpgroups, copies, barriers and all, with
 an eye on races; it runs at real sizes on a GPU only (``test_gpu_card.py``).
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 
 from ejkernel.kernels.pallas import compat
 
@@ -23,7 +24,14 @@ if compat.mosaic_gpu_problem() is not None:
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
-from ejkernel.kernels.pallas.gpu.grouped_matmul import implementation, tile_queue, weights
+from ejkernel.kernels.pallas.gpu.grouped_matmul import (
+    eight_bit,
+    fragments,
+    implementation,
+    tile_queue,
+    weights,
+)
+from ejkernel.kernels.pallas.gpu.grouped_matmul.eight_bit import EightBitMatmul
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights
 from ejkernel.ops.differentiate import Work
 from ejkernel.types.masks.structure import Unsupported
@@ -67,8 +75,28 @@ def parts_in_the_language(monkeypatch) -> None:
         row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
         ref[...] = jnp.where((row >= first) & (row < last), x, jnp.zeros_like(x))
 
+    def load(ref, part, kind, dtype, *, transposed):
+        columns = pl.ds(part * fragments.ROWS, fragments.ROWS)
+        x = ref[columns, :] if transposed else ref[:, columns].T
+        x = fragments.in_fragment_order(x.T).T
+        return lax.bitcast_convert_type(x, jnp.dtype(kind)).astype(dtype)
+
+    def stage(ref, x):
+        halves = x.reshape(-1, 2, fragments.PERMUTED // 2, x.shape[1])
+        ref[...] = halves.swapaxes(1, 2).reshape(x.shape).T.astype(ref.dtype)
+
+    def store(ref, staged, first, last):
+        for row in range(staged.shape[0]):
+
+            @pl.when((row >= first) & (row < last))
+            def copy(row: int = row) -> None:
+                ref.at[pl.ds(row, 1)][...] = staged[pl.ds(row, 1), :]
+
     monkeypatch.setattr(tile_queue, "fetch_index_in_warpgroup", taken)
     monkeypatch.setattr(weights, "clear_rows", clear)
+    monkeypatch.setattr(eight_bit, "load_fragment", load)
+    monkeypatch.setattr(eight_bit, "stage_result", stage)
+    monkeypatch.setattr(eight_bit, "store_staged", store)
 
 
 @interpreted
@@ -99,6 +127,59 @@ def test_against_float64_without_races(name: str) -> None:
 def test_fewer_than_three_steps_in_memory_would_wait_for_each_other() -> None:
     with pytest.raises(ValueError, match="stages: 2"):
         Weights(64, 128, 256, 1, 1, 1, "bfloat16", 1, stages=2)
+
+
+class InterpretedMatmul(EightBitMatmul):
+    """The kernel for the interpreter, whose matmuls have no operand in registers."""
+
+    def _scratch(self):
+        shape = (eight_bit.CONSUMERS, fragments.ROWS, fragments.DEPTH)
+        return super()._scratch() | {"columns": plgpu.SMEM(shape, jnp.dtype(self.dtype))}
+
+    def multiply_step(self, r, acc, columns, n):
+        mine = r.columns.at[lax.axis_index("wg")]
+        mine[...] = columns
+        super().multiply_step(r, acc, mine, n)
+
+
+# sizes, rows, group offset, inner and columns, whether matrices are transposed, programs
+EIGHT_BIT_CASES = {
+    "around a tile": ([128, 3, 0, 65, 1], 200, None, (256, 128), False, 1),
+    "some of five": ([60, 9, 1, 70, 7], 152, 1, (128, 256), True, 2),
+    "more than there are": ([40, -3, 2, 2**31 - 1], 72, None, (128, 128), True, 2),
+}
+
+
+@interpreted
+@pytest.mark.usefixtures("parts_in_the_language")
+@pytest.mark.parametrize("name", EIGHT_BIT_CASES)
+def test_8_bit_matrices_against_float64(name: str) -> None:
+    """Rows behind the groups hold NaN. Races are not looked for: of a barrier on which both
+    consumers arrive, the interpreter keeps the time of one.
+    """
+    sizes, rows, offset, (inner, columns), transposed, cores = EIGHT_BIT_CASES[name]
+    held = len(sizes) if offset is None else 3
+    kernel = InterpretedMatmul(
+        rows=rows, inner=inner, columns=columns, batch=1, groups=len(sizes), matrices=held,
+        shared=True, transposed=transposed, dtype="bfloat16", stored="int8", cores=cores, tall=128,
+    )  # fmt: skip
+    rng, used = np.random.default_rng(0), sum(max(n, 0) for n in sizes)
+    lhs = rng.standard_normal((rows, inner))
+    lhs[used:] = np.nan
+    lhs = jnp.asarray(lhs, "bfloat16")
+    shape = (columns, inner) if transposed else (inner, columns)
+    rhs = rng.integers(-128, 128, (held, *shape)).astype(np.int8)
+    scale = rng.uniform(0.5, 2, (held, columns)).astype(np.float32)
+    at = None if offset is None else np.asarray([offset], np.int32)
+    with plgpu.force_gpu_interpret_mode(
+        plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
+    ):
+        given = lhs, rhs, np.asarray(sizes, np.int32), at, scale
+        found = np.asarray(jax.jit(kernel.__call__)(*given))
+    want = oracle.grouped_matmul(
+        lhs, rhs, np.maximum(sizes, 0), offset, transpose_rhs=transposed, rhs_scale=scale
+    )
+    check_close(found, want.out, name=name)
 
 
 class TestComposedKernel:
@@ -180,6 +261,73 @@ class TestComposedKernel:
     def test_lowers_for_a_hopper_gpu(self, given) -> None:
         text = self.lowered(**given)
         assert text.count("mosaic_gpu_v2") == 1
+
+    @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "float8_e5m2"])
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {},
+            dict(transpose_rhs=True, scale="column"),
+            dict(dtype=jnp.float16, scale="group"),
+            dict(mapped=3, scale="column"),
+        ],
+        ids=str,
+    )
+    def test_lowers_with_8_bit_matrices(self, stored, given) -> None:
+        """The result and the gradient of the rows."""
+        lowered = self.traced_8_bit(stored, **given).lower(lowering_platforms=("cuda",))
+        assert lowered.as_text().count("mosaic_gpu_v2") == 2
+
+    def test_results_of_other_dtypes_are_computed_by_the_kernel_for_every_gpu(self) -> None:
+        traced = self.traced_8_bit("int8", preferred_element_type=jnp.float32)
+        assert str(traced.jaxpr).count("name=grouped_matmul_8bit") == 1
+
+    @staticmethod
+    def traced_8_bit(
+        stored, *, scale=None, mapped=0, dtype=jnp.bfloat16, matrices=(8, 512, 1024), **options
+    ):
+        from ejkernel.kernels.pallas.gpu.grouped_matmul.implementation import grouped_matmul
+
+        held, down, across = matrices
+        inner, columns = (across, down) if options.get("transpose_rhs") else (down, across)
+        scales = {None: None, "group": struct(held), "column": struct(held, columns)}[scale]
+        out = options.get("preferred_element_type", dtype)
+        shapes = [struct(4096, inner, dtype=dtype), struct(*matrices, dtype=stored)]
+        shapes += [struct(held, dtype=jnp.int32), scales, struct(4096, columns, dtype=out)]
+
+        def pull(lhs, rhs, sizes, scale, dout):
+            def run(lhs):
+                return grouped_matmul(lhs, rhs, sizes, rhs_scale=scale, **options)
+
+            out, back = jax.vjp(run, lhs)
+            return out, *back(dout)
+
+        if mapped:  # the matrices are shared
+            axes = (0, None, 0, None, 0)
+            pull = jax.vmap(pull, axes)
+            shapes = [
+                x if axis is None else struct(mapped, *x.shape, dtype=x.dtype)
+                for x, axis in zip(shapes, axes, strict=True)
+            ]
+        device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="cuda")
+        with on(device):
+            return jax.jit(pull).trace(*shapes)
+
+    def test_refuses_8_bit_matrices_by_name(self) -> None:
+        with pytest.raises(Unsupported, match="512 x 1088 are no multiples of 128"):
+            self.traced_8_bit("int8", matrices=(8, 512, 1088))
+        with pytest.raises(Unsupported, match="float32"):
+            self.traced_8_bit("int8", dtype=jnp.float32)
+
+    @pytest.mark.parametrize(("rows", "ahead"), [(8 * 128, False), (8 * 256, True)])
+    def test_leads_with_8_bit_matrices_where_groups_are_large(self, rows, ahead) -> None:
+        from ejkernel.kernels.pallas.gpu.grouped_matmul.implementation import grouped_matmul
+
+        with on(jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="cuda")):
+            rhs, sizes = struct(8, 512, 1024, dtype="int8"), struct(8, dtype=jnp.int32)
+            lhs = struct(rows, 512, dtype=jnp.bfloat16)
+            call = bound(grouped_matmul.call, lhs=lhs, rhs=rhs, group_sizes=sizes)
+            assert (grouped_matmul.priority_for(call) > 100) == ahead
 
     def test_nothing_is_larger_than_operands_and_results(self) -> None:
         """The result and both gradients: no memory that grows with groups times rows."""

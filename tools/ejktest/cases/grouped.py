@@ -223,6 +223,32 @@ def stored_case(fn: Callable[..., Any], case: str):
     return case_of_8_bits(fn, stored_as, scale, sizes, matrices, **{**usual, **options})
 
 
+# dtype, scale, transposed, dtype of lhs; for kernels that need whole tiles of matrices
+ALIGNED_STORED: dict[str, tuple[str, str, bool, str]] = {
+    "int8": ("int8", "column", False, "bfloat16"),
+    "int8 transposed": ("int8", "group", True, "bfloat16"),
+    "e4m3": ("float8_e4m3fn", "column", False, "float16"),
+    "e4m3 transposed": ("float8_e4m3fn", "number", True, "bfloat16"),
+    "e5m2": ("float8_e5m2", "group", False, "bfloat16"),
+    "e5m2 transposed": ("float8_e5m2", "column", True, "float16"),
+}
+# around tiles of 64, 128 and 256 rows
+ALIGNED_SIZES = (
+    [3, 0, 64, 61, 17, 1, 130, 20],
+    [129, 0, 60, 128, 259, 5, 100, 120],
+    [700, 0, 256, 255, 9, 513, 300, 30],
+)
+
+
+def check_aligned_stored(fn: Callable[..., Any], case: str) -> None:
+    """Checks some of eight groups of several sizes against float64."""
+    stored_as, scale, transposed, dtype = ALIGNED_STORED[case]
+    for sizes in ALIGNED_SIZES:
+        rows = sum(sizes) // 8 * 8 + 16
+        options: dict[str, Any] = {"rows": rows, "transposed": transposed, "dtype": dtype}
+        check_stored(fn, stored_as, scale, sizes, (MATRICES, 256, 384), offset=1, **options)
+
+
 # groups, rows, inner, columns: Mixtral 8x7B, DeepSeek V3 and Qwen3 30B-A3B
 AT_SIZE: dict[str, tuple[int, int, int, int]] = {
     "mixtral": (8, 16384, 4096, 14336),

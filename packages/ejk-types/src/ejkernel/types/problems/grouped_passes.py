@@ -28,6 +28,10 @@ MAX_LANES = 4096
 Arrays = dict[str, Any]
 
 
+MATRIX_OPERANDS = ("rhs", "scale")
+"""Operands that calls side by side may share."""
+
+
 class GroupedPasses:
     """A mixin for kernels with the stages ``forward``, ``dlhs`` and ``drhs``.
 
@@ -124,9 +128,10 @@ def _matrix_of_rows(arrays: Arrays, p: GroupedProblem) -> jax.Array:
 def fold_groups(
     problem: GroupedProblem, size: int, operands: Mapping[str, Any], is_batched: Mapping[str, bool]
 ) -> tuple[GroupedProblem, Arrays] | None:
-    """Returns ``size`` calls of ``drhs`` as one of more groups; None for too many groups.
+    """Returns ``size`` calls of a stage as one of more groups; None for too many groups.
 
-    Batched operands have the mapped axis in front.
+    Batched operands have the mapped axis in front. Matrices, with their scale, stay shared until
+    either is batched.
     """
     p = problem
     if size * p.batch * (p.groups + 1) > MAX_LANES:
@@ -134,15 +139,23 @@ def fold_groups(
     folded = dict(operands)
     if folded["group_sizes"].shape[-1] == p.groups:
         folded["group_sizes"] = add_remaining_rows(folded["group_sizes"], p.rows)
+    shared = p.shared and not any(is_batched.get(name, False) for name in MATRIX_OPERANDS)
     for name, x in folded.items():
         batched = is_batched[name]
-        if name == "offset" and x.shape[-1] == 1:  # an offset may serve all calls
+        if name in MATRIX_OPERANDS:
+            if not shared:
+                matrix = x.shape[-1:] if name == "scale" else x.shape[-2:]
+                calls = (size if batched else 1, 1 if p.shared else p.batch)
+                x = x.reshape(*calls, p.held, *matrix)
+                x = jnp.broadcast_to(x, (size, p.batch, p.held, *matrix))
+                folded[name] = x.reshape(-1, *matrix)
+        elif name == "offset" and x.shape[-1] == 1:  # an offset may serve all calls
             folded[name] = jnp.repeat(x.reshape(-1), p.batch) if batched else x
         else:
             shape = x.shape[1:] if batched else x.shape
             x = x if batched else jnp.broadcast_to(x, (size, *shape))
             folded[name] = x.reshape(size * shape[0], *shape[1:])
-    return replace(p, batch=size * p.batch), folded
+    return replace(p, batch=size * p.batch, shared=shared), folded
 
 
 def add_remaining_rows(sizes: jax.Array, rows: int) -> jax.Array:

@@ -1,12 +1,13 @@
-"""Grouped matmul on Hopper as one kernel object: the gradient of the matrices.
+"""Grouped matmul on Hopper as one kernel object: its stages that are faster than Triton's.
 
 The kernel for every GPU (``ejkernel.kernels.triton``, found through the registry) computes the
-result and the gradient of lhs; its stage ``drhs`` is replaced.
+result and the gradient of lhs; its stage ``drhs`` is replaced. With matrices of 8 bits, which have
+no gradient, the stages ``forward`` and ``dlhs`` are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.pallas.gpu.common.chip import current_chip
 from ejkernel.kernels.pallas.gpu.common.tma import COPY_ROWS
+from ejkernel.kernels.pallas.gpu.grouped_matmul.eight_bit import MULTIPLE, EightBitMatmul
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import ACROSS, DOWN, PIECE, ROWS, Weights
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.core.invocation import BoundCall
@@ -26,6 +28,7 @@ from ejkernel.types.problems.grouped_matmul import GroupedProblem
 from ejkernel.types.problems.grouped_passes import GroupedPasses
 
 DTYPES = ("float16", "bfloat16")
+EIGHT_BIT_ROWS = 256  # of a mean group: from there on 8-bit matrices are faster here
 
 
 def matrix_shape(p: GroupedProblem) -> tuple[int, int]:
@@ -53,6 +56,32 @@ def weights_kernel(p: GroupedProblem, cores: int) -> Weights:
     )  # fmt: skip
 
 
+def eight_bit_kernel(p: GroupedProblem, cores: int) -> EightBitMatmul:
+    """Returns the kernel of the result with 8-bit matrices, or of the gradient of lhs."""
+    return EightBitMatmul(
+        rows=p.batch * p.rows, inner=p.inner, columns=p.columns, batch=p.batch, groups=p.groups,
+        matrices=p.held, shared=p.shared, transposed=p.transposed, dtype=p.dtype, stored=p.stored,
+        cores=cores,
+    )  # fmt: skip
+
+
+def multiply_8_bit(work: Work, arrays: Arrays) -> Arrays:
+    """Returns the rows of every group times the 8-bit matrix of the group."""
+    (out,) = fold_mapped(_multiply_8_bit, work, arrays)
+    return {"out": out}
+
+
+def _multiply_8_bit(work: Work, arrays: Arrays) -> tuple[jax.Array]:
+    kernel = eight_bit_kernel(work.problem, work.target.cores)
+    axes = varying_axes(*arrays.values())
+    offset = arrays.get("offset")
+    with jax.enable_x64(False):  # the kernel counts in int32
+        offset = None if offset is None else offset.astype(jnp.int32)
+        sizes = arrays["group_sizes"].astype(jnp.int32)
+        out = kernel(arrays["lhs"], arrays["rhs"], sizes, offset, arrays.get("scale"))
+    return (vary(out, axes),)
+
+
 def drhs(work: Work, arrays: Arrays) -> Arrays:
     """Returns the gradient of rhs."""
     (gradient,) = fold_mapped(_compute_drhs, work, arrays)
@@ -77,35 +106,46 @@ class GroupedMatmul(GroupedPasses, ComposedKernel, PallasKernel):
     this name.
 
     This kernel computes the gradient of rhs: float16 or bfloat16, rows in multiples of 8, both axes
-    of the matrices in multiples of 64, at least 128 and 256. The implementation for every GPU,
-    which must be installed, does the other parts. Two runs give the same bits. ``cfg`` is that of
-    the implementation for every GPU.
+    of the matrices in multiples of 64, at least 128 and 256. With matrices of 8 bits it computes
+    the result, without ``existing_out`` and in the dtype of lhs, and the gradient of lhs: float16
+    or bfloat16 lhs, rows in multiples of 8, both axes in multiples of 128. The implementation for
+    every GPU, which must be installed, does the other parts. Two runs give the same bits. ``cfg``
+    is that of the implementation for every GPU.
 
     Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3; Shah et al. 2024,
     FlashAttention-3 (arXiv 2407.08608), section 3.1.
     """
 
     call = calls.GroupedMatmul
-    reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision"}
+    reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision", "rhs_scale"}
     base_platform = "triton"
     chip = staticmethod(current_chip)
-    stages: ClassVar[Mapping[str, Stage]] = {"drhs": drhs}
+    stages: ClassVar[Mapping[str, Stage]] = {
+        "forward": multiply_8_bit,
+        "dlhs": multiply_8_bit,
+        "drhs": drhs,
+    }
 
     def replaces(self, stage: str, problem: GroupedProblem) -> bool:
-        """Returns whether gradients are in 16 bits: float16 may be too small for them."""
-        return problem.dtype in DTYPES
+        """Returns whether this kernel's stage computes a problem; else the base does."""
+        p = problem
+        if p.dtype not in DTYPES:  # float16 may be too small for gradients of other results
+            return False
+        return stage == "drhs" or (bool(p.stored) and not p.added and p.out == p.dtype)
 
     def unsupported_reason(self, problem: Any, target: Any) -> str | None:
         p, reason = problem, super().unsupported_reason(problem, target)
         if reason is not None:
             return reason
-        if p.stored:
-            return f"rhs: {p.stored} has no gradient, which is all that is computed here"
         if p.dtype not in DTYPES:
             return f"lhs: {p.dtype} is not supported, only {' and '.join(DTYPES)}"
         if p.rows % COPY_ROWS:
             return f"lhs: {p.rows} rows are no multiple of {COPY_ROWS}"
         down, across = matrix_shape(p)
+        if p.stored:
+            if down % MULTIPLE or across % MULTIPLE:
+                return f"rhs: 8-bit matrices of {down} x {across} are no multiples of {MULTIPLE}"
+            return None
         if down % PIECE or across % PIECE or down < DOWN or across < ACROSS:
             return (
                 f"rhs: matrices of {down} x {across}, as they are stored, are no multiples of "
@@ -113,9 +153,15 @@ class GroupedMatmul(GroupedPasses, ComposedKernel, PallasKernel):
             )
         return None
 
+    def neighbours(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
+        """Returns no tiles with 8-bit matrices, whose kernel chooses its own."""
+        return () if problem.stored else super().neighbours(problem, target, chosen)
+
     def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU where it was faster than theirs."""
         p, cores = self.problem_of(call), self.target().cores
+        if p.stored:
+            return 110 if p.mean_rows >= EIGHT_BIT_ROWS else 90
         kernel = weights_kernel(p, cores)
         is_large = not has_short_tiles(p) or kernel.piece > PIECE
         return 110 if is_large and kernel.tiles >= cores else 90
