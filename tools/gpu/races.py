@@ -45,6 +45,7 @@ from ejkernel.kernels.pallas.gpu.common.chip import Chip  # noqa: E402
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (  # noqa: E402
     flash_attention,
 )
+from ejkernel.kernels.pallas.gpu.grouped_matmul.eight_bit import EightBitMatmul  # noqa: E402
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights  # noqa: E402
 from ejkernel.kernels.pallas.gpu.serving.implementation import (  # noqa: E402
     decode_stage,
@@ -225,6 +226,28 @@ def hopper_grouped(name: str) -> Call:
     return run, lambda actual: relative(actual, want) / 6e-3
 
 
+def hopper_grouped_eight_bit(name: str) -> Call:
+    """Rows times int8 matrices, in both layouts; rows behind the groups hold NaN."""
+    sizes, offset, _ = grouped_cases.SIZES[name]
+    transposed = offset is not None
+    rng, rows, inner, columns, held = np.random.default_rng(0), 392, 256, 384, 6
+    shape = (columns, inner) if transposed else (inner, columns)
+    rhs = rng.integers(-128, 128, (held, *shape)).astype(np.int8)
+    lhs = rng.standard_normal((rows, inner))
+    lhs[sum(sizes) :] = np.nan
+    lhs = jnp.asarray(lhs, "bfloat16")
+    scale = rng.uniform(0.5, 2, (held, columns)).astype(np.float32)
+    kernel = EightBitMatmul(
+        rows=rows, inner=inner, columns=columns, batch=1, groups=len(sizes), matrices=held,
+        shared=True, transposed=transposed, dtype="bfloat16", stored="int8", cores=SMALL_CORES,
+    )  # fmt: skip
+    first = None if offset is None else np.asarray([offset], np.int32)
+    run = jax.jit(lambda: kernel(lhs, rhs, np.asarray(sizes, np.int32), first, scale))
+    options = {"transpose_rhs": transposed, "rhs_scale": scale}
+    want = oracle.grouped_matmul(lhs, rhs, sizes, offset, **options).out
+    return run, lambda actual: relative(actual, want) / 6e-3
+
+
 def hopper_ragged(name: str) -> Call:
     """Sequences of many new tokens, and of one where the kernel decodes."""
     m = ragged_cases.SMALL[name]
@@ -313,6 +336,7 @@ CALLS = (
     *((hopper_eight_bit, name) for name in EIGHT_BIT),
     *((hopper_sparse, name) for name in attention_cases.SMALL_SPARSE),
     *((hopper_grouped, name) for name in GROUPED),
+    *((hopper_grouped_eight_bit, name) for name in GROUPED),
     *((hopper_ragged, name) for name in ragged_cases.SMALL),
     *((hopper_latent, name) for name in LATENT),
 )

@@ -17,6 +17,7 @@ from jax import lax
 from ejkernel.kernels.pallas.gpu.common.eight_bit import in_operand_order
 from ejkernel.kernels.pallas.gpu.flash_attention import list_kernel
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import EVERY, LIMIT, SOME
+from ejkernel.kernels.pallas.gpu.grouped_matmul import fragments
 from ejkernel.types.serving.split import MAX_FIXED_SPLITS, split_order, split_schedule
 
 ALL: dict[str, Any] = {}
@@ -188,6 +189,41 @@ def write_matrices(k: Any, names: Any, ref: Any, x: Any, factors: Any) -> None:
 @standin("convert.convert_rows")
 def convert_rows(k: Any, names: Any, source: Any, target: Any) -> None:
     k.on_host(lambda host, source, target: host.put(target, host.get(source)), (), source, target)
+
+
+@standin("fragments.load_fragment")
+def load_fragment(k: Any, names: Any, ref: Any, part: Any) -> Any:
+    kind = jax.ShapeDtypeStruct((fragments.ROWS, fragments.DEPTH), jnp.int8)
+
+    def load(host: Any, ref: Any, part: Any) -> tuple[Any]:
+        columns = slice(int(part) * fragments.ROWS, (int(part) + 1) * fragments.ROWS)
+        depth = slice(0, fragments.DEPTH)
+        at = (columns, depth) if names.transposed else (depth, columns)
+        x = np.asarray(host.get(ref, at))
+        return (x if names.transposed else x.T,)
+
+    (x,) = k.on_host(load, (kind,), ref, part)
+    x = fragments.in_fragment_order(x.T).T
+    return lax.bitcast_convert_type(x, jnp.dtype(names.kind)).astype(names.dtype)
+
+
+@standin("fragments.stage_result")
+def stage_result(k: Any, names: Any, ref: Any, x: Any) -> None:
+    halves = x.reshape(-1, 2, fragments.PERMUTED // 2, x.shape[1])
+    rows = halves.swapaxes(1, 2).reshape(x.shape).T.astype(names.dtype)
+    k.on_host(lambda host, ref, rows: host.put(ref, rows), (), ref, rows)
+
+
+@standin("fragments.store_staged")
+def store_staged(k: Any, names: Any, ref: Any, staged: Any, first: Any, last: Any) -> None:
+    def copy(host: Any, ref: Any, staged: Any, first: Any, last: Any) -> None:
+        rows, columns = host.shape(staged)
+        first, last = max(int(first), 0), min(int(last), rows)
+        if first < last:
+            at = (slice(first, last), slice(0, columns))
+            host.put(ref, host.get(staged, at), at)
+
+    k.on_host(copy, (), ref, staged, first, last)
 
 
 # ---- tile counters ------------------------------------------------------------------------------

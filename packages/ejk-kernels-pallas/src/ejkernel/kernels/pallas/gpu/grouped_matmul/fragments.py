@@ -73,9 +73,7 @@ def load_fragment(ref: Any, part: Any, kind: str, dtype: Any, *, transposed: boo
     ``[columns, DEPTH]``. part: which 64 columns. kind: the dtype of the values.
     """
     to = {"float16": TO_FLOAT16, "bfloat16": TO_BFLOAT16}[jnp.dtype(dtype).name]
-    text = f"{{ {to[kind]} }}"
     shape = (ROWS, DEPTH)
-    load = _load_rows if transposed else _load_columns
 
     @plgpu.inline_mgpu(
         arg_types=(pattern(DEPTH if transposed else LINE, 1), SCALAR),
@@ -85,8 +83,9 @@ def load_fragment(ref: Any, part: Any, kind: str, dtype: Any, *, transposed: boo
         two = ir.Type.parse("!llvm.struct<(i32, i32)>")
         pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
         registers = np.empty(LAYOUT.to_mgpu().registers_shape(shape), dtype=object)
+        load = _load_rows if transposed else _load_columns
         for eight, word in load(start_of(ref), part.registers.item()):
-            pairs = asm(text, "=&r,=&r,r", two, word)
+            pairs = asm(f"{{ {to[kind]} }}", "=&r,=&r,r", two, word)
             for half in range(2):
                 at = [0] * registers.ndim
                 at[1], at[4] = eight, half  # as in ``TileRegister``
