@@ -68,7 +68,8 @@ def choose(p: Problem, target: Target) -> Tiles:
     wide = width(p.value_dim)
     if few_tokens(p):
         # the state of one token is all memory: many bytes in flight per thread
-        return Tiles(16, max(16, min(wide, 8192 // width(p.dim))), 2, 1)
+        columns = max(16, min(wide, 8192 // width(p.dim)))
+        return Tiles(16, columns, max(2, columns * width(p.dim) // 2048), 1)
     # 64 rows fill one asynchronous matmul of four warps. Operands of synchronous ones lie in
     # registers, where the three parts of float32 operands leave room for smaller tiles only
     narrow = p.compute_dtype == "bfloat16"
