@@ -230,15 +230,15 @@ def hopper_grouped_eight_bit(name: str) -> Call:
     """Rows times int8 matrices, in both layouts; rows behind the groups hold NaN."""
     sizes, offset, _ = grouped_cases.SIZES[name]
     transposed = offset is not None
-    rng, rows, inner, columns, held = np.random.default_rng(0), 392, 256, 384, 6
-    shape = (columns, inner) if transposed else (inner, columns)
-    rhs = rng.integers(-128, 128, (held, *shape)).astype(np.int8)
+    rng, rows, inner, columns = np.random.default_rng(0), 392, 256, 384
+    matrices, shape = grouped_cases.MATRICES, (columns, inner) if transposed else (inner, columns)
+    rhs = rng.integers(-128, 128, (matrices, *shape)).astype(np.int8)
     lhs = rng.standard_normal((rows, inner))
     lhs[sum(sizes) :] = np.nan
     lhs = jnp.asarray(lhs, "bfloat16")
-    scale = rng.uniform(0.5, 2, (held, columns)).astype(np.float32)
+    scale = rng.uniform(0.5, 2, (matrices, columns)).astype(np.float32)
     kernel = EightBitMatmul(
-        rows=rows, inner=inner, columns=columns, batch=1, groups=len(sizes), matrices=held,
+        rows=rows, inner=inner, columns=columns, batch=1, groups=len(sizes), matrices=matrices,
         shared=True, transposed=transposed, dtype="bfloat16", stored="int8", cores=SMALL_CORES,
     )  # fmt: skip
     first = None if offset is None else np.asarray([offset], np.int32)
@@ -336,7 +336,7 @@ CALLS = (
     *((hopper_eight_bit, name) for name in EIGHT_BIT),
     *((hopper_sparse, name) for name in attention_cases.SMALL_SPARSE),
     *((hopper_grouped, name) for name in GROUPED),
-    *((hopper_grouped_eight_bit, name) for name in GROUPED),
+    *((hopper_grouped_eight_bit, name) for name in (*GROUPED, "one group")),
     *((hopper_ragged, name) for name in ragged_cases.SMALL),
     *((hopper_latent, name) for name in LATENT),
 )
