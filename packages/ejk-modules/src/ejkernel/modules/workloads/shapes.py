@@ -327,7 +327,11 @@ GROUPED = (
     GroupedShape("qwen3-moe", 8192, 2048, 1536, 128, source="Qwen3 30B-A3B"),
     GroupedShape("qwen3-moe-decode", 512, 2048, 1536, 128, source="Qwen3 30B-A3B, 64 tokens"),
     *(
-        GroupedShape(f"qwen3-moe-decode-{name}", 512, 2048, 1536, 128, stored=dtype)
+        GroupedShape(f"{shape}-{name}", *sizes, stored=dtype)
+        for shape, sizes in (
+            ("qwen3-moe-decode", (512, 2048, 1536, 128)),
+            ("mixtral-16k", (16384, 4096, 14336, 8)),
+        )
         for name, dtype in (("int8", "int8"), ("e4m3", "float8_e4m3fn"))
     ),
     GroupedShape("gpt-oss-20b-moe", 16384, 2880, 5760, 32, source="gpt-oss 20B"),
