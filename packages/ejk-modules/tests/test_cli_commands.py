@@ -47,7 +47,9 @@ def asked(capsys, *words: str) -> tuple[int, object]:
 
 
 def test_starting_imports_no_jax():
-    code = "import sys, ejkernel.modules.cli.app as a; a.parser(); print('jax' in sys.modules)"
+    code = (
+        "import sys, ejkernel.modules.cli.app as a; a.build_parser(); print('jax' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

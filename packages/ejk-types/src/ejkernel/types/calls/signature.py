@@ -237,6 +237,7 @@ def drop_parameters(function: Callable[..., Any], *names: str) -> Callable[..., 
     signature = inspect.signature(function)
     remaining = [p for p in signature.parameters.values() if p.name not in names]
     vars(declaration)["__signature__"] = signature.replace(parameters=remaining)
+    declaration.__annotations__ = {p.name: p.annotation for p in remaining} | {"return": None}
     return declaration
 
 
