@@ -42,7 +42,10 @@ def is_numpy(x: Any) -> bool:
 
 def namespace(*arrays: Any) -> ModuleType:
     """numpy when every argument that is not None is known to the host, else jax.numpy."""
-    return np if all(x is None or is_numpy(x) for x in arrays) else jnp
+    for x in arrays:
+        if x is not None and not is_numpy(x):
+            return jnp
+    return np
 
 
 def is_array(x: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
@@ -300,8 +300,9 @@ def _tuples(x: Any) -> Any:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-def _array_sizes(term: Any) -> Iterator[tuple[str, Any, list[tuple[str, int]]]]:
-    """``(name, array, sizes by axis name)`` of every array of one term."""
+def _array_sizes(term: Any) -> list[tuple[str, Any, list[tuple[str, int]]]]:
+    """Returns ``(name, array, sizes by axis name)`` of every array of one term."""
+    arrays = []
     for name in ARRAYS:
         value = getattr(term, name)
         if not is_array(value):
@@ -310,7 +311,8 @@ def _array_sizes(term: Any) -> Iterator[tuple[str, Any, list[tuple[str, int]]]]:
         if name != "attention_mask":
             length = "q" if name.startswith("q_") else "kv"
             axes = ("batch", *("heads",) * (value.ndim - 2), length)
-        yield name, value, list(zip(axes, value.shape, strict=True))
+        arrays.append((name, value, list(zip(axes, value.shape, strict=True))))
+    return arrays
 
 
 def _may_be_1(term: Any, name: str, axis: str) -> bool:
@@ -363,13 +365,12 @@ def check_sizes(
     for term in (mask, *mask._and):
         for name, value, array_sizes in _array_sizes(term):
             for axis, size in array_sizes:
-                may_be_1 = _may_be_1(term, name, axis)
-                if may_be_1 and size == 1:
+                if size == 1 and _may_be_1(term, name, axis):
                     continue
                 if expected[axis] is None:
                     expected[axis] = size
                 elif expected[axis] != size:
                     label = {"q": "q_len", "kv": "kv_len"}.get(axis, axis)
                     path = name if argument is None else f"{argument}.{name}"
-                    or_one = " (or 1)" if may_be_1 else ""
+                    or_one = " (or 1)" if _may_be_1(term, name, axis) else ""
                     raise invalid(path, f"an array with {label} {expected[axis]}{or_one}", value)
