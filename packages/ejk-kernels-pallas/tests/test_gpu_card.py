@@ -330,7 +330,7 @@ def test_grouped_matrices_of_8_bits(case: str, grouped_matmul) -> None:
 
 
 def test_grouped_matrices_of_8_bits_of_models(grouped_matmul) -> None:
-    """Results are those of the same matrices in 16 bits, and the same in a second run."""
+    """Results equal the results with the same matrices in 16 bits, and repeat in a second run."""
     groups, rows, inner, columns = grouped.AT_SIZE["mixtral"]
     sizes = jnp.asarray(grouped.sizes_at("mixtral", zipf=True))
     a, b, c = jax.random.split(jax.random.key(0), 3)
@@ -347,7 +347,7 @@ def test_grouped_matrices_of_8_bits_of_models(grouped_matmul) -> None:
     for x, same, y in zip(found, again, want, strict=True):
         np.testing.assert_array_equal(x, same)
         x, y = (z.astype(jnp.float32) for z in (x, y))
-        # the order of sums differs: rarely a neighbouring number
+        # the order of additions differs: rarely a neighbouring number
         assert jnp.linalg.norm(x - y) <= 1e-3 * jnp.linalg.norm(y)
 
 

@@ -37,6 +37,7 @@ from ejkernel.ops.differentiate import Work
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
 from ejktest.bound import bound, on, struct
+from ejktest.fragments import convert_columns, transpose_result
 from ejktest.oracles import grouped as oracle
 from ejktest.programs import sizes_of
 from ejktest.tolerance import check_close
@@ -77,13 +78,10 @@ def parts_in_the_language(monkeypatch) -> None:
 
     def load(ref, part, kind, dtype, *, transposed):
         columns = pl.ds(part * fragments.ROWS, fragments.ROWS)
-        x = ref[columns, :] if transposed else ref[:, columns].T
-        x = fragments.in_fragment_order(x.T).T
-        return lax.bitcast_convert_type(x, jnp.dtype(kind)).astype(dtype)
+        return convert_columns(ref[columns, :] if transposed else ref[:, columns].T, kind, dtype)
 
     def stage(ref, x):
-        halves = x.reshape(-1, 2, fragments.PERMUTED // 2, x.shape[1])
-        ref[...] = halves.swapaxes(1, 2).reshape(x.shape).T.astype(ref.dtype)
+        ref[...] = transpose_result(x, ref.dtype)
 
     def store(ref, staged, first, last):
         for row in range(staged.shape[0]):
@@ -154,8 +152,8 @@ EIGHT_BIT_CASES = {
 @pytest.mark.usefixtures("parts_in_the_language")
 @pytest.mark.parametrize("name", EIGHT_BIT_CASES)
 def test_8_bit_matrices_against_float64(name: str) -> None:
-    """Rows behind the groups hold NaN. Races are not looked for: of a barrier on which both
-    consumers arrive, the interpreter keeps the time of one.
+    """Rows behind the groups hold NaN. Races are looked for by ``tools/gpu/races.py``: of a barrier
+    on which both consumers arrive, JAX's interpreter keeps the time of one.
     """
     sizes, rows, offset, (inner, columns), transposed, cores = EIGHT_BIT_CASES[name]
     held = len(sizes) if offset is None else 3

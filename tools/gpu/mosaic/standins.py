@@ -19,6 +19,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention import list_kernel
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import EVERY, LIMIT, SOME
 from ejkernel.kernels.pallas.gpu.grouped_matmul import fragments
 from ejkernel.types.serving.split import MAX_FIXED_SPLITS, split_order, split_schedule
+from ejktest.fragments import convert_columns, transpose_result
 
 ALL: dict[str, Any] = {}
 INT = jax.ShapeDtypeStruct((), jnp.int32)
@@ -203,14 +204,12 @@ def load_fragment(k: Any, names: Any, ref: Any, part: Any) -> Any:
         return (x if names.transposed else x.T,)
 
     (x,) = k.on_host(load, (kind,), ref, part)
-    x = fragments.in_fragment_order(x.T).T
-    return lax.bitcast_convert_type(x, jnp.dtype(names.kind)).astype(names.dtype)
+    return convert_columns(x, names.kind, names.dtype)
 
 
 @standin("fragments.stage_result")
 def stage_result(k: Any, names: Any, ref: Any, x: Any) -> None:
-    halves = x.reshape(-1, 2, fragments.PERMUTED // 2, x.shape[1])
-    rows = halves.swapaxes(1, 2).reshape(x.shape).T.astype(names.dtype)
+    rows = transpose_result(x, names.dtype)
     k.on_host(lambda host, ref, rows: host.put(ref, rows), (), ref, rows)
 
 
